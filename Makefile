@@ -1,0 +1,50 @@
+# Every target first sets up .venv where that is not done yet, or again after pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint type docs bench clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Install unishard and all its extras into .venv (editable).
+
+demo: $(READY) ## Train the same tiny Llama on both engines; table and plot in demo-out/.
+	$(BIN)/unishard demo
+
+test: $(READY) ## Run the whole suite; ARGS="-k name" for a part of it.
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## Check style, formatting and the layers.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+type: $(READY) ## Check types (strict).
+	$(BIN)/mypy
+
+docs: $(READY) ## Write the generated pages anew.
+	$(BIN)/unishard docs
+
+bench: $(READY) ## Measure what a step costs beyond the same loop written by hand.
+	$(BIN)/python benchmarks/overhead.py
+
+clean: ## Remove .venv and everything else the targets made.
+	rm -rf $(VENV) dist build demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: whichever build the machine's package index offers is then kept by everything after it.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found; install Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "unishard needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
