@@ -1,0 +1,77 @@
+"""One config, two real sharding engines (PyTorch FSDP2 and DeepSpeed ZeRO), one training loop.
+
+Importing this package imports neither torch nor an engine; names that need torch load it when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from unishard.backend import Backend, Engine, OptimizerFactory, Placement, Step
+from unishard.config import Config
+from unishard.errors import (
+    BackendError,
+    ConfigError,
+    ContractError,
+    DataError,
+    EngineMismatchError,
+    ModelError,
+    RankMismatchError,
+    TranslationError,
+    UnishardError,
+)
+from unishard.loading import load
+from unishard.registry import available
+from unishard.rules import Fit, Report, Rule, Translation
+from unishard.topology import Topology
+from unishard.translation import translate
+
+if TYPE_CHECKING:
+    from unishard.data import dataloader
+    from unishard.preparation import prepare
+    from unishard.process_group import shutdown
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "Config",
+    "ConfigError",
+    "ContractError",
+    "DataError",
+    "Engine",
+    "EngineMismatchError",
+    "Fit",
+    "ModelError",
+    "OptimizerFactory",
+    "Placement",
+    "RankMismatchError",
+    "Report",
+    "Rule",
+    "Step",
+    "Topology",
+    "Translation",
+    "TranslationError",
+    "UnishardError",
+    "available",
+    "dataloader",
+    "load",
+    "prepare",
+    "shutdown",
+    "translate",
+]
+
+_NEEDS_TORCH = {"dataloader": "unishard.data", "prepare": "unishard.preparation", "shutdown": "unishard.process_group"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name that needs torch on first use."""
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'unishard' has no attribute {name!r}")
+    try:
+        value = globals()[name] = getattr(import_module(_NEEDS_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        raise BackendError(f"unishard.{name} needs {error.name}, which is not installed; pip install 'unishard[torch]'") from error
+    return value

@@ -1,0 +1,167 @@
+"""The two protocols between the core and an engine. A third engine's author implements these and runs `unishard.testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from unishard.config import Config
+from unishard.rules import Rule, Translation
+from unishard.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from unishard.engine.units import Unit
+
+__all__ = ["Backend", "Engine", "OptimizerFactory", "Placement", "Step"]
+
+OptimizerFactory = Callable[[Iterable[Any]], Any]
+"""Builds a `torch.optim.Optimizer` from the trainable parameters that the engine hands it."""
+
+
+class Step(NamedTuple):
+    """What one call of `Engine.step` did."""
+
+    updated: bool
+    """Whether the parameters moved: true at the end of an accumulation window, unless the step was skipped."""
+    grad_norm: float | None
+    """Global L2 norm of the averaged gradients before clipping, in fp32; None inside a window, infinite if the update was skipped."""
+    lr: float
+    """Learning rate of the first parameter group: the one this update used; inside a window the one it will use."""
+    skipped: bool
+    """Whether an update was due but left out, because a gradient was infinite or not a number."""
+
+
+class Placement(NamedTuple):
+    """What an engine really holds after `prepare`, read off its live tensors, on this rank."""
+
+    engine: str
+    """Class that runs the model, such as `DeepSpeedEngine`."""
+    units: tuple[str, ...]
+    """Names of the modules whose parameters are gathered together, the root not among them; empty where the engine has no units."""
+    master_dtypes: frozenset[str]
+    """Formats of the trainable master weights, such as `{"float32"}`."""
+    master_numel: int
+    """Elements of trainable master weight on this rank, padding included."""
+    param_bytes: int
+    """Bytes of the model's parameters on this rank between steps."""
+
+
+class Engine(Protocol):
+    """A prepared model and its optimizer. Every method but the properties is collective: call it on all ranks."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, sharded in place; the names of its modules and parameters are the user's."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        ...
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that steps; its `param_groups` hold the live learning rates."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate that the next update will use (first parameter group)."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one micro-batch."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of one micro-batch. `loss` is its mean loss (a scalar), never scaled by the caller."""
+        ...
+
+    def step(self, clip_grad_norm: float | None = ...) -> Step:
+        """After every micro-batch; updates the parameters at the end of an accumulation window."""
+        ...
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the model in training mode."""
+        ...
+
+    def eval(self) -> Engine:
+        """Put the model in evaluation mode."""
+        ...
+
+    def batches(self, loader: Iterable[Any], *, progress: bool = False) -> Iterable[Any]:
+        """This rank's batches, moved to the device, grouped into accumulation windows."""
+        ...
+
+    def mean(self, value: Tensor | float) -> float:
+        """Mean of a scalar over the ranks."""
+        ...
+
+    def placement(self) -> Placement:
+        """What the engine really holds, read off its live tensors."""
+        ...
+
+    def close(self) -> None:
+        """Release the engine. Calling it twice is fine; using the engine afterwards is an error."""
+        ...
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """An engine's translator and builder. Stateless; importing it needs neither torch nor the engine."""
+
+    @property
+    def name(self) -> str:
+        """The word in `backend:`."""
+        ...
+
+    @property
+    def requires(self) -> Mapping[str, str]:
+        """Import name of each package that `prepare` needs, to the extra that brings it: `{"deepspeed": "deepspeed"}`."""
+        ...
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        """One row for each leaf of `Config`, in its order."""
+        ...
+
+    @property
+    def constants(self) -> Mapping[str, tuple[Any, str]]:
+        """Dotted native keys that are written whatever the config says: `(value, why)`."""
+        ...
+
+    def translate(self, cfg: Config, topology: Topology) -> Translation:
+        """The native config and the report. Pure.
+
+        Raises:
+            ConfigError: `native.<name>` holds a key that the engine does not know, or one that a field decides.
+        """
+        ...
+
+    def prepare(
+        self,
+        model: nn.Module,
+        cfg: Config,
+        translation: Translation,
+        topology: Topology,
+        units: Sequence[Unit],
+        optimizer: OptimizerFactory,
+    ) -> Engine:
+        """Shard the model and build its engine. Imports the engine. Collective.
+
+        Args:
+            model: Whole, fp32, on any device; its parameters may differ between ranks (rank 0's count).
+            cfg: What to run.
+            translation: What `translate` made of it; its native config is what runs.
+            topology: The ranks. The process group is up.
+            units: Modules whose parameters are to be gathered together.
+            optimizer: Builds the optimizer from the trainable parameters.
+        """
+        ...

@@ -1,0 +1,28 @@
+"""`unishard backends`: what is installed, and what is missing."""
+
+from __future__ import annotations
+
+import sys
+
+from unishard.cli.table import show
+
+__all__ = ["backends"]
+
+
+def backends() -> None:
+    """List the installed backends.
+
+    Who brings each, whether its engine can be imported, and how to install it if not.
+    """
+    from unishard import registry
+
+    rows = []
+    for name, point in registry.available().items():
+        source = f"{point.dist.name} {point.dist.version}" if point.dist else "this checkout"
+        try:
+            install = registry.missing(registry.get(name))
+        except ImportError as error:
+            rows.append((name, source, f"its translator cannot be imported: {error}", ""))
+            continue
+        rows.append((name, source, "missing" if install else "ready", install or ""))
+    show(("backend", "brought by", "engine", "to install"), rows, sys.stdout)

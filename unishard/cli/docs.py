@@ -1,0 +1,36 @@
+"""`unishard docs`: writes the pages that are generated from the schema and the rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unishard.errors import UnishardError
+
+__all__ = ["docs"]
+
+
+def docs(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 when a page is stale.")] = False,
+    root: Annotated[Path, typer.Option(metavar="DIR", help="The checkout.")] = Path(),
+) -> None:
+    """Write the generated pages.
+
+    MAPPING.md from the backends' rules, docs/schema.md from the schema.
+    """
+    from unishard.docs import pages
+
+    stale = []
+    for name, text in pages().items():
+        path = root / name
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(name)
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    if check and stale:
+        raise UnishardError("\n".join(f"{name}: is stale; run `unishard docs` and commit it" for name in stale))
+    typer.echo("\n".join(f"{name}: written" for name in stale) or "up to date")

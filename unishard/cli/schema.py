@@ -1,0 +1,16 @@
+"""`unishard schema`: the JSON Schema of the config, for editors."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+__all__ = ["schema"]
+
+
+def schema() -> None:
+    """Print the JSON Schema, for editors."""
+    from unishard.json_schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,75 @@
+"""The schema: one tree of frozen sections that every backend understands.
+
+No field exists that does nothing, and none is spelt in one engine's dialect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from unishard.config.communication import Communication
+from unishard.config.offload import Offload
+from unishard.config.optimization import Optimizer, Scheduler
+from unishard.config.precision import Precision
+from unishard.config.section import CROSS_FIELD, Section, leaves, refuse, value_at
+from unishard.config.sharding import Sharding
+from unishard.config.training import Training
+
+__all__ = [
+    "CROSS_FIELD",
+    "Communication",
+    "Config",
+    "Offload",
+    "Optimizer",
+    "Precision",
+    "Scheduler",
+    "Section",
+    "Sharding",
+    "Training",
+    "leaves",
+    "value_at",
+]
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+class Config(Section):
+    """How a model is trained: the engine, what it shards, in which precision, and the loop around it."""
+
+    backend: Annotated[str, BeforeValidator(_lower)] = Field(default="fsdp")
+    """The engine: `fsdp` (PyTorch), `deepspeed`, or any installed plugin. Changing this word changes nothing else."""
+    sharding: Sharding = Field(default_factory=Sharding)
+    """What is partitioned between the ranks."""
+    precision: Precision = Field(default_factory=Precision)
+    """Number formats."""
+    offload: Offload = Field(default_factory=Offload)
+    """What lives in host memory."""
+    training: Training = Field(default_factory=Training)
+    """The loop."""
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    """The optimizer."""
+    scheduler: Scheduler = Field(default_factory=Scheduler)
+    """The learning rate over time."""
+    communication: Communication = Field(default_factory=Communication)
+    """Collectives."""
+    strict: bool = Field(default=False)
+    """Whether an approximation is an error instead of a line in the report."""
+    native: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Settings of one engine that have no field here, by backend: `native: {deepspeed: {...}}`. Merged last into what that
+    backend generates, validated by it, and listed in the report."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        strategy, offload, problems = self.sharding.strategy, self.offload, []
+        if offload.optimizer == "cpu" and strategy == "no_shard":
+            problems.append(("offload.optimizer", "cpu needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard"))
+        if offload.params == "cpu" and strategy != "full_shard":
+            problems.append(("offload.params", f"cpu needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"))
+        if "pin_memory" in offload.model_fields_set and offload.params == offload.optimizer == "none":
+            problems.append(("offload.pin_memory", "has no meaning when nothing is offloaded; remove it or set offload.optimizer to cpu"))
+        refuse(problems)
+        return self

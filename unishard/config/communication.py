@@ -1,0 +1,20 @@
+"""Sizes and timing of collectives. None of these changes the maths."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from unishard.config.section import Section
+
+__all__ = ["Communication"]
+
+
+class Communication(Section):
+    """Sizes and timing of collectives. None of these changes the maths."""
+
+    reduce_bucket_size: int = Field(default=25_000_000, ge=1)
+    """Elements of gradient that are reduced in one collective, where the engine uses buckets."""
+    prefetch_bucket_size: int = Field(default=50_000_000, ge=0)
+    """Elements of parameter that may be gathered ahead of their use (`full_shard`); 0 for no prefetch."""
+    overlap: bool = Field(default=True)
+    """Whether gradients are reduced while backward goes on, where the engine leaves the choice."""

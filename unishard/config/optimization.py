@@ -1,0 +1,84 @@
+"""The optimizer and the learning rate over time."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from unishard.config.section import Section, refuse
+from unishard.config.spelling import Spellings
+
+__all__ = ["Optimizer", "Scheduler"]
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_ONLY = {"betas": "adamw", "eps": "adamw", "momentum": "sgd"}
+
+
+class Optimizer(Section):
+    """The torch optimizer that `prepare` builds, unless it is given a factory of its own."""
+
+    shorthand: ClassVar[tuple[str, ...]] = ("name",)
+
+    name: Annotated[Literal["adamw", "sgd"], BeforeValidator(_lower), Spellings()] = Field(default="adamw")
+    """`adamw` is `torch.optim.AdamW` (decoupled weight decay), `sgd` is `torch.optim.SGD`; fused where torch has it."""
+    lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
+    """Learning rate, before the schedule."""
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair)] = Field(default=(0.9, 0.999))
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
+    """AdamW's term added to the denominator."""
+    momentum: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """SGD's momentum factor."""
+    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    """Weight decay, of every trainable parameter."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        refuse(
+            (field, f"belongs to {name}, not to {self.name}; remove it or set optimizer.name to {name}")
+            for field, name in _ONLY.items()
+            if field in self.model_fields_set and name != self.name
+        )
+        return self
+
+
+class Scheduler(Section):
+    """The learning rate over time. It moves once for each real update, on any number of ranks."""
+
+    shorthand: ClassVar[tuple[str, ...]] = ("name",)
+
+    name: Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_lower), Spellings()] = Field(default="constant")
+    """Shape after the warm-up: stay, fall in a straight line, or fall along half a cosine."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Updates over which the rate climbs from 0 in a straight line (as transformers' schedules: update i uses i / warmup_steps)."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Updates until the end of the fall, warm-up included; needed by `linear` and `cosine`."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where the fall ends, as a part of `optimizer.lr`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems: list[tuple[str, str]] = []
+        if self.name == "constant":
+            problems += [
+                (field, "has no meaning with a constant schedule; remove it or choose linear or cosine")
+                for field in ("total_steps", "min_lr_ratio")
+                if field in self.model_fields_set and getattr(self, field) is not None
+            ]
+        elif self.total_steps is None:
+            problems.append(("total_steps", f"is needed by a {self.name} schedule; write the number of updates"))
+        elif self.warmup_steps >= self.total_steps:
+            problems.append(("warmup_steps", f"must be smaller than total_steps ({self.total_steps}), got {self.warmup_steps}"))
+        refuse(problems)
+        return self

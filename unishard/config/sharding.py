@@ -1,0 +1,82 @@
+"""What is partitioned between the ranks, and in which units."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from unishard.config.section import Section, refuse
+from unishard.config.spelling import Spellings
+
+__all__ = ["Sharding", "Strategy"]
+
+_ALIASES = {
+    "ddp": "no_shard",
+    "zero0": "no_shard",
+    "zero1": "shard_optimizer",
+    "zero2": "shard_grad_op",
+    "zero3": "full_shard",
+}
+
+
+def _strategy(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise PydanticCustomError(
+            "bare_integer",
+            "a number means different things (Accelerate's 1 is FULL_SHARD, DeepSpeed's 1 is ZeRO-1), got {value}; "
+            "write the name, such as full_shard or zero3",
+            {"value": value},
+        )
+    if not isinstance(value, str):
+        return value
+    name = value.strip().lower().replace("-", "_")
+    return _ALIASES.get(name.replace("_", ""), name)
+
+
+Strategy = Annotated[
+    Literal["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"],
+    BeforeValidator(_strategy),
+    Spellings(tuple(_ALIASES)),
+]
+
+
+class Sharding(Section):
+    """What is partitioned between the ranks, and in which units."""
+
+    shorthand: ClassVar[tuple[str, ...]] = ("strategy",)
+
+    strategy: Strategy = Field(default="full_shard")
+    """What each rank keeps only a part of.
+
+    `no_shard`: nothing, every rank holds the whole training state (DDP, ZeRO-0). `shard_optimizer`: fp32 masters and
+    optimizer state (ZeRO-1). `shard_grad_op`: also gradients, reduced on every micro-batch (ZeRO-2). `full_shard`: also
+    parameters, gathered unit by unit (FSDP FULL_SHARD, ZeRO-3). FSDP's enum names, `ddp` and `zero0` to `zero3` are
+    accepted in any case.
+    """
+    reshard_after_forward: bool = Field(default=True)
+    """Whether a unit's parameters are dropped after its forward and gathered again for its backward (`full_shard` only).
+    `false` trades memory for half of the all-gathers."""
+    units: Literal["auto"] | list[str] = Field(default="auto")
+    """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the model's
+    repeated blocks (`_no_split_modules` of a Hugging Face model)."""
+    min_unit_params: int = Field(default=0, ge=0)
+    """Modules with fewer parameters than this (a count) are no unit of their own; they join the unit around them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = self.model_fields_set
+        problems: list[tuple[str, str]] = []
+        if self.strategy == "no_shard":
+            problems += [
+                (field, "has no meaning with strategy no_shard, which gathers nothing; remove it or choose full_shard")
+                for field in ("units", "min_unit_params")
+                if field in given
+            ]
+        if self.strategy != "full_shard" and "reshard_after_forward" in given:
+            problems.append(("reshard_after_forward", f"has no meaning with strategy {self.strategy}; remove it or choose full_shard"))
+        if self.units == []:
+            problems.append(("units", "is empty; name at least one class or write auto"))
+        refuse(problems)
+        return self

@@ -1,0 +1,66 @@
+"""From a YAML file, or a mapping, and overrides to a `Config`; every mistake at once, with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from unishard.config import Config
+from unishard.errors import ConfigError, Problem
+from unishard.loading.document import Document, from_file, from_mapping
+from unishard.loading.findings import Finding, dotted, findings_of
+from unishard.loading.origins import Origins, Place
+from unishard.loading.overrides import override
+
+__all__ = ["Origins", "Place", "load", "read"]
+
+
+def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Load a config from a YAML 1.2 file or a mapping.
+
+    Args:
+        source: Path of a YAML file, or what such a file would hold.
+        overrides: Changes on top, such as `["training.micro_batch_size=4", "sharding.units=[A, B]"]`. The value is YAML;
+            the last one counts.
+
+    Returns:
+        The config, checked.
+
+    Raises:
+        ConfigError: The file cannot be read, or values in it cannot be used. Lists every problem with `file:line`.
+    """
+    return read(source, overrides)[0]
+
+
+def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
+    """As `load`, with the place that each value came from."""
+    document = _open(source)
+    findings = list(document.findings)
+    for text in overrides:
+        findings += override(document, text)
+    try:
+        cfg = Config.model_validate(document.data)
+    except ValidationError as error:
+        broken = {finding.path[:depth] for finding in findings for depth in range(1, len(finding.path) + 1)}
+        findings += [found for found in findings_of(error, document.data) if found.path not in broken]
+        raise _error(findings, document.origins) from None
+    if findings:
+        raise _error(findings, document.origins)
+    return cfg, document.origins
+
+
+def _open(source: str | Path | Mapping[str, Any]) -> Document:
+    if isinstance(source, Mapping):
+        return from_mapping(source)
+    if isinstance(source, str | Path):
+        return from_file(Path(source))
+    raise ConfigError([Problem("", f"load takes the path of a YAML file or a mapping, got {type(source).__name__}")])
+
+
+def _error(findings: Sequence[Finding], origins: Origins) -> ConfigError:
+    placed = [(finding.place or origins.of(finding.path), finding) for finding in findings]
+    placed.sort(key=lambda pair: pair[0].order)
+    return ConfigError([Problem(dotted(finding.path), finding.what, str(place)) for place, finding in placed])

@@ -1,0 +1,219 @@
+"""Reads a YAML file into plain data, with the line of every key.
+
+ruamel.yaml speaks YAML 1.2, where `no` is text and `1e-5` a number. Only its parser is used: the values are built here,
+because its constructors stop at the first duplicate key and turn dates into objects.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from unishard.errors import ConfigError, Problem
+from unishard.loading.findings import Finding
+from unishard.loading.origins import Keys, Origins, Place
+
+__all__ = ["Document", "from_file", "from_mapping", "from_text"]
+
+_LARGEST = 2**20
+_VARIABLE = re.compile(r"\$\{[^}]*\}")
+_TAG = "tag:yaml.org,2002:"
+_TEXT = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value"}
+_TYPED = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float")}
+_ADVICE = {
+    "\\t": "indent with spaces, not with tabs",
+    "mapping values are not allowed": "put the value in quotes, or check the indentation",
+    "stream end": "close the bracket that is opened here",
+    "end of stream": "close the quote that is opened here",
+    "<block end>": "check the indentation",
+    "another document": "keep one document in the file",
+    "undefined alias": "define it with & first, or put the value in quotes",
+    "cannot start any token": "put the value in quotes",
+}
+
+
+@dataclass(slots=True)
+class Document:
+    """What a config says, before the schema sees it."""
+
+    data: Any
+    origins: Origins
+    findings: list[Finding] = field(default_factory=list)
+
+
+def from_mapping(source: Mapping[str, Any]) -> Document:
+    """A document that was never text."""
+    document = Document(None, Origins(Place("")))
+    document.data = _plain(source, (), document.findings)
+    return document
+
+
+def from_file(path: Path) -> Document:
+    """A document in a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not a YAML mapping.
+    """
+    document = from_text(_text(path), str(path))
+    if document.data is None:
+        raise _whole(path, "is empty; write at least 'backend: fsdp'")
+    if not isinstance(document.data, dict):
+        kind = "a list" if isinstance(document.data, list) else "a single value"
+        raise _whole(path, f"holds {kind}; write 'field: value' lines, such as 'backend: fsdp'", line=1)
+    return document
+
+
+def from_text(text: str, name: str) -> Document:
+    """A document in YAML; its data may be any value.
+
+    Raises:
+        ConfigError: The text is not YAML.
+    """
+    document = Document(None, Origins(Place(name, 1)))
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        node = yaml.compose(text)
+        if node is not None:
+            document.data = _Builder(yaml, name, document).build(node, ())
+    except MarkedYAMLError as error:
+        raise _broken(error, name) from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _whole(name, f"holds the control character #x{error.character:04x}; take it out, or name a YAML file", line) from None
+    except RecursionError:
+        raise _whole(name, "is nested too deeply; the schema has two levels") from None
+    return document
+
+
+def _text(path: Path) -> str:
+    content = _bytes(path)
+    if len(content) > _LARGEST:
+        raise _whole(path, f"is larger than {_LARGEST} bytes, which no config is; name a YAML file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = content[error.start]
+        raise _whole(path, f"is not UTF-8 text (byte 0x{byte:02x} at offset {error.start}); name a YAML file saved as UTF-8") from None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_LARGEST + 1)
+    except FileNotFoundError:
+        near = get_close_matches(path.name, (p.name for p in path.parent.glob("*.y*ml")), 1)
+        hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "name a YAML file"
+        raise _whole(path, f"no such file; {hint}") from None
+    except IsADirectoryError:
+        raise _whole(path, "is a directory; name a YAML file in it") from None
+    except OSError as error:
+        raise _whole(path, f"cannot be read ({error.strerror}); name a readable YAML file") from None
+    except ValueError as error:  # a NUL in the name
+        raise _whole(path, f"is not a path ({error}); name a YAML file") from None
+
+
+def _whole(name: Path | str, what: str, line: int | None = None) -> ConfigError:
+    return ConfigError([Problem("", what, str(Place(str(name), line)))])
+
+
+def _broken(error: MarkedYAMLError, name: str) -> ConfigError:
+    problem = str(error.problem or error.context)
+    unclosed = "stream" in problem and error.context_mark is not None and "document" not in problem
+    mark = error.context_mark if unclosed else error.problem_mark or error.context_mark
+    advice = next((text for sign, text in _ADVICE.items() if sign in problem), "check the line and the one before it")
+    context = f"{error.context}{',' if problem.startswith('but') else ':'} " if error.context else ""
+    return _whole(name, f"is not YAML: {context}{problem}; {advice}", line=mark.line + 1 if mark else None)
+
+
+class _Builder:
+    """Builds plain values from YAML's nodes and notes their lines."""
+
+    def __init__(self, yaml: YAML, name: str, document: Document) -> None:
+        self._constructor = yaml.constructor
+        self._name, self._document = name, document
+        self._open: list[Node] = []
+
+    def build(self, node: Node, keys: Keys) -> Any:
+        if any(node is other for other in self._open):
+            return self._find(keys, "refers to itself; write the value", node)
+        self._open.append(node)
+        try:
+            if isinstance(node, MappingNode) and node.tag == f"{_TAG}map":
+                return self._mapping(node, keys)
+            if isinstance(node, SequenceNode) and node.tag == f"{_TAG}seq":
+                return [self.build(item, (*keys, index)) for index, item in enumerate(node.value)]
+            if isinstance(node, ScalarNode):
+                return self._scalar(node, keys)
+            return self._tagged(node, keys)
+        finally:
+            self._open.pop()
+
+    def _mapping(self, node: MappingNode, keys: Keys) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, ScalarNode):
+                self._find(keys, "has a key that is not text; write 'field: value' lines", key_node)
+                continue
+            key, here = key_node.value, (*keys, key_node.value)
+            if key_node.tag == f"{_TAG}merge":
+                self._find(here, "merge keys are not part of YAML 1.2; write the fields out", key_node)
+            elif key in found:
+                self._find(here, f"is written twice, first on line {self._document.origins.of(here).line}; keep one of the two", key_node)
+            else:
+                self._document.origins.add(here, self._place(key_node))
+                found[key] = self.build(value_node, here)
+        return found
+
+    def _scalar(self, node: ScalarNode, keys: Keys) -> Any:
+        if str(node.tag) in _TEXT:
+            return _checked(node.value, keys, self._document.findings, self._place(node))
+        if str(node.tag) not in _TYPED:
+            return self._tagged(node, keys)
+        try:
+            value = self._constructor.construct_object(node)
+        except (ValueError, ArithmeticError):
+            return self._find(keys, f"cannot be read as a number: {node.value[:40]!r}; write digits", node)
+        return _checked(value, keys, self._document.findings, self._place(node))
+
+    def _tagged(self, node: Node, keys: Keys) -> None:
+        self._find(keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!')}, which has no meaning here; remove it", node)
+
+    def _find(self, keys: Keys, what: str, node: Node) -> None:
+        self._document.findings.append(Finding(keys, what, self._place(node)))
+
+    def _place(self, node: Node) -> Place:
+        return Place(self._name, node.start_mark.line + 1)
+
+
+def _plain(value: Any, keys: Keys, findings: list[Finding]) -> Any:
+    """A copy of a caller's mapping, so that overrides do not write into it."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                findings.append(Finding(keys, f"has the key {key!r}, which is not text; write the name of a field"))
+        return {key: _plain(item, (*keys, key), findings) for key, item in value.items() if isinstance(key, str)}
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*keys, index), findings) for index, item in enumerate(value)]
+    return _checked(value, keys, findings)
+
+
+def _checked(value: Any, keys: Keys, findings: list[Finding], place: Place | None = None) -> Any:
+    """The value; notes what no field may hold."""
+    if isinstance(value, str) and (variable := _VARIABLE.search(value)):
+        name = variable.group()
+        findings.append(
+            Finding(keys, f"holds {name}, and environment variables are not expanded; write the value, or give it as an override", place)
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        findings.append(Finding(keys, f"is {value}; write a finite number", place))
+    return value

@@ -1,0 +1,103 @@
+"""Types and values of the schema in a person's words, for error messages and for the reference."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from unishard.config import Section
+
+__all__ = ["bare", "choices", "expected", "shown", "type_in_words"]
+
+_SIMPLE = {str: "text", bool: "true or false", type(None): "null", dict: "a mapping", Any: "any value"}
+_NUMBERS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}
+
+
+def expected(field: FieldInfo) -> str:
+    """What a field takes, such as "a whole number of at least 1, or null"."""
+    return type_in_words(field.annotation, field.metadata)
+
+
+def type_in_words(kind: Any, metadata: Iterable[Any] = (), *, plural: bool = False) -> str:
+    """A type annotation in words; `metadata` holds its bounds."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return type_in_words(args[0], [*_flat(args[1:]), *metadata], plural=plural)
+    if origin is Literal:
+        return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
+    if origin in (Union, types.UnionType):
+        parts = [type_in_words(arg, metadata) for arg in args]
+        return (", or " if any(" " in part for part in parts[:-1]) else " or ").join(parts)
+    if origin is list:
+        return f"a list of {type_in_words(args[0], plural=True)}"
+    if origin is tuple:
+        return f"a list of {len(args)} {type_in_words(args[0], plural=True)}"
+    if origin is dict:
+        return f"a mapping of names to {'mappings' if get_origin(args[1]) is dict else type_in_words(args[1], plural=True)}"
+    if kind in _NUMBERS:
+        return _NUMBERS[kind][plural] + _bounds(metadata)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return f"a section of fields ({', '.join(kind.model_fields)})"
+    if kind is str and plural:
+        return "names"
+    return _SIMPLE.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _flat(metadata: Iterable[Any]) -> Iterable[Any]:
+    for item in metadata:
+        yield from _flat(item.metadata) if isinstance(item, FieldInfo) else (item,)
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    bounds, words = list(metadata), []
+    match bounds:
+        case [Ge(ge=low), Le(le=high)]:
+            return f" from {low} to {high}"
+    for bound in bounds:
+        match bound:
+            case Ge(ge=limit):
+                words.append(f"of at least {limit}")
+            case Gt(gt=limit):
+                words.append(f"above {limit}")
+            case Le(le=limit):
+                words.append(f"of at most {limit}")
+            case Lt(lt=limit):
+                words.append(f"below {limit}")
+    text = " and ".join(words)
+    return f" {text}" if text else ""
+
+
+def choices(kind: Any) -> list[str]:
+    """The words that a type offers, such as ``["none", "cpu"]``; empty when it offers none."""
+    if get_origin(kind) is Literal:
+        return [str(arg) for arg in get_args(kind)]
+    if get_origin(kind) in (Union, types.UnionType, Annotated):
+        return [word for arg in get_args(kind) for word in choices(arg)]
+    return []
+
+
+def shown(value: Any) -> str:
+    """A value as it would stand in YAML, cut when it is long."""
+    match value:
+        case None:
+            text = "null"
+        case bool():
+            text = str(value).lower()
+        case str():
+            text = repr(value)
+        case list() | tuple():
+            text = f"[{', '.join(bare(item) for item in value)}]"
+        case Mapping():
+            text = f"{{{', '.join(f'{key}: {bare(item)}' for key, item in value.items())}}}"
+        case _:
+            text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def bare(value: Any) -> str:
+    """A value as it would stand in YAML, text without quotes."""
+    return value if isinstance(value, str) else shown(value)
