@@ -1,0 +1,123 @@
+"""Groups a loader's batches into accumulation windows and moves them to the device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sized
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from unishard import process_group
+
+__all__ = ["length_of", "to_device", "windows"]
+
+
+def windows(loader: Iterable[Any], length: int, *, drop: bool) -> Iterator[list[Any]]:
+    """Lists of `length` consecutive batches, the last one shorter if the loader ends there. Collective.
+
+    Ranks whose loaders end at different places would wait for each other for ever, so their lengths are compared: once at
+    the start where `len(loader)` is known, else before each window.
+
+    Args:
+        loader: Yields this rank's batches.
+        length: Batches in a full window.
+        drop: Whether a last window that is not full is left out.
+
+    Raises:
+        RankMismatchError: On every rank, naming the lengths that differ.
+    """
+    total = length_of(loader)
+    process_group.agree({"len(loader)": total}, "numbers of batches")
+    rest = iter(loader)
+    yielded = 0
+    while True:
+        window = list(islice(rest, length))
+        if total is None and not _equal(len(window)):
+            process_group.agree({f"batches after {yielded}": len(window)}, "numbers of batches")
+        if not window or (drop and len(window) < length):
+            return
+        yield window
+        yielded += len(window)
+        if len(window) < length:
+            return
+
+
+def _equal(number: int) -> bool:
+    """Whether all ranks hold the same number. One small collective; `agree` would send pickles, in two."""
+    if dist.get_world_size() == 1:
+        return True
+    bounds = torch.tensor([number, -number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    largest, smallest = bounds.tolist()
+    return bool(largest == -smallest)
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Batches that the loader will yield, None if that cannot be known."""
+    if not isinstance(loader, Sized) or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None  # torch's DataLoader only guesses the length of an iterable dataset
+    try:
+        return len(loader)
+    except TypeError:  # a DataLoader has __len__ even where its sampler has not
+        return None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on the device.
+
+    Goes through dicts, lists, tuples, named tuples and dataclasses, and calls `.to(device)` of anything else that has it,
+    such as transformers' `BatchEncoding`. What holds no tensor that moves is returned as it is, not copied.
+    """
+    if isinstance(batch, Tensor):
+        # Only copies from page-locked memory can overlap with computation.
+        return batch.to(device, non_blocking=device.type == "cuda" and batch.device.type == "cpu" and batch.is_pinned())
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return _rebuilt_mapping(batch, _moved(batch.items(), device))
+    if isinstance(batch, list | tuple):
+        return _rebuilt_sequence(batch, _moved(enumerate(batch), device))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return _rebuilt_dataclass(batch, _moved(((field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)), device))
+    return batch
+
+
+def _moved(items: Iterable[tuple[Any, Any]], device: torch.device) -> dict[Any, Any]:
+    """Only the items that change."""
+    return {key: new for key, old in items if (new := to_device(old, device)) is not old}
+
+
+def _rebuilt_mapping(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, Any]:
+    if not moved:
+        return batch
+    # copy.copy keeps what a plain dict would lose, such as a default factory.
+    new = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    new.update(moved)
+    return new
+
+
+def _rebuilt_sequence(batch: list[Any] | tuple[Any, ...], moved: dict[int, Any]) -> list[Any] | tuple[Any, ...]:
+    if not moved:
+        return batch
+    items = [moved.get(index, item) for index, item in enumerate(batch)]
+    if isinstance(batch, list):
+        new = copy.copy(batch)
+        new[:] = items
+        return new
+    make = getattr(type(batch), "_make", tuple)  # a named tuple takes its fields one by one
+    return make(items)
+
+
+def _rebuilt_dataclass(batch: Any, moved: dict[str, Any]) -> Any:
+    if not moved:
+        return batch
+    new = copy.copy(batch)
+    for name, value in moved.items():
+        object.__setattr__(new, name, value)  # also where the dataclass is frozen
+    return new

@@ -1,0 +1,173 @@
+"""The progress of a training loop: a bar in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import rich.progress as bars
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Column
+from torch import Tensor
+
+from unishard.backend import Step
+from unishard.data.batches import length_of
+
+__all__ = ["Progress"]
+
+_BAR_SECONDS = 0.25
+_LINE_SECONDS = 5.0
+_RECENT_UPDATES = 50
+_BAR_WIDTH = 120
+"""Columns of a terminal from which on there is room for a bar beside the figures."""
+
+
+class Progress:
+    """Shows updates done, loss, throughput, learning rate, gradient norm, memory and the time left, on standard error.
+
+    Recording costs microseconds and never waits for the device; only what is shown does (reading the loss), four times a
+    second at most. The loss is this rank's, averaged over the accumulation window; throughput counts all ranks, each taken
+    to read as much as this one.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], window_length: int, device: torch.device, *, drop: bool, console: Console | None = None
+    ) -> None:
+        """Start showing.
+
+        Args:
+            loader: Its length, where it has one, gives the number of updates to come.
+            window_length: Micro-batches in one update.
+            device: Whose memory is shown; on a CPU the memory of this process.
+            drop: Whether an incomplete window at the end is left out.
+            console: Where to show; left out, standard error.
+        """
+        batches = length_of(loader)
+        self._total = None if batches is None else batches // window_length if drop else -(-batches // window_length)
+        self._device = device
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._unit = "tokens"
+        self._units_seen = 0
+        self._updates = 0
+        self._losses: list[Tensor] = []
+        self._window_losses: list[Tensor] = []
+        self._step = Step(updated=False, grad_norm=None, lr=0.0, skipped=False)
+        self._started = self._shown_at = time.perf_counter()
+        self._shown_updates = 0
+        self._recent = deque([(self._started, 0, 0)], maxlen=_RECENT_UPDATES)
+        self._console = console or Console(stderr=True)
+        self._bar = _start_bar(self._console, self._total) if self._console.is_terminal and not self._console.is_dumb_terminal else None
+        self._interval = _LINE_SECONDS if self._bar is None else _BAR_SECONDS
+
+    def record_batch(self, batch: Any) -> None:
+        """A micro-batch was read."""
+        tensor, self._unit = _measured(batch)
+        if tensor is not None:
+            self._units_seen += self._ranks * (tensor.numel() if self._unit == "tokens" else len(tensor) if tensor.ndim else 1)
+
+    def record_loss(self, loss: Tensor) -> None:
+        """The mean loss of a micro-batch, a detached tensor with one element."""
+        self._losses.append(loss)
+
+    def record_step(self, step: Step) -> None:
+        """The engine stepped; shows the state at the end of an accumulation window, if it is time."""
+        if not (step.updated or step.skipped):
+            return
+        now = time.perf_counter()
+        self._updates += 1
+        self._step = step
+        self._window_losses, self._losses = self._losses, []
+        self._recent.append((now, self._updates, self._units_seen))
+        if self._updates == 1 or now - self._shown_at >= self._interval:
+            self._show(now)
+
+    def close(self) -> None:
+        """Show the last state and let go of the terminal."""
+        if self._updates > self._shown_updates:
+            self._show(time.perf_counter())
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show(self, now: float) -> None:
+        self._shown_at, self._shown_updates = now, self._updates
+        if self._bar is not None:
+            self._bar.update(bars.TaskID(0), completed=self._updates, line=self._line(), refresh=True)
+        else:
+            # Straight to the file: a console would break the line at its width.
+            print(self._line(), file=self._console.file, flush=True)
+
+    def _line(self) -> str:
+        """What matters most comes first: a narrow terminal cuts the rest off."""
+        (then, updates, seen), (now, done, units) = self._recent[0], self._recent[-1]
+        seconds = max(now - then, 1e-9)
+        parts = [f"step {done}" if self._total is None else f"step {done}/{self._total}"]
+        if self._window_losses:
+            loss = torch.stack([loss.reshape(()).float() for loss in self._window_losses]).mean().item()
+            parts.append(f"loss {loss:.4f}")
+        if self._total is not None:
+            parts.append(f"left {_clock((self._total - done) * seconds / (done - updates))}")
+        parts += [f"{_short((units - seen) / seconds)} {self._unit}/s", f"lr {self._step.lr:.2e}"]
+        if self._step.grad_norm is not None:
+            parts.append(f"norm {self._step.grad_norm:.3g}" + (" (skipped)" if self._step.skipped else ""))
+        parts += [_memory(self._device), f"elapsed {_clock(now - self._started)}"]
+        return "  ".join(parts)
+
+
+def _start_bar(console: Console, total: int | None) -> bars.Progress:
+    line = bars.TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = [bars.BarColumn(bar_width=20), line] if console.width >= _BAR_WIDTH else [line]
+    # What the script prints goes above the bar, but stays on standard output where that is a file.
+    bar = bars.Progress(*columns, console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+    bar.add_task("", total=total, line="")
+    bar.start()
+    return bar
+
+
+def _measured(batch: Any) -> tuple[Tensor | None, str]:
+    """The tensor by which throughput is counted, and the unit: its elements are tokens, or its first dimension samples."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
+    return (ids, "tokens") if isinstance(ids, Tensor) else (_first_tensor(batch), "samples")
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        items: Iterable[Any] = batch.values()
+    elif isinstance(batch, list | tuple):
+        items = islice(batch, 8)
+    else:
+        items = getattr(batch, "__dict__", {}).values()
+    return next((found for item in items if (found := _first_tensor(item)) is not None), None)
+
+
+def _short(number: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _memory(device: torch.device) -> str:
+    """The device's largest allocation so far, or what this process holds in host memory now."""
+    if device.type == "cuda":
+        size = torch.cuda.max_memory_allocated(device)
+    elif sys.platform == "linux":
+        size = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    else:
+        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

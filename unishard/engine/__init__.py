@@ -1,0 +1,7 @@
+"""The runtime half: what every engine shares once torch is there."""
+
+from __future__ import annotations
+
+from unishard.engine.contract import TrainingEngine
+
+__all__ = ["TrainingEngine"]

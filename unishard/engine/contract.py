@@ -1,0 +1,250 @@
+"""The contract of a training engine, written once: whatever must be the same on every engine is decided here."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from types import EllipsisType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unishard.backend import Placement, Step
+from unishard.config import Config
+from unishard.data.batches import to_device, windows
+from unishard.data.progress import Progress
+from unishard.engine.schedule import Schedule
+from unishard.errors import ContractError
+
+__all__ = ["TrainingEngine"]
+
+
+class _Phase(Enum):
+    """Where in a micro-batch the loop is."""
+
+    OPEN = "open"
+    BACKWARD_DONE = "backward done"
+    CLOSED = "closed"
+
+
+class TrainingEngine(ABC):
+    """Implements `unishard.backend.Engine`: division by accumulation, clipping, the schedule, zero_grad and their order.
+
+    A backend subclasses it and supplies the six abstract methods, each of which does one thing on its engine. A new engine's
+    author may also implement the protocol from nothing.
+    """
+
+    def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
+        self._cfg = cfg
+        self._module = module
+        self._optimizer = optimizer
+        self._device = device
+        self._schedule = Schedule(cfg.scheduler, optimizer.param_groups)
+        self._window = cfg.training.gradient_accumulation_steps
+        self._micro_batch = 0
+        self._phase = _Phase.OPEN
+        self._progress: Progress | None = None
+
+    # -- what an engine supplies ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one micro-batch through the sharded model."""
+
+    @abstractmethod
+    def _backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of an already divided loss."""
+
+    @abstractmethod
+    def _begin_micro_batch(self, *, last: bool) -> None:
+        """Before the forward of a micro-batch: whether it is the last of its window, so that engines can time their collectives."""
+
+    @abstractmethod
+    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+        """End the window: clip to `max_norm` (None: do not), update, and zero the gradients.
+
+        Returns:
+            The global L2 norm before clipping (fp32), and whether the update was made. An update with a norm that is not
+            finite is left out and changes neither parameters nor optimizer state.
+        """
+
+    @abstractmethod
+    def placement(self) -> Placement:
+        """What the engine really holds, read off its live tensors."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let go of the engine's resources."""
+
+    # -- what every engine is ---------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model, sharded in place."""
+        return self._module
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that steps; its `param_groups` hold the live learning rates."""
+        return self._optimizer
+
+    @property
+    def lr(self) -> float:
+        """Learning rate that the next update will use (first parameter group)."""
+        return self._schedule.lr
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one micro-batch. Collective.
+
+        Raises:
+            ContractError: The engine is closed.
+        """
+        self._require_open("forward")
+        self._begin_micro_batch(last=self._micro_batch + 1 == self._window)
+        return self._forward(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of one micro-batch. Collective.
+
+        Args:
+            loss: Scalar, the mean loss of this micro-batch. The engine divides it by the length of the accumulation window.
+
+        Raises:
+            ContractError: `loss` is no scalar tensor with a graph, the engine is closed, or `step` has not been called since
+                the last backward.
+        """
+        self._require_open("backward")
+        if self._phase is _Phase.BACKWARD_DONE:
+            raise ContractError("backward was called twice for one micro-batch; call engine.step() after every backward")
+        if not isinstance(loss, Tensor):
+            raise ContractError(
+                f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such as output.loss"
+            )
+        if loss.dim():
+            raise ContractError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}; pass its mean, such as loss.mean()")
+        if not loss.requires_grad:
+            raise ContractError(
+                "backward needs a loss with a graph; it was computed under no_grad, detached, or from frozen parameters only"
+            )
+        if self._progress is not None:
+            self._progress.record_loss(loss.detach())
+        self._backward(loss if self._window == 1 else loss / self._window)
+        self._phase = _Phase.BACKWARD_DONE
+
+    def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
+        """After every micro-batch. Updates the parameters at the end of an accumulation window, else only counts. Collective.
+
+        Args:
+            clip_grad_norm: Largest gradient norm for this update, None for no clipping; left out, `training.gradient_clipping`.
+
+        Returns:
+            What was done. `grad_norm` is the norm before clipping, a Python float, the same on every rank and engine.
+
+        Raises:
+            ContractError: No backward since the last step, the engine is closed, or `clip_grad_norm` is not positive.
+        """
+        self._require_open("step")
+        if self._phase is not _Phase.BACKWARD_DONE:
+            raise ContractError("step was called without a backward; call engine.backward(loss) first, once for each micro-batch")
+        max_norm = self._cfg.training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
+        if max_norm is not None and not max_norm > 0:
+            raise ContractError(f"clip_grad_norm must be positive, got {max_norm}; pass None for no clipping")
+        self._phase = _Phase.OPEN
+        self._micro_batch += 1
+        lr = self.lr
+        if self._micro_batch < self._window:
+            step = Step(updated=False, grad_norm=None, lr=lr, skipped=False)
+        else:
+            norm, updated = self._update(max_norm)
+            if updated:
+                self._schedule.advance()
+            self._window, self._micro_batch = self._cfg.training.gradient_accumulation_steps, 0
+            # Where a gradient is not a number, some engines can only say that the norm is not finite.
+            step = Step(updated=updated, grad_norm=norm if updated else math.inf, lr=lr, skipped=not updated)
+        if self._progress is not None:
+            self._progress.record_step(step)
+        return step
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the model in training mode."""
+        self._module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the model in evaluation mode."""
+        return self.train(False)
+
+    def batches(self, loader: Iterable[Any], *, progress: bool = False) -> Iterator[Any]:
+        """This rank's batches, moved to the device. Collective: all ranks must iterate.
+
+        Looks one accumulation window ahead, so that the incomplete one at the end is divided by its true length
+        (`training.last_window: step`) or left out (`drop`).
+
+        Args:
+            loader: Yields this rank's own batches; every rank must yield the same number, as `unishard.dataloader` does.
+            progress: Show a progress bar on rank 0 (plain lines without a terminal).
+
+        Raises:
+            ContractError: A batch was not followed by backward and step, or an earlier loop stopped inside a window.
+            RankMismatchError: The ranks' loaders have different lengths.
+        """
+        self._require_open("batches")
+        length, drop = self._cfg.training.gradient_accumulation_steps, self._cfg.training.last_window == "drop"
+        bar = Progress(loader, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
+        self._progress = bar
+        try:
+            for window in windows(loader, length, drop=drop):
+                self._begin_window(len(window))
+                for batch in window:
+                    if bar is not None:
+                        bar.record_batch(batch)
+                    yield to_device(batch, self._device)
+        finally:
+            self._progress = None
+            if bar is not None:
+                bar.close()
+
+    def mean(self, value: Tensor | float) -> float:
+        """Mean of a scalar over the ranks. Collective.
+
+        Args:
+            value: A scalar, such as a loss to be logged.
+        """
+        total = torch.as_tensor(value, dtype=torch.float32, device=self._device).detach().reshape(()).clone()
+        dist.all_reduce(total)
+        return float(total.item() / dist.get_world_size())
+
+    def close(self) -> None:
+        """Release the engine. Calling it twice is fine; using the engine afterwards is an error."""
+        if self._phase is not _Phase.CLOSED:
+            self._phase = _Phase.CLOSED
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _require_open(self, call: str) -> None:
+        if self._phase is _Phase.CLOSED:
+            raise ContractError(f"{call} was called on a closed engine; prepare the model again")
+
+    def _begin_window(self, length: int) -> None:
+        if self._micro_batch:
+            raise ContractError(
+                f"a new accumulation window starts after {self._micro_batch} of {self._window} micro-batches of the last one; "
+                "call backward and step for every batch, and leave a loop only when step().updated or step().skipped is true"
+            )
+        self._window = length

@@ -1,0 +1,46 @@
+"""Makes all ranks start from rank 0's model: FSDP2 sends nothing and DeepSpeed no buffers, so other seeds would train a chimera."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["broadcast"]
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors with rank 0's, many in one collective. Collective.
+
+    Args:
+        tensors: The same shapes, dtypes, order and device on every rank. Costs up to 64 MiB (or the largest tensor) beside them.
+    """
+    if dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: a backend need not know the dtype
+            if dist.get_rank() == 0:
+                continue
+            for tensor, piece in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.detach().copy_(piece.view(tensor.shape))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of tensors of one dtype and of about 64 MiB."""
+    filling: dict[torch.dtype, list[Tensor]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        if sizes.get(tensor.dtype, 0) + tensor.nbytes > _BUCKET_BYTES and filling.get(tensor.dtype):
+            yield filling.pop(tensor.dtype)
+            sizes[tensor.dtype] = 0
+        filling.setdefault(tensor.dtype, []).append(tensor)
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    yield from filling.values()

@@ -1,0 +1,54 @@
+"""The learning rate as a closed form of the number of updates made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from unishard.config import Scheduler
+
+__all__ = ["Schedule", "factor"]
+
+
+def factor(cfg: Scheduler, updates: int) -> float:
+    """What the learning rate is multiplied by in the update that follows `updates` others.
+
+    The same closed forms as `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup` of transformers 5.23
+    with `min_lr_ratio` as floor.
+    """
+    if updates < cfg.warmup_steps:
+        return updates / cfg.warmup_steps
+    if cfg.total_steps is None:
+        return 1.0
+    progress = min(1.0, (updates - cfg.warmup_steps) / (cfg.total_steps - cfg.warmup_steps))
+    shape = 1.0 - progress if cfg.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * shape
+
+
+class Schedule:
+    """Writes the learning rates into an optimizer's parameter groups, once for each real update."""
+
+    def __init__(self, cfg: Scheduler, param_groups: list[dict[str, Any]]) -> None:
+        self._cfg = cfg
+        self._groups = param_groups
+        self._peaks = [float(group["lr"]) for group in param_groups]
+        self._updates = 0
+        self._constant = cfg.name == "constant" and cfg.warmup_steps == 0
+        self._write()
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group in the next update."""
+        return float(self._groups[0]["lr"])
+
+    def advance(self) -> None:
+        """One update has been made."""
+        self._updates += 1
+        self._write()
+
+    def _write(self) -> None:
+        if self._constant:
+            return  # a rate that the user sets by hand stays
+        now = factor(self._cfg, self._updates)
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            group["lr"] = peak * now

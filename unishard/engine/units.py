@@ -1,0 +1,125 @@
+"""Finds the units of a model: the modules whose parameters are gathered together, the same for every engine.
+
+Llama                           units: auto
+├── embed_tokens                unit: an embedding outside the blocks, unless its weight is tied to something outside it
+├── layers.0 .. layers.n        units: the repeated blocks
+└── norm, lm_head               no unit: stay with the root, which is needed last in forward and first in backward
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import nn
+
+from unishard.config import Sharding
+from unishard.errors import ModelError
+
+__all__ = ["Unit", "find_units"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module whose parameters are gathered together."""
+
+    name: str
+    """Name in `model.named_modules()`."""
+    module: nn.Module
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return _numel(self.module)
+
+
+def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
+    """The units of a model in the order of its modules, the root not among them.
+
+    Args:
+        model: Any module, not yet sharded.
+        cfg: `units` names classes or says `auto`; smaller ones than `min_unit_params` are left to the unit around them.
+
+    Raises:
+        ModelError: A named class matches no module, or `min_unit_params` leaves no unit at all; lists the candidates.
+    """
+    if cfg.units == "auto":
+        classes, embeddings = _block_classes(model), True
+    else:
+        classes, embeddings = set(cfg.units), False
+        _require_present(model, classes)
+    found = list(_outermost(model, classes))
+    if embeddings:
+        inside = {id(part) for unit in found for part in unit.module.modules()}
+        found += [
+            Unit(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and id(module) not in inside
+        ]
+    shared = _shared_parameters(model)
+    own = [unit for unit in _in_order(model, found) if not _ties_outside(unit, shared)]
+    large = [unit for unit in own if unit.numel >= cfg.min_unit_params]
+    if own and not large:
+        sizes = ", ".join(f"{unit.name} ({type(unit.module).__name__}, {unit.numel:,})" for unit in own[:8])
+        raise ModelError(f"sharding.min_unit_params: {cfg.min_unit_params:,} leaves no unit; the candidates are {sizes}")
+    return large
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _block_classes(model: nn.Module) -> set[str]:
+    """Classes that a model repeats: what a Hugging Face model says of itself, else siblings of one class with parameters."""
+    said = set(getattr(model, "_no_split_modules", None) or ())
+    present = {type(module).__name__ for module in model.modules()}
+    if said & present:
+        return said & present
+    repeated: set[str] = set()
+    level = [model]
+    while level:  # level by level, so that nothing is sought inside a class that is repeated further up
+        families = [[child for child in parent.children() if _numel(child)] for parent in level]
+        for family in families:
+            counts = Counter(type(child).__name__ for child in family if not isinstance(child, (*_CONTAINERS, nn.Embedding)))
+            repeated |= {name for name, count in counts.items() if count > 1}
+        level = [child for family in families for child in family if type(child).__name__ not in repeated]
+    return repeated
+
+
+def _outermost(model: nn.Module, classes: set[str], prefix: str = "") -> Iterator[Unit]:
+    for name, child in model.named_children():
+        if type(child).__name__ in classes and _numel(child):
+            yield Unit(prefix + name, child)
+        else:
+            yield from _outermost(child, classes, f"{prefix}{name}.")
+
+
+def _in_order(model: nn.Module, units: list[Unit]) -> list[Unit]:
+    order = {id(module): index for index, module in enumerate(model.modules())}
+    return sorted(units, key=lambda unit: order[id(unit.module)])
+
+
+def _shared_parameters(model: nn.Module) -> dict[int, int]:
+    """How many names each parameter has."""
+    return Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+
+
+def _ties_outside(unit: Unit, shared: dict[int, int]) -> bool:
+    inside = Counter(id(parameter) for _, parameter in unit.module.named_parameters(remove_duplicate=False))
+    return any(count < shared[key] for key, count in inside.items())
+
+
+def _require_present(model: nn.Module, classes: set[str]) -> None:
+    sizes = {type(module).__name__: _numel(module) for module in model.modules() if module is not model and _numel(module)}
+    absent = sorted(classes - sizes.keys())
+    if absent:
+        counts = Counter(type(module).__name__ for module in model.modules())
+        candidates = sorted(sizes, key=lambda name: -sizes[name])[:12]
+        near = get_close_matches(absent[0], sizes, 1)
+        hint = f"did you mean {near[0]}? Its" if near else "its"
+        raise ModelError(
+            f"sharding.units: no module of class {', '.join(absent)} in {type(model).__name__}; {hint} classes with parameters are "
+            + ", ".join(f"{name} (x{counts[name]}, {sizes[name]:,} parameters each)" for name in candidates)
+        )

@@ -1,0 +1,96 @@
+"""The one process group of a run, the same for both engines, and its clean end."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import hashlib
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unishard.errors import RankMismatchError
+from unishard.topology import Topology
+
+__all__ = ["agree", "device_of", "ensure", "shutdown"]
+
+
+def device_of(topology: Topology) -> torch.device:
+    """Where this rank computes: its own CUDA device where there is one, else the CPU."""
+    return torch.device("cuda", topology.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def ensure(topology: Topology) -> Topology:
+    """Start the default process group, or join the one that the caller has started. Collective.
+
+    CUDA ranks get `cpu:gloo,cuda:nccl`, so that tensors of either kind may travel; CPU ranks get gloo. A plain
+    `python script.py` becomes a group of one without touching the network.
+
+    Returns:
+        The ranks of the group that is really there.
+    """
+    cuda = torch.cuda.is_available()
+    if dist.is_initialized():
+        started_by_caller = topology.launcher == "python"
+        local_rank = torch.cuda.current_device() if cuda and started_by_caller else topology.local_rank
+        return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=local_rank)
+    if cuda:
+        torch.cuda.set_device(topology.local_rank)
+    options: dict[str, Any] = {"rank": topology.rank, "world_size": topology.world_size}
+    if topology.launcher == "python":
+        options["store"] = dist.HashStore()  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    elif topology.launcher == "srun":
+        options["init_method"] = _slurm_address()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
+    atexit.register(shutdown)
+    return topology
+
+
+def _slurm_address() -> str:
+    """`MASTER_ADDR` and `MASTER_PORT` where the job script sets them, else this node and a port made of the job's number."""
+    address = os.environ.get("MASTER_ADDR") or os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or "127.0.0.1"
+    port = os.environ.get("MASTER_PORT") or str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000)
+    return f"tcp://{address}:{port}"
+
+
+def agree(facts: dict[str, Any], what: str) -> None:
+    """Check that all ranks hold the same facts. Collective; only a digest travels unless they differ.
+
+    Args:
+        facts: Values by name, compared by their `repr`.
+        what: What the facts describe, for the message.
+
+    Raises:
+        RankMismatchError: On every rank, naming each fact that differs and who holds which value.
+    """
+    world = dist.get_world_size()
+    texts = {name: repr(value) for name, value in facts.items()}
+    digests: list[Any] = [None] * world
+    dist.all_gather_object(digests, hashlib.sha256(repr(texts).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, texts)
+    differing = []
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name, "nothing") for theirs in everyone]
+        if len(set(values)) > 1:
+            differing.append(f"{name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values[:8])))
+    raise RankMismatchError(f"ranks hold different {what}; start every rank with the same:\n" + "\n".join(differing[:20]))
+
+
+def shutdown() -> None:
+    """Destroy the process group so that the interpreter ends cleanly. Safe to call twice.
+
+    A gloo worker thread that drops the last reference to a finished collective while the interpreter finalises aborts the
+    process (pytorch issues 38228 and 190489, torch 2.13). Letting those threads run once, with the GIL released, after the
+    last collective and before finalisation starts prevents it.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        time.sleep(0.1)
+        dist.destroy_process_group()
