@@ -1,0 +1,84 @@
+"""The backend object: what the core asks of it. Stateless; torch is imported only by `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unishard.backend import Engine, OptimizerFactory
+from unishard.config import Config
+from unishard.rules import Fit, Line, Report, Rule, Translation, apply, merge
+from unishard.topology import Topology
+from unishard_fsdp import native, options
+from unishard_fsdp.rules import RULES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unishard.engine.units import Unit
+
+__all__ = ["FSDPBackend"]
+
+_ENGINES = {"fully_shard": "FSDPModule", "replicate": "ReplicateModule", "DistributedDataParallel": "DistributedDataParallel"}
+
+
+class FSDPBackend:
+    """Translates to, and builds, PyTorch's own data parallelism."""
+
+    @property
+    def name(self) -> str:
+        """The word in `backend:`."""
+        return "fsdp"
+
+    @property
+    def requires(self) -> Mapping[str, str]:
+        """Import name of each package that `prepare` needs, to the extra that brings it."""
+        return {"torch": "torch"}
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        """One row for each leaf of the config."""
+        return RULES
+
+    @property
+    def constants(self) -> Mapping[str, tuple[Any, str]]:
+        """Native keys that are written whatever the config says, in the forms that have them: `(value, why)`."""
+        return options.CONSTANTS
+
+    def translate(self, cfg: Config, topology: Topology) -> Translation:
+        """The arguments of `fully_shard`, `replicate` or DistributedDataParallel as data, and the report. Pure.
+
+        Raises:
+            ConfigError: `native.fsdp` holds a key that does not exist, that has no meaning in this form, or that a field decides.
+        """
+        decided, report = apply(RULES, cfg, topology)
+        written = merge(decided, options.constants_of(decided["data_parallel"]))
+        overrides = native.check(cfg, written)
+        lines = [
+            Line(f"native.fsdp.{key}", value, Fit.EXACT, key, "your own setting; taken as it is written")
+            for key, value in overrides.items()
+        ]
+        return Translation(
+            backend=self.name,
+            engine=_ENGINES[decided["data_parallel"]],
+            native=merge(written, native.nested(overrides)),
+            report=Report((*report, *lines)),
+        )
+
+    def prepare(
+        self,
+        model: nn.Module,
+        cfg: Config,
+        translation: Translation,
+        topology: Topology,
+        units: Sequence[Unit],
+        optimizer: OptimizerFactory,
+    ) -> Engine:
+        """Shard the model as `translation.native` says and build its engine. Imports torch. Collective.
+
+        Raises:
+            ModelError: torch cannot shard this model.
+        """
+        from unishard_fsdp import building
+
+        return building.build(model, cfg, options.parse(translation.native), topology, units, optimizer)

@@ -1,0 +1,179 @@
+"""The running engines: `fully_shard` and `replicate`, which share FSDP2's machinery, and DistributedDataParallel."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule  # private path; the only one in torch 2.13
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from unishard.backend import Placement
+from unishard.config import Config
+from unishard.engine import TrainingEngine
+from unishard.errors import ContractError, ModelError
+from unishard_fsdp import options
+from unishard_fsdp.gradients import clip, local, total_norm
+
+__all__ = ["DDPEngine", "FSDPEngine"]
+
+
+class TorchEngine(TrainingEngine):
+    """What torch's forms of data parallelism have in common."""
+
+    _sharded = False
+    """Whether a gradient is only a part of the whole."""
+
+    def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
+        super().__init__(cfg, module, optimizer, device)
+        self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._last = True  # torch's own default: each backward ends a window
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+        gradients = [local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
+        norm = total_norm(gradients, self._device, sharded=self._sharded)
+        value = float(norm)
+        updated = math.isfinite(value)
+        if updated:
+            if max_norm is not None:
+                clip(gradients, norm, max_norm)
+            self._optimizer.step()
+        for parameter in self._trainable:
+            parameter.grad = None
+        return value, updated
+
+    @torch.no_grad()
+    def placement(self) -> Placement:
+        """What the engine really holds, read off its live tensors."""
+        masters = [local(parameter) for parameter in self._masters()]
+        return Placement(
+            engine=self._class_name(),
+            units=self._units(),
+            master_dtypes=frozenset(str(master.dtype).removeprefix("torch.") for master in masters),
+            master_numel=sum(master.numel() for master in masters),
+            param_bytes=sum(local(parameter).nbytes for parameter in self._module.parameters()),
+        )
+
+    @abstractmethod
+    def _class_name(self) -> str:
+        """Class that runs the model."""
+
+    def _units(self) -> tuple[str, ...]:
+        return ()
+
+    def _masters(self) -> Sequence[nn.Parameter]:
+        """The trainable parameters that this rank updates."""
+        return self._trainable
+
+    def _release(self) -> None:
+        for parameter in self._trainable:
+            parameter.grad = None
+
+
+class FSDPEngine(TorchEngine):
+    """A model under `fully_shard` or `replicate`."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        module: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        *,
+        native: options.FullyShard | options.Replicate,
+        root: FSDPModule,
+    ) -> None:
+        super().__init__(cfg, module, optimizer, device)
+        self._root = root
+        self._parts = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        self._sharded = not isinstance(root, ReplicateModule)
+        self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
+        self._reshards_late = native.reshard_after_backward == "last_micro_batch"
+
+    def _begin_micro_batch(self, *, last: bool) -> None:
+        if last is self._last:
+            return  # setting a flag walks all modules
+        self._last = last
+        if self._syncs_late:
+            self._root.set_requires_gradient_sync(last)
+        if self._reshards_late:
+            self._root.set_reshard_after_backward(last)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+        # A forward between backward and step leaves units gathered, and the next forward would use them as they were.
+        for _, part in self._parts:
+            part.reshard()
+        return super()._update(max_norm)
+
+    def _class_name(self) -> str:
+        return (FSDPModule if self._sharded else ReplicateModule).__name__
+
+    def _units(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self._parts if name) if self._sharded else ()
+
+
+class DDPEngine(TorchEngine):
+    """A model under DistributedDataParallel."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        module: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        *,
+        native: options.DistributedDataParallel,
+        replica: DistributedDataParallel,
+        owned: Sequence[nn.Parameter] | None = None,
+    ) -> None:
+        super().__init__(cfg, module, optimizer, device)
+        self._owned = owned
+        self._replica: DistributedDataParallel | None = replica
+        self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
+
+    def _begin_micro_batch(self, *, last: bool) -> None:
+        # What DDP's `no_sync` sets, without a context that forward and backward would have to share (torch 2.13).
+        self._running.require_backward_grad_sync = last or not self._syncs_late
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running(*args, **kwargs)
+
+    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+        try:
+            # A parameter without a gradient leaves its bucket unreduced; DDP itself says so only in the next forward (torch 2.13).
+            self._running._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            unused = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad and parameter.grad is None]
+            raise ModelError(
+                f"the last backward reached no gradient of {', '.join(unused) or 'some parameters'}, and DistributedDataParallel then "
+                "reduces none of their bucket; set native.fsdp.find_unused_parameters to true, or freeze them before prepare"
+            ) from error
+        return super()._update(max_norm)
+
+    def _class_name(self) -> str:
+        return type(self._running).__name__
+
+    def _masters(self) -> Sequence[nn.Parameter]:
+        return self._trainable if self._owned is None else self._owned
+
+    def _release(self) -> None:
+        super()._release()
+        self._replica = None  # ends the reducer, and with it its hooks on the parameters
+
+    @property
+    def _running(self) -> DistributedDataParallel:
+        if self._replica is None:
+            raise ContractError("the engine is closed; prepare the model again")
+        return self._replica

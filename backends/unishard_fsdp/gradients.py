@@ -1,0 +1,36 @@
+"""Norm and clipping of gradients that are in parts or whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+__all__ = ["clip", "local", "total_norm"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor. Call it under `no_grad`, where it costs no autograd node."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(gradients: list[Tensor], device: torch.device, *, sharded: bool) -> Tensor:
+    """Global L2 norm, an fp32 scalar on `device`, the same on every rank. Collective if `sharded`.
+
+    Works on the local parts: one collective of one number instead of DTensor's dispatch for each gradient.
+    """
+    norm = get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
+    if not sharded or dist.get_world_size() == 1:
+        return norm
+    square = norm.double().square()
+    dist.all_reduce(square)
+    return square.sqrt().float()
+
+
+def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients down to `max_norm` in place, by the formula of `torch.nn.utils.clip_grad_norm_` (torch 2.13)."""
+    if gradients:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))

@@ -1,0 +1,109 @@
+"""Validates `native: {fsdp: ...}`, the user's own settings that are merged last into the native config. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from unishard.config import Config
+from unishard.errors import ConfigError, Problem
+from unishard.rules import Native, merge
+from unishard.wording import expected, shown
+from unishard_fsdp.options import FORMS
+
+__all__ = ["DECIDED", "check", "nested"]
+
+DECIDED: Mapping[str, str] = {
+    "data_parallel": "sharding.strategy and precision.compute",
+    "units": "sharding.units",
+    "min_unit_params": "sharding.min_unit_params",
+    "reshard_after_forward": "sharding.reshard_after_forward",
+    "mp_policy.param_dtype": "precision.compute",
+    "mp_policy.reduce_dtype": "precision.reduce",
+    "offload_policy": "offload.params and offload.optimizer",
+    "offload_policy.pin_memory": "offload.pin_memory",
+    "prefetch_numel": "communication.prefetch_bucket_size",
+    "bucket_cap_mb": "communication.reduce_bucket_size",
+}
+"""Native keys that a field decides, and which field."""
+
+_ZERO_REDUNDANCY = "zero_redundancy_optimizer"
+
+
+def check(cfg: Config, written: Native) -> dict[str, Any]:
+    """The user's settings by dotted key, once each of them is known to be one.
+
+    Args:
+        cfg: The config; its `native.fsdp` is checked.
+        written: The native config that the fields decide.
+
+    Raises:
+        ConfigError: All problems at once, at `native.fsdp.<key>`.
+    """
+    overrides = dict(_flat(cfg.native.get("fsdp", {})))
+    form = written["data_parallel"]
+    problems = [Problem(f"native.fsdp.{key}", text) for key, value in overrides.items() if (text := _refusal(key, value, form, cfg))]
+    if problems:
+        raise ConfigError(problems)
+    try:
+        FORMS[form].model_validate(merge(written, nested(overrides)))
+    except ValidationError as error:
+        raise ConfigError([_misfit(form, problem["loc"], problem["input"]) for problem in error.errors()]) from None
+    return overrides
+
+
+def nested(overrides: Mapping[str, Any]) -> Native:
+    """Dotted keys as nested dicts."""
+    native: Native = {}
+    for key, value in overrides.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        native = merge(native, value)
+    return native
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _refusal(key: str, value: Any, form: str, cfg: Config) -> str | None:
+    """Why a key may not be set; what instead."""
+    if key in DECIDED:
+        return f"is decided by {DECIDED[key]}; set it there"
+    if key == _ZERO_REDUNDANCY and value is True and not (cfg.sharding.strategy == "shard_optimizer" and cfg.precision.compute == "fp32"):
+        return "is for sharding.strategy shard_optimizer with precision.compute fp32; choose both or remove it"
+    if key in _keys(form):
+        return None
+    others = [other for other in FORMS if key in _keys(other)]
+    if others:
+        return f"belongs to {' and '.join(others)}, and this strategy and precision run as {form}; remove it"
+    free = [name for name in _keys(form) if name not in DECIDED]
+    near = get_close_matches(key, [*free, *DECIDED], 1)
+    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; {form} takes {', '.join(free)}"
+
+
+def _keys(form: str) -> dict[str, FieldInfo]:
+    """The fields of a form by dotted key, sections opened."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in FORMS[form].model_fields.items():
+        sections = [
+            kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        inner = [(f"{name}.{leaf}", below) for section in sections for leaf, below in section.model_fields.items()]
+        found.update(inner or [(name, field)])
+    return found
+
+
+def _misfit(form: str, where: tuple[int | str, ...], value: Any) -> Problem:
+    keys = _keys(form)
+    key = next((".".join(map(str, where[:length])) for length in (2, 1) if ".".join(map(str, where[:length])) in keys), str(where[0]))
+    wanted = expected(keys[key]) if key in keys else f"a mapping with {', '.join(name for name in keys if name.startswith(f'{key}.'))}"
+    return Problem(f"native.fsdp.{key}", f"is {shown(value)}; write {wanted}")

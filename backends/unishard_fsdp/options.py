@@ -1,0 +1,149 @@
+"""The native config: the arguments of `fully_shard`, `replicate` or DistributedDataParallel as data. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from unishard.rules import Native
+
+__all__ = [
+    "CONSTANTS",
+    "FORMS",
+    "CPUOffload",
+    "DistributedDataParallel",
+    "FullyShard",
+    "MixedPrecision",
+    "Options",
+    "Replicate",
+    "Timing",
+    "constants_of",
+    "parse",
+]
+
+Timing = Literal["every_micro_batch", "last_micro_batch"]
+DType = Literal["float32", "bfloat16"]
+
+
+class _Arguments(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class MixedPrecision(_Arguments):
+    """`torch.distributed.fsdp.MixedPrecisionPolicy`, with dtypes by name."""
+
+    param_dtype: DType | None
+    """Format of the gathered parameters; null for their own."""
+    reduce_dtype: DType | None
+    """Format in which gradients are reduced; null for `param_dtype`."""
+    output_dtype: DType | None
+    """Format to which the root module's output is cast; null for none."""
+    cast_forward_inputs: bool
+    """Whether floating-point inputs of units and root are cast to `param_dtype`."""
+
+
+class CPUOffload(_Arguments):
+    """`torch.distributed.fsdp.CPUOffloadPolicy`."""
+
+    pin_memory: bool
+    """Page-locked host memory, where a CUDA device is present; torch 2.13 raises without one, so it is left out there."""
+
+
+class FullyShard(_Arguments):
+    """FSDP2: `fully_shard` on each unit and on the root, and the flags that time its collectives."""
+
+    data_parallel: Literal["fully_shard"]
+    units: Literal["auto"] | list[str]
+    """Classes of the modules that are gathered together, or `auto`."""
+    min_unit_params: int
+    """Smaller modules are no unit."""
+    reshard_after_forward: bool
+    """For units; the root is never resharded after forward, since it is needed first in backward (torch's own default)."""
+    reshard_after_backward: Timing
+    """`set_reshard_after_backward`."""
+    requires_gradient_sync: Timing
+    """`set_requires_gradient_sync`."""
+    prefetch_numel: int | None
+    """Elements that `set_modules_to_forward_prefetch` and `_backward_prefetch` may gather ahead; null for torch's own prefetch."""
+    mp_policy: MixedPrecision
+    offload_policy: CPUOffload | None
+    reduce_scatter_unused_params: bool
+    """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different parameters."""
+
+
+class Replicate(_Arguments):
+    """`replicate()`: whole fp32 parameters on each rank with FSDP2's mixed precision."""
+
+    data_parallel: Literal["replicate"]
+    reshard_after_backward: Timing
+    """When the copy in `mp_policy.param_dtype` is freed."""
+    requires_gradient_sync: Timing
+    """`set_requires_gradient_sync`."""
+    mp_policy: MixedPrecision
+    reduce_scatter_unused_params: bool
+    """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different parameters."""
+
+
+class DistributedDataParallel(_Arguments):
+    """`torch.nn.parallel.DistributedDataParallel`, with torch's ZeroRedundancyOptimizer or without."""
+
+    data_parallel: Literal["DistributedDataParallel"]
+    requires_gradient_sync: Timing
+    """`last_micro_batch` is DDP's `no_sync` on all others."""
+    bucket_cap_mb: float = Field(gt=0)
+    """MiB of gradient in one all-reduce; the first bucket has 1 MiB."""
+    find_unused_parameters: bool
+    """Look for parameters without a gradient after each forward; without it DDP refuses them."""
+    static_graph: bool
+    """The set of used parameters never changes."""
+    gradient_as_bucket_view: bool
+    """Gradients live in the buckets, which saves a copy of them."""
+    forward_sync_buffers: bool
+    """Broadcast rank 0's buffers before each forward."""
+    zero_redundancy_optimizer: bool
+    """`torch.distributed.optim.ZeroRedundancyOptimizer`: whole parameters stay on each rank, each rank steps its part of them."""
+
+
+Options = FullyShard | Replicate | DistributedDataParallel
+
+FORMS: Mapping[str, type[Options]] = {
+    "fully_shard": FullyShard,
+    "replicate": Replicate,
+    "DistributedDataParallel": DistributedDataParallel,
+}
+"""The native config of each form, by `data_parallel`."""
+
+CONSTANTS: Mapping[str, tuple[Any, str]] = {
+    "mp_policy.cast_forward_inputs": (True, "inputs of a unit must have its parameters' format; torch's default, written out"),
+    "mp_policy.output_dtype": (None, "outputs stay in the compute format, as in the other engines"),
+    "reduce_scatter_unused_params": (False, "a parameter that no rank used is not updated, as in plain torch"),
+    "find_unused_parameters": (False, "DDP then refuses unused parameters; looking for them costs a walk of the graph each step"),
+    "static_graph": (False, "the set of used parameters may change"),
+    "gradient_as_bucket_view": (True, "same maths, and one copy of the gradients less"),
+    "forward_sync_buffers": (False, "buffers are broadcast once before training; FSDP2 and DeepSpeed never do it in forward either"),
+    "zero_redundancy_optimizer": (False, "shard_optimizer means fully_shard unless native.fsdp.zero_redundancy_optimizer is true"),
+}
+"""Dotted keys that are written whatever the config says, in the forms that have them: `(value, why)`."""
+
+_PARSER: TypeAdapter[Options] = TypeAdapter(Annotated[Options, Field(discriminator="data_parallel")])
+
+
+def constants_of(form: str) -> Native:
+    """The constants that a form has, nested."""
+    native: Native = {}
+    for key, (value, _) in CONSTANTS.items():
+        section, _, leaf = key.rpartition(".")
+        if (section or leaf) in FORMS[form].model_fields:
+            (native.setdefault(section, {}) if section else native)[leaf] = value
+    return native
+
+
+def parse(native: Native) -> Options:
+    """A native config as an object.
+
+    Raises:
+        pydantic.ValidationError: It is none; `native.check` has told the user so before.
+    """
+    return _PARSER.validate_python(native)

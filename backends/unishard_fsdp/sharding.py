@@ -1,0 +1,134 @@
+"""Turns a whole model into a sharded or replicated one, in place, as the native config says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate  # private path; the only one in torch 2.13
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from unishard.engine.replica import broadcast
+from unishard.engine.units import Unit
+from unishard.errors import ModelError
+from unishard_fsdp.options import FullyShard, MixedPrecision, Replicate
+
+__all__ = ["apply_fully_shard", "apply_replicate", "load"]
+
+Apply = Callable[[nn.Module], object]
+
+
+def load(model: nn.Module, units: Sequence[Unit], device: torch.device, apply: Apply | None = None) -> None:
+    """Bring rank 0's model onto every rank's device and shard it, one unit at a time, the root last. Collective.
+
+    Only one unit beside the shards is ever whole on the device.
+
+    Args:
+        model: Whole; each parameter and buffer is placed and sent once, however many names it has.
+        units: Sharded before the root; the root takes what is left.
+        device: Where this rank computes.
+        apply: Shards a module whose tensors are in place; None leaves it whole.
+
+    Raises:
+        ModelError: A parameter has no data (meta device), no dimension to shard, or a unit cannot run on its own.
+    """
+    _check(model, units, divided=apply is not None)
+    seen: set[Tensor] = set()
+    parts: list[tuple[nn.Module, list[Tensor]]] = []
+    for module in [*(unit.module for unit in reversed(units)), model]:
+        own = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in seen]
+        seen.update(own)
+        parts.append((module, own))
+    del seen
+    while parts:
+        module, own = parts.pop(0)
+        for tensor in own:
+            tensor.data = tensor.data.to(device)
+        broadcast(own)
+        del own[:]
+        if apply is not None:
+            apply(module)
+
+
+def _check(model: nn.Module, units: Sequence[Unit], *, divided: bool) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(f"parameter {name} is on the meta device and has no data; build the model on the CPU")
+        if divided and parameter.dim() == 0:
+            raise ModelError(f"parameter {name} has no dimensions, which fully_shard and replicate refuse; give it the shape (1,)")
+    for unit in units:
+        if isinstance(unit.module, nn.ModuleList | nn.ModuleDict):
+            kind = type(unit.module).__name__
+            raise ModelError(f"sharding.units: {unit.name} is a {kind}, which has no forward; name the class of its elements")
+
+
+def _mesh(device: torch.device, name: str) -> DeviceMesh:
+    return init_device_mesh(device.type, (torch.distributed.get_world_size(),), mesh_dim_names=(name,))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(policy.param_dtype),
+        reduce_dtype=_dtype(policy.reduce_dtype),
+        output_dtype=_dtype(policy.output_dtype) if root else None,
+        cast_forward_inputs=policy.cast_forward_inputs,
+    )
+
+
+def apply_fully_shard(model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard) -> None:
+    """`fully_shard` on each unit and the root. Collective."""
+    mesh = _mesh(device, "shard")
+    sizes = [unit.numel for unit in units]
+    offload = OffloadPolicy()
+    if options.offload_policy is not None:
+        offload = CPUOffloadPolicy(pin_memory=options.offload_policy.pin_memory and device.type == "cuda")
+
+    def apply(module: nn.Module) -> None:
+        root = module is model
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward and not root,
+            mp_policy=_policy(options.mp_policy, root=root),
+            offload_policy=offload,
+        )
+
+    load(model, units, device, apply)
+    _set_reduction(model, unused=options.reduce_scatter_unused_params)
+    if options.prefetch_numel:
+        _set_prefetch(model, [unit.module for unit in units], sizes, options.prefetch_numel)
+
+
+def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
+    """`replicate()` on each unit, so that all-reduces overlap backward, and on the root. Collective."""
+    mesh = _mesh(device, "replicate")
+    load(model, units, device, lambda module: replicate(module, mesh=mesh, mp_policy=_policy(options.mp_policy, root=module is model)))
+    _set_reduction(model, unused=options.reduce_scatter_unused_params)
+
+
+def _set_reduction(model: nn.Module, *, unused: bool) -> None:
+    if unused and isinstance(model, FSDPModule):
+        model.set_reduce_scatter_unused_params(True)
+
+
+def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int) -> None:
+    """Gather ahead, on each unit, as many of those that follow as have `limit` elements together.
+
+    The order is that of the modules. Where a model runs them in another, units are gathered too early or in vain; torch then
+    waits for and frees them at the end of backward (torch 2.13, FSDPParamGroup.finalize_backward).
+    """
+    for order, lengths, prefetch in (
+        (units, sizes, "set_modules_to_forward_prefetch"),
+        (units[::-1], sizes[::-1], "set_modules_to_backward_prefetch"),
+    ):
+        for index, module in enumerate([model, *order]):
+            fitting = sum(total <= limit for total in accumulate(lengths[index:]))
+            if fitting:
+                getattr(module, prefetch)(order[index : index + fitting])
