@@ -1,0 +1,77 @@
+"""The translator: from a config to the JSON that `deepspeed.initialize` takes. Imports neither torch nor deepspeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unishard.backend import Engine, OptimizerFactory
+from unishard.config import Config
+from unishard.errors import ConfigError
+from unishard.rules import Fit, Line, Report, Rule, Translation, apply, merge
+from unishard.topology import Topology
+from unishard_deepspeed.keys import check, flat, nested
+from unishard_deepspeed.rules import CONSTANTS, RULES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unishard.engine.units import Unit
+
+__all__ = ["DeepSpeedBackend"]
+
+
+class DeepSpeedBackend:
+    """Implements `unishard.backend.Backend` for DeepSpeed 0.19.8."""
+
+    @property
+    def name(self) -> str:
+        """The word in `backend:`."""
+        return "deepspeed"
+
+    @property
+    def requires(self) -> Mapping[str, str]:
+        """Packages that `prepare` needs, to the extra that brings each."""
+        return {"torch": "torch", "deepspeed": "deepspeed"}
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        """One row for each leaf of `Config`, in its order."""
+        return RULES
+
+    @property
+    def constants(self) -> Mapping[str, tuple[Any, str]]:
+        """Keys that are written whatever the config says: `(value, why)`."""
+        return CONSTANTS
+
+    def translate(self, cfg: Config, topology: Topology) -> Translation:
+        """The JSON for `deepspeed.initialize` and the report. Pure.
+
+        Raises:
+            ConfigError: `native.deepspeed` holds a key that DeepSpeed does not know, that a field decides, or that would
+                break what unishard promises.
+        """
+        own = cfg.native.get(self.name, {})
+        if problems := check(own):
+            raise ConfigError(problems)
+        native, report = apply(RULES, cfg, topology)
+        fixed = nested({key: value for key, (value, _) in CONSTANTS.items()})
+        lines = tuple(
+            Line(f"native.{self.name}.{key}", value, Fit.EQUIVALENT, key, "written as it stands, over what the fields decide")
+            for key, value in flat(own)
+        )
+        return Translation(self.name, "DeepSpeedEngine", merge(merge(fixed, native), own), Report(report.lines + lines))
+
+    def prepare(
+        self,
+        model: nn.Module,
+        cfg: Config,
+        translation: Translation,
+        topology: Topology,
+        units: Sequence[Unit],
+        optimizer: OptimizerFactory,
+    ) -> Engine:
+        """Shard the model and build its engine. Imports DeepSpeed. Collective."""
+        from unishard_deepspeed.build import build
+
+        return build(model, cfg, translation.native, topology, [unit.name for unit in units], optimizer)

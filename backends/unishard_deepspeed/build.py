@@ -1,0 +1,73 @@
+"""From a model and the translated JSON to a running DeepSpeed engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unishard.backend import OptimizerFactory
+from unishard.config import Config
+from unishard.engine.replica import broadcast
+from unishard.process_group import device_of
+from unishard.topology import Topology
+from unishard_deepspeed import internals, start
+from unishard_deepspeed.engine import DeepSpeedTrainingEngine
+
+__all__ = ["adapted", "build"]
+
+
+def build(
+    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: Sequence[str], optimizer: OptimizerFactory
+) -> DeepSpeedTrainingEngine:
+    """Shard a model in place and build its engine. Collective.
+
+    Args:
+        model: Whole, fp32; rank 0's parameters and buffers count.
+        cfg: What to run.
+        native: The JSON for `deepspeed.initialize`, not changed.
+        topology: The ranks. The process group is up.
+        units: Names of the modules that are gathered on their own at stage 3.
+        optimizer: Builds the optimizer from the trainable parameters.
+    """
+    deepspeed = start.load(topology)
+    device = device_of(topology)
+    model.to(device)
+    broadcast([*model.parameters(), *model.buffers()])
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # DeepSpeed puts bf16 tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
+    originals = [(parameter, parameter.data) for parameter in trainable] if cfg.precision.compute == "bf16" else []
+    settings, client_optimizer = adapted(native, model, units), optimizer(trainable)
+    with start.hushed():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False)
+    internals.undo_first_step(engine.optimizer)
+    internals.set_masters(engine.optimizer, originals)
+    internals.reduce_units_by_parameter(engine.optimizer)
+    return DeepSpeedTrainingEngine(cfg, engine, device)
+
+
+def adapted(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:
+    """The JSON with what only the model and the machine can say: names of units, sizes, whether memory can be page-locked."""
+    native = copy.deepcopy(native)
+    zero = native["zero_optimization"]
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trainable)
+    if zero["stage"] == 3:
+        zero["leaf_module"] = {"classes": [], "names": list(units), "name_suffixes": []}
+    if zero.get("stage3_max_live_parameters") and not zero["stage3_max_reuse_distance"]:
+        largest = _largest_unit(model, units)
+        zero["stage3_max_live_parameters"] = largest + min(largest, zero["stage3_max_live_parameters"])
+    if not torch.cuda.is_available():
+        for place in (zero["offload_param"], zero["offload_optimizer"]):
+            if place:
+                place["pin_memory"] = False
+    return native
+
+
+def _largest_unit(model: nn.Module, units: Sequence[str]) -> int:
+    """Most elements that are gathered together; what lies in no unit counts as one."""
+    sizes = [sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) for name in units]
+    return max([*sizes, sum(parameter.numel() for parameter in model.parameters()) - sum(sizes)])

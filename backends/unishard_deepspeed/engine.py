@@ -1,0 +1,64 @@
+"""The training engine over `deepspeed.initialize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from unishard.backend import Placement
+from unishard.config import Config
+from unishard.engine import TrainingEngine
+from unishard_deepspeed import internals
+from unishard_deepspeed.clipping import clipping_of
+
+__all__ = ["DeepSpeedTrainingEngine"]
+
+
+class DeepSpeedTrainingEngine(TrainingEngine):
+    """unishard's loop around a `DeepSpeedEngine`."""
+
+    def __init__(self, cfg: Config, engine: Any, device: torch.device) -> None:
+        super().__init__(cfg, engine.module, engine.optimizer, device)
+        self._engine = engine
+        self._clipping = clipping_of(engine)
+        self._inputs = torch.bfloat16 if cfg.precision.compute == "bf16" else None
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is not None:
+            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        return self._engine(*args, **kwargs)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        # As FSDP2's cast_forward_inputs, so that both engines take the same batch.
+        return tensor.to(self._inputs) if tensor.is_floating_point() else tensor
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def _begin_micro_batch(self, *, last: bool) -> None:
+        """DeepSpeed learns of the end of a window from `step`."""
+
+    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+        self._clipping.prepare(max_norm)
+        self._engine.step()
+        internals.clear_stale_gradients(self._optimizer)
+        return self._clipping.outcome()
+
+    def placement(self) -> Placement:
+        """What the engine really holds, read off its live tensors."""
+        masters = internals.master_tensors(self._optimizer)
+        return Placement(
+            engine=type(self._engine).__name__,
+            units=tuple(name for name, module in self._module.named_modules() if internals.is_unit(module)),
+            master_dtypes=frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in masters),
+            master_numel=sum(tensor.numel() for tensor in masters),
+            param_bytes=internals.parameter_bytes(self._module.parameters()),
+        )
+
+    def _release(self) -> None:
+        self._engine.destroy()
+        internals.forget(self._engine)
+        del self._engine, self._clipping

@@ -1,0 +1,139 @@
+"""The private names of DeepSpeed 0.19.8 that unishard relies on, all of them, with the file that defines each.
+
+Everything else in this package goes through DeepSpeed's documented interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "clear_stale_gradients",
+    "forget",
+    "is_unit",
+    "master_tensors",
+    "parameter_bytes",
+    "reduce_units_by_parameter",
+    "set_masters",
+    "undo_first_step",
+    "without_own_clipping",
+]
+
+_MASTERS = (
+    "fp32_partitioned_groups_flat",  # runtime/zero/stage3.py
+    "single_partition_of_fp32_groups",  # runtime/zero/stage_1_and_2.py
+    "fp32_groups_flat_partition",  # runtime/bf16_optimizer.py
+)
+
+
+def master_tensors(optimizer: Any) -> list[Tensor]:
+    """The live fp32 masters on this rank: flat partitions, or whole tensors at stage 0."""
+    for name in _MASTERS:
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    groups = getattr(optimizer, "fp32_groups", None)  # runtime/fp16/unfused_optimizer.py
+    if groups is None:
+        groups = [group["params"] for group in optimizer.param_groups]
+    return [tensor for group in groups for tensor in group]
+
+
+@torch.no_grad()
+def set_masters(optimizer: Any, originals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Copy fp32 weights into the masters. Every rank needs all of them.
+
+    DeepSpeed's own `safe_set_full_fp32_param` fails at stage 3 where the ranks do not divide a parameter.
+    """
+    replicated = _replicated_masters(optimizer)
+    for parameter, value in originals:
+        if parameter in replicated:
+            replicated[parameter].copy_(value)
+        elif hasattr(parameter, "ds_id"):
+            part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)  # runtime/zero/stage3.py
+            mine = value.flatten()[part.numel() * optimizer._get_param_partition_rank(parameter) :][: part.numel()]
+            part.data[: mine.numel()].copy_(mine)
+        else:
+            parameter.set_full_hp_param(value)  # type: ignore[attr-defined]  # utils/tensor_fragment.py
+
+
+def _replicated_masters(optimizer: Any) -> dict[Tensor, Tensor]:
+    """Stage 0 in bf16: each parameter's whole master (runtime/fp16/unfused_optimizer.py)."""
+    if not hasattr(optimizer, "fp32_groups"):
+        return {}
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {lp: hp for lps, hps in pairs for lp, hp in zip(lps, hps, strict=True)}
+
+
+def undo_first_step(optimizer: Any) -> None:
+    """Stage 0 in bf16 steps once when it is built (runtime/fp16/unfused_optimizer.py, initialize_optimizer_states).
+
+    Clearing the state undoes Adam's step count and moments; `set_masters` undoes the weight decay.
+    """
+    if hasattr(optimizer, "fp32_groups"):
+        optimizer.state.clear()
+
+
+def reduce_units_by_parameter(optimizer: Any) -> None:
+    """Stage 3: reduce a leaf module's gradients as they come. Collective.
+
+    DeepSpeed waits for a full backward hook of the leaf module, which torch fires before the module's own gradients exist
+    when none of its positional inputs needs a gradient (an embedding, the first layer, inputs passed by keyword), and which
+    then puts zeros in their place (runtime/zero/stage3.py, create_reduce_and_remove_grad_hooks). The parameters are still
+    gathered together: that depends on the module's flag alone.
+    """
+    in_leaves = [
+        parameter for group in getattr(optimizer, "fp16_groups", []) for parameter in group if hasattr(parameter, "ds_z3_leaf_module")
+    ]
+    if not in_leaves:
+        return
+    for hook in (*optimizer._grad_acc_hooks, *optimizer._leaf_module_hooks):
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
+    optimizer._leaf_module_hooks.clear()
+    for parameter in in_leaves:
+        del parameter.ds_z3_leaf_module
+    optimizer.create_reduce_and_remove_grad_hooks()
+
+
+def clear_stale_gradients(optimizer: Any) -> None:
+    """Stage 3 keeps the gradient of a parameter that later steps do not use, and applies it again (runtime/zero/stage3.py)."""
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if buffer is not None:
+        buffer.zero_()
+
+
+def without_own_clipping(engine: Any) -> None:
+    """Stage 0 in fp32 clips without keeping the norm (runtime/engine.py, _take_model_step); switch that off."""
+    engine._config.gradient_clipping = 0.0
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether stage 3 gathers the module's parameters together (utils/z3_leaf_module.py)."""
+    return bool(getattr(module, "_z3_leaf", False))
+
+
+def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of parameters on this rank: what is gathered, and this rank's own part (runtime/zero/partition_parameters.py)."""
+    return sum(tensor.numel() * tensor.element_size() for parameter in parameters for tensor in _held(parameter))
+
+
+def _held(parameter: nn.Parameter) -> Iterator[Tensor]:
+    yield parameter.data
+    if hasattr(parameter, "ds_tensor"):
+        yield parameter.ds_tensor
+
+
+def forget(engine: Any) -> None:
+    """Remove what `engine.destroy()` leaves behind, so that the engine's memory can go while the model stays."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    engine.module_forward_pre_hook.remove()  # runtime/engine.py
+    engine.module_forward_post_hook.remove()
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not engine.module]
+    for parameter in engine.module.parameters():
+        if hasattr(parameter, "_z3_optimizer"):  # runtime/zero/stage3.py, _link_all_hp_params
+            del parameter._z3_optimizer

@@ -1,0 +1,73 @@
+"""Brings DeepSpeed up in a process whose group unishard has started: quietly, without compiling anything, on the right device."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unishard.topology import Topology
+
+__all__ = ["hushed", "load"]
+
+_EXPECTED = "untested optimizer"
+"""In a warning about every torch optimizer but Adam, AdamW and Adagrad; unishard's suite is the test."""
+
+_world: Any = None
+"""The process group that DeepSpeed's own references belong to."""
+
+
+def load(topology: Topology) -> ModuleType:
+    """DeepSpeed, imported and set up for this process. Safe to call again, also after the process group was restarted."""
+    global _world
+    # DeepSpeed insists on this variable of a launcher, also while it trains (DeepSpeed 0.19.8, runtime/engine.py and zero/utils.py).
+    os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with hushed():
+        import deepspeed
+        from deepspeed.comm import comm
+        from deepspeed.utils import groups
+    # torch 2.13 renames two collectives; DeepSpeed 0.19.8, comm/torch.py, still calls them by their old names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
+    _quieten(logging.getLogger("DeepSpeed"))
+    # Would be compiled for half a minute at first use, and only inference calls it (DeepSpeed 0.19.8, comm/torch.py, build_shm_op).
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if _world is not None and _world is not dist.group.WORLD:
+        # DeepSpeed keeps clones of a group that is gone (DeepSpeed 0.19.8, comm/comm.py and utils/groups.py).
+        groups._release_process_group_references()
+        comm.cdb = None
+    _world = dist.group.WORLD
+    return deepspeed  # type: ignore[no-any-return]
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Drop what DeepSpeed prints while it builds an engine, and deprecations inside the modules that it imports so late."""
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _quieten(logger: logging.Logger) -> None:
+    """Warnings and worse, on stderr; DeepSpeed logs to stdout."""
+    logger.setLevel(logging.WARNING)
+    own = [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]
+    for handler in own:
+        logger.removeHandler(handler)
+    if own and logging.lastResort is not None:
+        logger.addHandler(logging.lastResort)
+    if _is_news not in logger.filters:
+        logger.addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _EXPECTED not in record.getMessage()
