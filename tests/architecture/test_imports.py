@@ -1,0 +1,56 @@
+"""Loading, translating and explaining a config imports neither torch nor an engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ["torch", "deepspeed", "transformers", "torchdata", "numpy"]
+
+
+def imported(code: str, names: list[str]) -> list[str]:
+    """Which of these packages a fresh interpreter holds after this code."""
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print([n for n in {names!r} if n in sys.modules], file=sys.stderr)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    last = result.stderr.splitlines()[-1]
+    found: list[str] = eval(last, {"__builtins__": {}})
+    return found
+
+
+def command(*arguments: str) -> str:
+    return f"from unishard.cli import app\napp({list(arguments)!r}, standalone_mode=False)"
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_translate(backend: str) -> None:
+    assert imported(command("translate", "configs/llama_tiny.yaml", "--to", backend), HEAVY) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["explain", "configs/llama_tiny.yaml"], ["schema"], ["docs", "--check"], ["backends"]], ids=lambda arguments: arguments[0]
+)
+def test_other_commands(arguments: list[str]) -> None:
+    assert imported(command(*arguments), HEAVY) == []
+
+
+def test_the_package_alone() -> None:
+    assert imported("import unishard", [*HEAVY, "typer", "rich", "unishard_fsdp", "unishard_deepspeed"]) == []
+
+
+def test_a_table_that_is_not_drawn_needs_no_rich() -> None:
+    assert imported(command("translate", "configs/llama_tiny.yaml"), ["rich"]) == []
+
+
+def test_the_check_finds_what_it_looks_for() -> None:
+    assert imported("import torch", HEAVY)[:1] == ["torch"]

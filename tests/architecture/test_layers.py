@@ -1,0 +1,89 @@
+"""Who may import whom. The contracts stand in pyproject.toml, under `tool.importlinter`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (ROOT / "unishard", ROOT / "backends" / "unishard_fsdp", ROOT / "backends" / "unishard_deepspeed")
+FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+CORE = [path for path in FILES if path.is_relative_to(ROOT / "unishard")]
+NAMES = {"fsdp", "deepspeed"}
+ENGINES = {"DeepSpeedEngine", "FSDPModule", "DistributedDataParallel", "TrainingEngine", "Engine"}
+FORBIDDEN_WORDS = ("Manager", "Handler", "Utils", "Wrapper", "Plugin")
+
+
+def test_contracts() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 broken" in result.stdout
+
+
+def test_every_room_has_its_place_in_the_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    placed = {name.strip() for layer in layers for name in layer.split("|")}
+    rooms = {path.stem for path in (ROOT / "unishard").glob("*.py")} | {
+        path.parent.name for path in (ROOT / "unishard").glob("*/__init__.py")
+    }
+    assert rooms - {"__init__", "__main__"} == placed
+
+
+def _id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", CORE, ids=_id)
+def test_the_core_decides_nothing_by_the_name_or_class_of_an_engine(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Compare):
+            words = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)}
+            assert not words & NAMES, f"{_id(path)}:{node.lineno}: compares with the name of a backend"
+        if isinstance(node, ast.match_case):
+            words = {leaf.value for leaf in ast.walk(node.pattern) if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)}
+            assert not words & NAMES, f"{_id(path)}: matches the name of a backend"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
+            classes = {leaf.id for leaf in ast.walk(node.args[1]) if isinstance(leaf, ast.Name)}
+            classes |= {leaf.attr for leaf in ast.walk(node.args[1]) if isinstance(leaf, ast.Attribute)}
+            assert not classes & ENGINES, f"{_id(path)}:{node.lineno}: asks which engine it is"
+
+
+@pytest.mark.parametrize("path", FILES, ids=_id)
+def test_files_stay_small_and_plain(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= 400
+    if path.name != "py.typed":
+        assert ast.get_docstring(tree), "says in a line or two what this room is for"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            assert not node.name.endswith(FORBIDDEN_WORDS), f"{node.name}: name what it is"
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"line {node.lineno}: a bare except hides bugs"
+
+
+def test_the_check_of_engine_names_finds_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_layers.ROOT", tmp_path)
+    for text in (
+        "if backend == 'fsdp': pass",
+        "x = cfg.backend in ('deepspeed', 'y')",
+        "isinstance(engine, ds.DeepSpeedEngine)",
+        "match backend:\n    case 'fsdp': pass",
+    ):
+        path = tmp_path / "bad.py"
+        path.write_text(text)
+        with pytest.raises(AssertionError):
+            test_the_core_decides_nothing_by_the_name_or_class_of_an_engine(path)

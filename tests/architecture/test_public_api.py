@@ -1,0 +1,95 @@
+"""What users write against. Taking a name away, or adding one, is a decision and not an accident."""
+
+from __future__ import annotations
+
+import inspect
+
+import unishard
+from unishard.backend import Backend, Engine, Placement, Step
+
+PUBLIC = [
+    "Backend",
+    "BackendError",
+    "Config",
+    "ConfigError",
+    "ContractError",
+    "DataError",
+    "Engine",
+    "EngineMismatchError",
+    "Fit",
+    "ModelError",
+    "OptimizerFactory",
+    "Placement",
+    "RankMismatchError",
+    "Report",
+    "Rule",
+    "Step",
+    "Topology",
+    "Translation",
+    "TranslationError",
+    "UnishardError",
+    "available",
+    "dataloader",
+    "load",
+    "prepare",
+    "shutdown",
+    "translate",
+]
+
+
+def members(protocol: type) -> set[str]:
+    return {name for name in vars(protocol) if not name.startswith("_") or name in ("__call__", "__enter__", "__exit__")}
+
+
+def test_names() -> None:
+    assert sorted(unishard.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(unishard, name) is not None
+
+
+def test_public_things_are_documented() -> None:
+    for name in PUBLIC:
+        if name != "OptimizerFactory":
+            assert inspect.getdoc(getattr(unishard, name)), name
+
+
+def test_what_an_engine_is() -> None:
+    assert members(Engine) == {
+        "__call__",
+        "__enter__",
+        "__exit__",
+        "backward",
+        "batches",
+        "close",
+        "device",
+        "eval",
+        "lr",
+        "mean",
+        "module",
+        "optimizer",
+        "placement",
+        "step",
+        "train",
+    }
+    assert Step._fields == ("updated", "grad_norm", "lr", "skipped")
+    assert Placement._fields == ("engine", "units", "master_dtypes", "master_numel", "param_bytes")
+
+
+def test_what_a_backend_is() -> None:
+    assert members(Backend) == {"name", "requires", "rules", "constants", "translate", "prepare"}
+
+
+def test_signatures() -> None:
+    assert str(inspect.signature(unishard.load)) == (
+        "(source: 'str | Path | Mapping[str, Any]', overrides: 'Sequence[str]' = ()) -> 'Config'"
+    )
+    assert str(inspect.signature(unishard.translate)) == (
+        "(cfg: 'Config', *, backend: 'str | None' = None, topology: 'Topology | None' = None) -> 'Translation'"
+    )
+    assert str(inspect.signature(unishard.prepare)) == (
+        "(model: 'nn.Module', cfg: 'Config', optimizer: 'OptimizerFactory | None' = None) -> 'Engine'"
+    )
+
+
+def test_a_name_that_is_not_there() -> None:
+    assert not hasattr(unishard, "prepair")

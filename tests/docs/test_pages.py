@@ -1,0 +1,234 @@
+"""What README, CONTRIBUTING and the guide show is run: code on 1 and 2 ranks, commands with the output that stands below them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from fences import PAGES, ROOT, Block, blocks
+
+import unishard
+from unishard.config.sharding import Strategy
+from unishard.testing import run_ranks
+
+TUTORIAL = "docs/writing-a-backend.md"  # one module in several blocks: test_tutorial.py
+LANGUAGES = {"python", "yaml", "toml", "bash", "console", "text"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty folder that holds what the pages name: the examples and their configs."""
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def test_every_block_says_what_it_is():
+    assert {str(block): block.language for block in blocks() if block.language not in LANGUAGES} == {}
+
+
+def run_source(source, folder):
+    os.chdir(folder)
+    exec(compile(source, "block", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("block", [block for block in blocks("python") if block.page != TUTORIAL], ids=str)
+def test_python_runs(block: Block, world, folder):
+    run_ranks(world, run_source, block.text, str(folder))
+
+
+def run_readme(source, folder):
+    import torch
+
+    os.chdir(folder)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "README.md", "exec"), names)
+    return type(names["engine"]).__module__.partition(".")[0], names["loss"].item(), names["step"].grad_norm
+
+
+@pytest.mark.ranks
+def test_readme_trains_the_same_on_both_engines_when_one_word_changes(tmp_path):
+    (block,) = [block for block in blocks("python") if block.page == "README.md"]
+    text = (ROOT / "configs/llama_tiny.yaml").read_text(encoding="utf-8")
+    results = {}
+    for backend in ("fsdp", "deepspeed"):
+        folder = tmp_path / backend
+        (folder / "configs").mkdir(parents=True)
+        changed = re.sub(r"^backend: fsdp$", f"backend: {backend}", text, flags=re.MULTILINE)
+        (folder / "configs/llama_tiny.yaml").write_text(changed, encoding="utf-8")
+        results[backend] = run_ranks(2, run_readme, block.text, str(folder))
+    for (one, loss, norm), (other, other_loss, other_norm) in zip(*results.values(), strict=True):
+        assert (one, other) == ("unishard_fsdp", "unishard_deepspeed")
+        assert other_loss == pytest.approx(loss, rel=1e-6)
+        assert other_norm == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("yaml") if block.page != TUTORIAL], ids=str)
+@pytest.mark.parametrize("backend", sorted(unishard.available()))
+def test_yaml_loads_and_translates(block: Block, backend, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(block.text, encoding="utf-8")
+    translation = unishard.translate(unishard.load(path), backend=backend)
+    translation.check(strict=False)
+
+
+def commands(block: Block) -> list[tuple[str, list[str]]]:
+    """Each command and the output shown below it; bash blocks show none."""
+    if block.language == "bash":
+        return [(line.strip(), []) for line in block.text.splitlines() if line.strip()]
+    found: list[tuple[str, list[str]]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:].strip(), []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+COMMANDS = [
+    pytest.param(command, shown, id=f"{block}:{command.partition('#')[0].strip()}")
+    for block in blocks("bash", "console")
+    if block.page != TUTORIAL
+    for command, shown in commands(block)
+]
+
+
+def make_target(command, folder):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = [word for word in shlex.split(command, comments=True)[1:] if "=" not in word]
+    assert targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"the Makefile has no target {target!r}"
+
+
+def pip_install(command, folder):
+    extras = {
+        extra for word in shlex.split(command, comments=True) if (match := re.search(r"\[(.*)\]", word)) for extra in match[1].split(",")
+    }
+    offered = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert extras <= offered.keys()
+
+
+def pre_commit_install(command, folder):
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    (folder / ".pre-commit-config.yaml").symlink_to(ROOT / ".pre-commit-config.yaml")
+    assert "pre-commit installed" in output(command.removeprefix(".venv/bin/"), folder)
+
+
+def run(command, folder):
+    return output(command, folder)
+
+
+RUNNERS = {"make ": make_target, "pip install ": pip_install, ".venv/bin/pre-commit install": pre_commit_install}
+
+
+EXIT = re.compile(r"# exits with (\d+)$")
+
+
+def output(command, folder):
+    """What a command prints, stderr included. It must succeed, or exit as its comment says."""
+    programs = Path(sys.executable).parent
+    environ = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "140", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
+    said = EXIT.search(command)
+    assert done.returncode == (int(said[1]) if said else 0), done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS)
+def test_commands_run_and_print_what_is_shown(command, shown, folder):
+    runner = next((runner for prefix, runner in RUNNERS.items() if command.startswith(prefix)), run)
+    printed = runner(command, folder) or ""
+    if shown:
+        assert shows(printed, shown), f"{command} prints\n{printed}"
+
+
+def shows(printed: str, shown: list[str]) -> bool:
+    """Whether the lines shown are the lines printed, whatever the width of columns.
+
+    A line `...` stands for any lines, and `...` in a line for any text.
+    """
+    lines = [" ".join(line.split()) for line in shown]
+    pattern = "".join(r"(?:.*\n)*?" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + r"\n" for line in lines)
+    return re.fullmatch(pattern, "".join(" ".join(line.split()) + "\n" for line in printed.rstrip().splitlines())) is not None
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown", "same"),
+    [
+        ("a\nb\n", ["a", "b"], True),
+        ("a\nb\nc\n", ["a", "...", "c"], True),
+        ("took 3.1 s\n", ["took ... s"], True),
+        ("a    b\n", ["a b"], True),
+        ("a\n\nb\n", ["a", "b"], False),
+        ("a\nb\n", ["a"], False),
+        ("a\nb\n", ["b", "..."], False),
+    ],
+)
+def test_abridged_output_is_compared_line_by_line(printed, shown, same):
+    assert shows(printed, shown) is same
+
+
+LINK = re.compile(r"\[[^\]]+\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    missing = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("strategy", get_args(get_args(Strategy)[0]))
+def test_the_table_of_strategies_says_what_the_rules_say(strategy):
+    (row,) = re.findall(rf"^\| `{strategy}` \|.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    _, _, _, _, fsdp, _, deepspeed, _ = (cell.strip() for cell in row.split("|"))
+    cfg = unishard.Config.model_validate({"sharding": strategy})
+    verdicts = [unishard.translate(cfg, backend=name).report.lines[1] for name in ("fsdp", "deepspeed")]
+    assert [line.path for line in verdicts] == ["sharding.strategy"] * 2
+    assert [fsdp, deepspeed] == [line.fit for line in verdicts]
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
+
+
+def test_every_room_of_the_core_is_described():
+    described = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = [path for path in (ROOT / "unishard").iterdir() if not path.name.startswith(("_", "."))]
+    assert rooms
+    names = {f"`unishard/{path.name}{'/' if path.is_dir() else ''}`" for path in rooms if path.is_dir() or path.suffix == ".py"}
+    assert {name for name in names if name not in described} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_that_is_named_exists(page):
+    named = re.findall(
+        r"`((?:unishard|backends|configs|examples|benchmarks|tests|unishard_fsdp|unishard_deepspeed)/[\w./-]*)`", page.read_text()
+    )
+    roots = [ROOT, ROOT / "backends"]
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
+
+
+@pytest.mark.parametrize("heading", ["DeepSpeed", "PyTorch"])
+def test_remedies_stand_where_the_page_says(heading):
+    (section,) = re.findall(rf"^## {heading}.*?(?=^## |\Z)", (ROOT / "docs" / "engines.md").read_text(encoding="utf-8"), re.M | re.S)
+    folder = ROOT / re.findall(r"`(backends/\w+)/`", section)[0]
+    places = [re.findall(r"`([^`]+)`", row.rsplit("|", 2)[1]) for row in section.splitlines() if row.startswith("| **")]
+    assert places
+    for place in places:
+        files = [name for name in place if name.endswith(".py")]
+        text = "".join((folder / name).read_text(encoding="utf-8") for name in files)
+        assert text
+        assert [name for name in place if name not in files and f"def {name}(" not in text] == []

@@ -1,0 +1,71 @@
+"""The schedule is transformers' own, one step for each real update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+
+from unishard.config import Scheduler
+from unishard.engine.schedule import Schedule
+
+
+def optimizer(lr: float = 0.1) -> torch.optim.Optimizer:
+    first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    return torch.optim.SGD([{"params": [first], "lr": lr}, {"params": [second]}], lr=1.0)
+
+
+def ours(section: dict[str, object], updates: int) -> list[list[float]]:
+    steps = optimizer()
+    schedule = Schedule(Scheduler.model_validate(section), steps.param_groups)
+    rates = []
+    for _ in range(updates):
+        rates.append([group["lr"] for group in steps.param_groups])
+        schedule.advance()
+    return rates
+
+
+def theirs(make: object, updates: int) -> list[list[float]]:
+    steps = optimizer()
+    schedule = make(steps)  # type: ignore[operator]
+    rates = []
+    for _ in range(updates):
+        rates.append([group["lr"] for group in steps.param_groups])
+        steps.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("section", "make"),
+    [
+        ({"name": "constant", "warmup_steps": 4}, lambda o: get_constant_schedule_with_warmup(o, 4)),
+        ({"name": "linear", "warmup_steps": 3, "total_steps": 12}, lambda o: get_linear_schedule_with_warmup(o, 3, 12)),
+        ({"name": "linear", "total_steps": 12}, lambda o: get_linear_schedule_with_warmup(o, 0, 12)),
+        (
+            {"name": "cosine", "warmup_steps": 3, "total_steps": 12, "min_lr_ratio": 0.1},
+            lambda o: get_cosine_with_min_lr_schedule_with_warmup(o, 3, 12, min_lr_rate=0.1),
+        ),
+    ],
+    ids=["constant", "linear with warm-up", "linear", "cosine"],
+)
+def test_equals_transformers(section: dict[str, object], make: object) -> None:
+    for mine, other in zip(ours(section, 12), theirs(make, 12), strict=True):
+        assert mine == pytest.approx(other, rel=1e-12, abs=1e-15)
+
+
+def test_after_the_end_the_rate_stays_at_its_floor() -> None:
+    rates = ours({"name": "linear", "total_steps": 4, "min_lr_ratio": 0.25}, 8)
+    assert [row[0] for row in rates[4:]] == pytest.approx([0.025] * 4)
+
+
+def test_a_constant_schedule_leaves_a_rate_that_the_user_sets() -> None:
+    steps = optimizer()
+    schedule = Schedule(Scheduler(), steps.param_groups)
+    steps.param_groups[0]["lr"] = 0.5
+    schedule.advance()
+    assert schedule.lr == 0.5

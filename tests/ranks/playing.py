@@ -1,0 +1,118 @@
+"""Plays many scenarios in the same ranks, so that a test costs its own work and not a start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import unishard
+from unishard.config import Config
+from unishard.testing import RankFailure, oracle, run_ranks
+from unishard.testing.models import MODELS, batch
+
+STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+MICRO_BATCH = 2
+
+Scenario = Callable[..., Any]
+
+
+class Outcome(NamedTuple):
+    """What a scenario returned on one rank, or what it raised."""
+
+    value: Any
+    error: tuple[str, str] | None
+
+
+def play(scenarios: tuple[tuple[Scenario, tuple[Any, ...]], ...], world: int = 2) -> dict[tuple[Scenario, tuple[Any, ...]], list[Outcome]]:
+    """Outcomes by rank of each (function, arguments). The same scenarios are played once."""
+    played = _played(scenarios, world)
+    if isinstance(played, RankFailure):
+        raise played
+    return {scenario: [outcomes[index] for outcomes in played] for index, scenario in enumerate(scenarios)}
+
+
+@cache
+def _played(scenarios: tuple[tuple[Scenario, tuple[Any, ...]], ...], world: int) -> list[list[Outcome]] | RankFailure:
+    try:
+        return run_ranks(world, _play, scenarios, timeout=60 + 3 * len(scenarios))
+    except RankFailure as failure:
+        return failure
+
+
+def _play(scenarios: tuple[tuple[Scenario, tuple[Any, ...]], ...]) -> list[Outcome]:
+    outcomes = []
+    for function, arguments in scenarios:
+        try:
+            outcomes.append(Outcome(function(*arguments), None))
+        except Exception as error:
+            outcomes.append(Outcome(None, (type(error).__name__, str(error))))
+    return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What every rank returned; fails with what one raised."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"rank {rank} raised {outcome.error[0]}: {outcome.error[1]}"
+    return [outcome.value for outcome in outcomes]
+
+
+def error(outcomes: list[Outcome]) -> str:
+    """`Type: message` that every rank raised."""
+    raised = [outcome.error for outcome in outcomes]
+    assert None not in raised, f"not every rank raised: {raised}"
+    assert len(set(raised)) == 1, f"the ranks raised different errors: {raised}"
+    return ": ".join(raised[0])
+
+
+def config(backend: str, strategy: str = "full_shard", **sections: Any) -> Config:
+    """A config for the MLP under SGD with momentum, which shows what AdamW hides."""
+    sections["training"] = {"micro_batch_size": MICRO_BATCH} | sections.get("training", {})
+    sections.setdefault("optimizer", {"name": "sgd", "lr": 0.1, "momentum": 0.9})
+    return Config.model_validate({"backend": backend, "sharding": strategy, **sections})
+
+
+def prepare(cfg: Config, model: str = "mlp") -> Any:
+    """The tiny model, prepared."""
+    return unishard.prepare(MODELS[model].build(), cfg)
+
+
+def share(count: int, *, rank: int, world: int, model: str = "mlp") -> list[dict[str, Any]]:
+    """A rank's first `count` micro-batches."""
+    return [batch(model, (turn * world + rank) * MICRO_BATCH, MICRO_BATCH) for turn in range(count)]
+
+
+def own_share(count: int, model: str = "mlp") -> list[dict[str, Any]]:
+    """This rank's first `count` micro-batches."""
+    topology = unishard.Topology.from_environment()
+    return share(count, rank=topology.rank, world=topology.world_size, model=model)
+
+
+def everyones(start: int, stop: int, *, world: int, model: str = "mlp") -> list[dict[str, Any]]:
+    """Micro-batches `start` to `stop - 1` of all ranks: one accumulation window for the oracle."""
+    shares = [share(stop, rank=rank, world=world, model=model) for rank in range(world)]
+    return [shares[rank][turn] for turn in range(start, stop) for rank in range(world)]
+
+
+def train(engine: Any, micro_batches: list[dict[str, Any]], **step: Any) -> list[tuple[float, Any]]:
+    """Mean loss over the ranks and `Step` of each micro-batch."""
+    done = []
+    for micro_batch in engine.batches(micro_batches):
+        loss = engine(**micro_batch).loss
+        engine.backward(loss)
+        done.append((engine.mean(loss), engine.step(**step)))
+    return done
+
+
+def curve(done: list[tuple[float, Any]]) -> oracle.Curve:
+    """Of single micro-batches, the updates: mean loss, norm, lr."""
+    losses, norms, lrs, window = [], [], [], []
+    for loss, step in done:
+        window.append(loss)
+        if step.updated:
+            losses.append(sum(window) / len(window))
+            norms.append(step.grad_norm)
+            lrs.append(step.lr)
+        if step.updated or step.skipped:
+            window = []
+    return oracle.Curve(tuple(losses), tuple(norms), tuple(lrs))

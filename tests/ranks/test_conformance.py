@@ -1,0 +1,63 @@
+"""Every backend x strategy x accumulation x clipping x precision against plain torch: the shipped suite, run on our own engines."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from unishard.testing import conformance
+from unishard.testing.conformance import Cell, Curve
+
+BACKENDS = ("fsdp", "deepspeed")
+
+
+@pytest.mark.parametrize("cell", conformance.cells(), ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_property):
+    record_property("deviation", conformance.compare(conformance.measure(backend, cell), conformance.expected(cell)))
+    assert conformance.check(backend, cell) == []
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_the_subset_at_other_worlds_has_every_strategy_with_either_precision_model_accumulation_and_clipping(world):
+    subset = [cell for cell in conformance.cells() if cell.world == world]
+    for field, values in {"strategy": 4, "precision": 2, "model": 2, "accumulation": 2, "clip": 2}.items():
+        assert len({getattr(cell, field) for cell in subset}) == values
+    assert {(cell.strategy, cell.precision) for cell in subset} == {
+        (cell.strategy, cell.precision) for cell in conformance.cells() if cell.world == 2
+    }
+
+
+def test_clipping_always_acts_where_a_cell_asks_for_it():
+    clipped = [cell for cell in conformance.cells() if cell.clip]
+    assert clipped
+    assert all(min(conformance.expected(cell).norms) > cell.clip for cell in clipped)
+
+
+CURVE = Curve((2.0, 1.5, 1.0, 0.5), (3.0, 2.0, 2.0, 2.0), (0.1, 0.1, 0.1, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("curve", "field", "value"),
+    [
+        (CURVE._replace(losses=(2.0, 1.5, 1.1, 0.5)), "first_losses", 0.1),
+        (CURVE._replace(losses=(2.0, 1.5, 1.0, 0.6)), "losses", 0.2),
+        (CURVE._replace(norms=(3.3, 2.0, 2.0, 2.0)), "first_norm", 0.1),
+        (CURVE._replace(norms=(3.0, 2.0, 2.0, 2.2)), "norms", 0.1),
+        (CURVE._replace(lrs=(0.1, 0.1, 0.1, 0.2)), "lrs", 1.0),
+        (CURVE._replace(losses=(2.0, 1.5, 1.0)), "losses", math.inf),
+        (CURVE._replace(norms=(math.nan, 2.0, 2.0, 2.0)), "first_norm", math.inf),
+    ],
+)
+def test_a_curve_that_deviates_is_seen(curve, field, value):
+    assert getattr(conformance.compare(curve, CURVE), field) == pytest.approx(value)
+    assert conformance.compare(CURVE, CURVE) == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_check_says_what_is_wrong_when_an_engine_trains_something_else(backend, monkeypatch):
+    cell = Cell("mlp", "full_shard", 1, 0.5, "fp32", 2)
+    wrong = conformance.expected(Cell("mlp", "full_shard", 1, None, "fp32", 2))
+    monkeypatch.setattr(conformance, "measure", lambda *_: wrong)
+    assert [line.split(" differ")[0] for line in conformance.check(backend, cell)] == ["first losses", "losses", "norms"]

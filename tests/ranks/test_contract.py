@@ -1,0 +1,405 @@
+"""The training loop's contract: the same on every engine, on every rank, in every order of calls."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from playing import STRATEGIES, config, curve, error, everyones, own_share, play, prepare, train, values
+
+import unishard
+from unishard.testing import conformance, oracle
+from unishard.testing.models import MODELS
+
+BACKENDS = ("fsdp", "deepspeed")
+
+
+# -- misuse: one clear error on every rank, and no hang ---------------------------------------------------------------------------
+
+
+def backward_twice(backend):
+    with prepare(config(backend)) as engine:
+        loss = engine(**own_share(1)[0]).loss
+        engine.backward(loss)
+        engine.backward(loss)
+
+
+def step_without_backward(backend):
+    with prepare(config(backend)) as engine:
+        engine(**own_share(1)[0])
+        engine.step()
+
+
+def step_twice(backend):
+    with prepare(config(backend)) as engine:
+        engine.backward(engine(**own_share(1)[0]).loss)
+        engine.step()
+        engine.step()
+
+
+def loss_with_a_shape(backend):
+    with prepare(config(backend)) as engine:
+        engine.backward(engine(**own_share(1)[0]).logits)
+
+
+def loss_without_a_graph(backend):
+    with prepare(config(backend)) as engine:
+        engine.backward(engine(**own_share(1)[0]).loss.detach())
+
+
+def loss_that_is_the_output(backend):
+    with prepare(config(backend)) as engine:
+        engine.backward(engine(**own_share(1)[0]))
+
+
+def batch_without_backward(backend):
+    with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
+        for index, batch in enumerate(engine.batches(own_share(6))):
+            loss = engine(**batch).loss
+            if index != 2:
+                engine.backward(loss)
+                engine.step()
+
+
+def loop_left_inside_a_window(backend):
+    with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
+        train(engine, own_share(3))
+        for batch in engine.batches(own_share(3)):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            break
+        train(engine, own_share(3))
+
+
+def closed(backend, call):
+    engine = prepare(config(backend))
+    batch = own_share(1)[0]
+    loss = engine(**batch).loss
+    engine.close()
+    engine.close()
+    {
+        "forward": lambda: engine(**batch),
+        "backward": lambda: engine.backward(loss),
+        "step": engine.step,
+        "batches": lambda: list(engine.batches([batch])),
+    }[call]()
+
+
+def bad_clip(backend, value):
+    with prepare(config(backend)) as engine:
+        engine.backward(engine(**own_share(1)[0]).loss)
+        engine.step(clip_grad_norm=value)
+
+
+MISUSE = {
+    (backward_twice, ()): "backward was called twice for one micro-batch; call engine.step()",
+    (step_without_backward, ()): "step was called without a backward; call engine.backward(loss)",
+    (step_twice, ()): "step was called without a backward",
+    (loss_with_a_shape, ()): "a scalar loss, got shape (2, 11); pass its mean",
+    (loss_without_a_graph, ()): "a loss with a graph",
+    (loss_that_is_the_output, ()): "a scalar loss tensor, got Output; pass the loss itself",
+    (batch_without_backward, ()): "after 2 of 3 micro-batches of the last one",
+    (loop_left_inside_a_window, ()): "after 1 of 3 micro-batches of the last one",
+    **{(closed, (call,)): f"{call} was called on a closed engine" for call in ("forward", "backward", "step", "batches")},
+    **{(bad_clip, (value,)): f"clip_grad_norm must be positive, got {value}" for value in (0, -1.0, math.nan)},
+}
+
+
+@pytest.mark.parametrize(("misuse", "message"), MISUSE.items(), ids=lambda value: "-".join(map(str, (value[0].__name__, *value[1]))) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_misuse_is_one_clear_contract_error_on_every_rank(backend, misuse, message):
+    scenarios = tuple((function, (backend, *arguments)) for function, arguments in MISUSE)
+    raised = error(play(scenarios)[misuse[0], (backend, *misuse[1])])
+    assert raised.startswith("ContractError: ")
+    assert message in raised
+
+
+# -- training ---------------------------------------------------------------------------------------------------------------------
+
+CLIPS = (..., 0.2, None, 0.4, ..., None)
+
+
+def clip_by_step(backend, strategy):
+    with prepare(config(backend, strategy, training={"gradient_clipping": 0.7})) as engine:
+        done = []
+        for clip, batch in zip(CLIPS, engine.batches(own_share(len(CLIPS))), strict=True):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            done.append((engine.mean(loss), engine.step() if clip is ... else engine.step(clip_grad_norm=clip)))
+    return curve(done)
+
+
+def clip_by_step_without_one_in_the_config(backend, strategy):
+    with prepare(config(backend, strategy)) as engine:
+        return curve(train(engine, own_share(4), clip_grad_norm=0.3))
+
+
+def short_window(backend, strategy, last_window):
+    """Two epochs of 5 micro-batches in windows of 3."""
+    with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 3, "last_window": last_window})) as engine:
+        return [train(engine, own_share(5)) for _ in range(2)]
+
+
+def bad_gradient_on_one_rank(backend, strategy, precision):
+    """Five windows of 2 under a falling rate; in the third, rank 1's first gradient is infinite."""
+    schedule = {"name": "cosine", "warmup_steps": 1, "total_steps": 6}
+    cfg = config(backend, strategy, precision=precision, scheduler=schedule, training={"gradient_accumulation_steps": 2})
+    rank = unishard.Topology.from_environment().rank
+    done = []
+    with prepare(cfg) as engine:
+        for turn, batch in enumerate(engine.batches(own_share(10))):
+            loss = engine(**batch).loss
+            engine.backward(loss * math.inf if turn == 4 and rank == 1 else loss)
+            done.append((engine.mean(loss), engine.step()))
+        return done, engine.lr
+
+
+def evaluation_in_between(backend, strategy):
+    """After each micro-batch, also inside windows, the loss of the micro-batch that comes next."""
+    seen, losses = [], []
+    with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 2})) as engine:
+        batches = own_share(9)
+        done = []
+        for turn, batch in enumerate(engine.batches(batches[:8])):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            done.append((engine.mean(loss), engine.step()))
+            seen.append(engine.module.training)
+            with torch.no_grad():
+                losses.append(engine.mean(engine.eval()(**batches[turn + 1]).loss))
+            seen.append(engine.module.training)
+            assert engine.train() is engine
+        return curve(done), [loss for loss, _ in done], losses, seen
+
+
+TRAINING = (
+    *((clip_by_step, (strategy,)) for strategy in STRATEGIES),
+    *((clip_by_step_without_one_in_the_config, (strategy,)) for strategy in STRATEGIES),
+    *((short_window, (strategy, last)) for strategy in STRATEGIES for last in ("step", "drop")),
+    *((bad_gradient_on_one_rank, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
+    *((evaluation_in_between, (strategy,)) for strategy in STRATEGIES),
+)
+
+
+def trained(backend, function, *arguments):
+    """The value that both ranks returned."""
+    scenarios = tuple((name, (backend, *given)) for name, given in TRAINING)
+    by_rank = values(play(scenarios)[function, (backend, *arguments)])
+    assert repr(by_rank[0]) == repr(by_rank[1])  # NaN is not equal to itself
+    return by_rank[0]
+
+
+def expect(windows, cfg, clips=None):
+    return oracle.train(MODELS["mlp"].build(), windows, cfg, world=2, clips=clips)
+
+
+def losses_within(backend, strategy, precision):
+    cell = conformance.Cell("mlp", strategy, 1, None, precision, 2)
+    declared = conformance.tolerance(backend, cell) is not conformance.TOLERANCES[precision]
+    return conformance.tolerance(backend, cell).losses if declared else {"fp32": 2e-6, "bf16": 1e-4}[precision]
+
+
+def assert_curve(found, wanted, rel=2e-6):
+    assert found.losses == pytest.approx(wanted.losses, rel=rel)
+    assert found.norms == pytest.approx(wanted.norms, rel=10 * rel)
+    assert found.lrs == pytest.approx(wanted.lrs, rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clipping_given_to_a_step_counts_for_that_step_and_none_turns_it_off(backend, strategy):
+    windows = [everyones(turn, turn + 1, world=2) for turn in range(len(CLIPS))]
+    clips = [0.7 if clip is ... else clip for clip in CLIPS]
+    wanted = expect(windows, config("fsdp"), clips)
+    assert min(wanted.norms) > 0.7
+    assert_curve(trained(backend, clip_by_step, strategy), wanted)
+    wanted = expect(windows[:4], config("fsdp"), [0.3] * 4)
+    assert_curve(trained(backend, clip_by_step_without_one_in_the_config, strategy), wanted)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_last_window_is_averaged_over_what_is_there(backend, strategy):
+    epochs = trained(backend, short_window, strategy, "step")
+    full, rest = everyones(0, 3, world=2), everyones(3, 5, world=2)
+    wanted = expect([full, rest, full, rest], config("fsdp"))
+    assert_curve(curve([*epochs[0], *epochs[1]]), wanted)
+    assert [step.updated for _, step in epochs[0]] == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_last_window_is_left_out_when_asked(backend, strategy):
+    epochs = trained(backend, short_window, strategy, "drop")
+    assert [len(epoch) for epoch in epochs] == [3, 3]
+    full = everyones(0, 3, world=2)
+    assert_curve(curve([*epochs[0], *epochs[1]]), expect([full, full], config("fsdp")))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inside_a_window_a_step_says_that_nothing_moved(backend):
+    inside, at_the_end = trained(backend, short_window, "full_shard", "drop")[0][1:]
+    assert inside[1] == unishard.Step(updated=False, grad_norm=None, lr=0.1, skipped=False)
+    assert at_the_end[1]._replace(grad_norm=None) == unishard.Step(updated=True, grad_norm=None, lr=0.1, skipped=False)
+    assert type(at_the_end[1].grad_norm) is float
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_infinite_gradient_on_one_rank_skips_the_update_everywhere_and_leaves_no_trace(backend, strategy, precision):
+    done, next_lr = trained(backend, bad_gradient_on_one_rank, strategy, precision)
+    steps = [step for _, step in done]
+    assert [step.skipped for step in steps] == [False] * 5 + [True] + [False] * 4
+    assert [step.updated for step in steps] == [False, True, False, True, False, False, False, True, False, True]
+    assert not math.isfinite(steps[5].grad_norm)
+    cfg = config("fsdp", precision=precision, scheduler={"name": "cosine", "warmup_steps": 1, "total_steps": 6})
+    kept = [everyones(turn, turn + 2, world=2) for turn in (0, 2, 6, 8)]
+    wanted = expect(kept, cfg)
+    assert_curve(curve(done), wanted, rel=losses_within(backend, strategy, precision))
+    assert next_lr == pytest.approx(0.1 * oracle.rate(cfg.scheduler, 4), rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_evaluation_between_micro_batches_sees_the_live_model_and_does_not_disturb_training(backend, strategy):
+    found, losses, evaluated, training = trained(backend, evaluation_in_between, strategy)
+    assert_curve(found, expect([everyones(turn, turn + 2, world=2) for turn in (0, 2, 4, 6)], config("fsdp")))
+    assert evaluated[:-1] == pytest.approx(losses[1:], rel=1e-6)
+    assert training == [True, False] * 8
+
+
+# -- the rest of the engine's surface -----------------------------------------------------------------------------------------------
+
+
+def context_manager(backend):
+    with prepare(config(backend)) as engine:
+        pass
+    try:
+        engine.step()
+    except unishard.ContractError as closed:
+        leaving = str(closed)
+    try:
+        with prepare(config(backend)):
+            raise KeyError("mine")
+    except KeyError as mine:
+        return leaving, mine.args
+
+
+def means(backend):
+    rank = unishard.Topology.from_environment().rank
+    with prepare(config(backend)) as engine:
+        tensor = torch.tensor([rank + 1.0], requires_grad=True)
+        return engine.mean(rank), engine.mean(tensor), tensor.item(), engine.mean(torch.tensor(float(rank), dtype=torch.bfloat16))
+
+
+def surface(backend):
+    model = MODELS["mlp"].build()
+    names = [name for name, _ in model.named_parameters()]
+    with unishard.prepare(model, config(backend)) as engine:
+        return {
+            "class": isinstance(engine.module, type(MODELS["mlp"].build())),
+            "names": [name for name, _ in engine.module.named_parameters()] == names,
+            "device": str(engine.device),
+            "lr": engine.lr,
+            "groups": [group["lr"] for group in engine.optimizer.param_groups],
+        }
+
+
+def different_lengths(backend):
+    rank = unishard.Topology.from_environment().rank
+    with prepare(config(backend)) as engine:
+        train(engine, own_share(3 + rank))
+
+
+SURFACE = (context_manager, means, surface, different_lengths)
+
+
+def shown(backend, function):
+    return play(tuple((name, (backend,)) for name in SURFACE))[function, (backend,)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_engine_is_a_context_manager_that_closes_and_hides_no_error(backend):
+    for leaving, mine in values(shown(backend, context_manager)):
+        assert "closed engine" in leaving
+        assert mine == ("mine",)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mean_is_over_the_ranks_and_leaves_its_argument_alone(backend):
+    assert values(shown(backend, means)) == [(0.5, 1.5, 1.0, 0.5), (0.5, 1.5, 2.0, 0.5)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_module_is_the_users_own_and_the_optimizer_shows_the_live_rate(backend):
+    for seen in values(shown(backend, surface)):
+        assert seen == {"class": True, "names": True, "device": "cpu", "lr": 0.1, "groups": [0.1]}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
+    raised = error(shown(backend, different_lengths))
+    assert raised.startswith("RankMismatchError: ranks hold different numbers of batches")
+    assert "rank 0 has 3, rank 1 has 4" in raised
+
+
+# -- the learning rate ----------------------------------------------------------------------------------------------------------------
+
+SCHEDULES = (
+    {"name": "cosine", "warmup_steps": 3, "total_steps": 8, "min_lr_ratio": 0.1},
+    {"name": "linear", "warmup_steps": 2, "total_steps": 7},
+    {"name": "constant", "warmup_steps": 4},
+)
+
+
+def rates(backend, schedule):
+    """(rate that `Step` reports, rate in the optimizer when it stepped) of ten updates, past the end of the schedule."""
+    cfg = config(backend, scheduler=SCHEDULES[schedule], optimizer={"name": "adamw", "lr": 2e-3}, training={"gradient_accumulation_steps": 2})
+    found = []
+    with prepare(cfg) as engine:
+        for batch in engine.batches(own_share(20)):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            in_the_optimizer, before = engine.optimizer.param_groups[0]["lr"], engine.lr
+            step = engine.step()
+            assert step.lr == in_the_optimizer == before
+            if step.updated:
+                found.append(step.lr)
+    return found
+
+
+def rates_of_transformers(schedule):
+    from transformers import get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup, get_linear_schedule_with_warmup
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
+    warmup, total = schedule["warmup_steps"], schedule.get("total_steps")
+    scheduler = {
+        "cosine": lambda: get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, total, min_lr_rate=schedule["min_lr_ratio"]),
+        "linear": lambda: get_linear_schedule_with_warmup(optimizer, warmup, total),
+        "constant": lambda: get_constant_schedule_with_warmup(optimizer, warmup),
+    }[schedule["name"]]()
+    found = []
+    for _ in range(10):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    # transformers' cosine rises again after its end; ours stays at the floor.
+    return found if total is None else found[:total]
+
+
+@pytest.mark.parametrize("schedule", range(len(SCHEDULES)), ids=[schedule["name"] for schedule in SCHEDULES])
+def test_the_rates_are_those_of_transformers_on_any_engine_and_number_of_ranks(schedule):
+    everywhere = {}
+    for backend in BACKENDS:
+        for world in (1, 2, 4):
+            scenarios = tuple((rates, (backend, index)) for index in range(len(SCHEDULES)))
+            for rank, found in enumerate(values(play(scenarios, world)[rates, (backend, schedule)])):
+                everywhere[backend, world, rank] = tuple(found)
+    assert len(set(everywhere.values())) == 1, everywhere
+    found = next(iter(everywhere.values()))
+    wanted = rates_of_transformers(SCHEDULES[schedule])
+    assert found[: len(wanted)] == pytest.approx(wanted, rel=1e-12)
+    floor = 2e-3 * SCHEDULES[schedule].get("min_lr_ratio", 0.0) if "total_steps" in SCHEDULES[schedule] else 2e-3
+    assert found[len(wanted) :] == pytest.approx([floor] * (10 - len(wanted)))

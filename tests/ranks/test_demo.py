@@ -1,0 +1,110 @@
+"""The demo from end to end, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unishard.demo import DemoError, demo, run_demo, training
+from unishard.demo.curves import Gap, Run
+from unishard.errors import BackendError
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
+
+
+def test_both_engines_draw_the_same_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_demo(out=tmp_path, world_size=2, steps=8)
+    one, other = (Run.read(tmp_path / f"{backend}.json") for backend in ("fsdp", "deepspeed"))
+    assert (one.ranks, other.ranks, len(one.losses), len(other.losses)) == (2, 2, 8, 8)
+    assert one.losses[-1] < one.losses[0] - 0.5
+    assert one.losses == pytest.approx(other.losses, rel=1e-5, abs=0)
+    assert one.grad_norms == pytest.approx(other.grad_norms, rel=1e-4, abs=0)
+    assert len(one.peak_memory_bytes) == 2
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "backend: fsdp" in shown
+    assert "backend: deepspeed" in shown
+    assert "step 8/8" in shown
+    assert f"{one.losses[-1]:.6f}" in shown
+    assert "of the loss) at step" in shown
+
+
+def test_the_example_is_a_plain_script_too(tmp_path: Path) -> None:
+    out = tmp_path / "log.json"
+    command = [sys.executable, str(SCRIPT), "--steps", "2", "--set", "training.micro_batch_size=1", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "after 2 updates, world size 1" in done.stdout
+    assert json.loads(out.read_text())["ranks"] == 1
+
+
+def run(backend: str, losses: list[float]) -> Run:
+    return Run(backend, 2, losses, [1.0] * len(losses), [0.1] * len(losses), [2**20, 2**20])
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, curves: dict[str, list[float]]) -> None:
+    """The engines' part: a run that is over at once."""
+
+    def train(backend: str, *_: Any, **__: Any) -> Run:
+        return run(backend, curves[backend])
+
+    monkeypatch.setattr(demo, "train", train)
+
+
+@pytest.mark.parametrize("last", [3.0003, float("nan")])
+def test_curves_that_part_are_an_error_that_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float) -> None:
+    stub(monkeypatch, {"fsdp": [5.0, 4.0, 3.0], "deepspeed": [5.0, 4.0, last]})
+    with pytest.raises(DemoError, match=f"at step 3 fsdp has loss 3.000000 and deepspeed has loss {last:.6f}"):
+        run_demo(out=tmp_path, steps=3)
+    assert (tmp_path / "loss.png").exists(), "the picture of what went wrong is kept"
+
+
+def test_equal_curves_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, {"fsdp": [5.0, 4.0], "deepspeed": [5.0, 4.0]})
+    run_demo(out=tmp_path, steps=2)
+
+
+def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name in ("deepspeed", "matplotlib") else find_spec(name))
+    with pytest.raises(BackendError, match=r"needs deepspeed, matplotlib, .*pip install 'unishard\[demo\]'"):
+        run_demo(out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def fake_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(training, "_find", lambda path: script)
+
+
+def test_a_failing_run_is_told_with_its_own_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_script(tmp_path, monkeypatch, "raise SystemExit('the reason why')")
+    with pytest.raises(DemoError) as caught:
+        run_demo(out=tmp_path, world_size=1, steps=2)
+    message = str(caught.value)
+    assert message.startswith(f"training on fsdp failed with exit code 1; its last lines (all are in {tmp_path / 'fsdp.log'}):")
+    assert message.endswith("the reason why"), "not torchrun's report of it"
+    assert "ChildFailedError" in (tmp_path / "fsdp.log").read_text()
+
+
+def test_an_old_curve_is_not_taken_for_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fsdp.json").write_text("{}")
+    fake_script(tmp_path, monkeypatch, "")
+    with pytest.raises(DemoError, match=r"ended without a readable .*fsdp\.json"):
+        run_demo(out=tmp_path, world_size=1, steps=2)
+
+
+def test_a_missing_script_is_told_with_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DemoError, match=r"cannot find nothing.py, looked in .*examples, .*share/unishard"):
+        training._find("examples/nothing.py")
+
+
+def test_the_gap_is_the_largest_relative_one() -> None:
+    gap = Gap.between(run("a", [4.0, 2.0, 1.0]), run("b", [4.4, 2.0, 0.8]))
+    assert (gap.step, gap.absolute, gap.relative) == (3, pytest.approx(0.2), pytest.approx(0.2))

@@ -1,0 +1,396 @@
+"""`prepare`: what it refuses, on every rank, and that what runs afterwards is what was asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from playing import STRATEGIES, config, curve, error, everyones, own_share, play, prepare, train, values
+from torch import nn
+from torch.nn import functional
+
+import unishard
+from unishard import registry
+from unishard.testing import oracle
+from unishard.testing.models import Mlp, Output, llama, mlp
+
+BACKENDS = ("fsdp", "deepspeed")
+
+
+def my_rank():
+    return unishard.Topology.from_environment().rank
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------------
+
+
+def different_configs(backend):
+    cfg = config(backend, training={"gradient_accumulation_steps": 1 + my_rank()}, precision=("fp32", "bf16")[my_rank()])
+    prepare(cfg)
+
+
+def different_units(backend):
+    """Alone, rank 1's would be another error."""
+    prepare(config(backend, {"strategy": "full_shard", "units": [("Block", "Blok")[my_rank()]]}))
+
+
+def different_backends(backend):
+    prepare(config((backend, "nosuch")[my_rank()]))
+
+
+def different_models(backend):
+    unishard.prepare(Mlp(hidden=23 + 2 * my_rank()), config(backend))
+
+
+def frozen_on_one_rank(backend):
+    model = mlp()
+    model.requires_grad_(my_rank() == 0)
+    unishard.prepare(model, config(backend))
+
+
+def no_parameters(backend):
+    unishard.prepare(nn.Sequential(nn.ReLU()), config(backend))
+
+
+def all_frozen(backend):
+    unishard.prepare(mlp().requires_grad_(False), config(backend))
+
+
+def no_module(backend):
+    unishard.prepare(lambda x: x, config(backend))
+
+
+def no_such_unit(backend):
+    prepare(config(backend, {"strategy": "full_shard", "units": ["LlamaDecoderLayer"]}))
+
+
+def units_too_small(backend):
+    prepare(config(backend, {"strategy": "full_shard", "min_unit_params": 10**6}))
+
+
+def other_global_batch(backend):
+    prepare(config(backend, training={"gradient_accumulation_steps": 3, "global_batch_size": 16}))
+
+
+def not_installed(backend):
+    original = registry.find_spec
+    registry.find_spec = lambda package: None
+    try:
+        prepare(config(backend))
+    finally:
+        registry.find_spec = original
+
+
+REFUSED = {
+    different_configs: ("RankMismatchError", "precision.compute: rank 0 has 'fp32', rank 1 has 'bf16'", "gradient_accumulation_steps: rank 0 has 1, rank 1 has 2"),
+    different_units: ("RankMismatchError", "sharding.units: rank 0 has ['Block'], rank 1 has ['Blok']"),
+    different_backends: ("RankMismatchError", "rank 1 has 'nosuch'"),
+    different_models: ("RankMismatchError", "model", "inp.weight: rank 0 has '(23, 13) torch.float32', rank 1 has '(25, 13) torch.float32'"),
+    frozen_on_one_rank: ("RankMismatchError", "different models", "rank 1 has '(23, 13) torch.float32 frozen'"),
+    no_parameters: ("ModelError", "Sequential has no parameters"),
+    all_frozen: ("ModelError", "parameters of Mlp are frozen; set requires_grad"),
+    no_module: ("ModelError", "needs a torch.nn.Module, got function"),
+    no_such_unit: ("ModelError", "no module of class LlamaDecoderLayer in Mlp", "Block (x3, 1,809 parameters each)"),
+    units_too_small: ("ModelError", "1,000,000 leaves no unit", "blocks.0 (Block, 1,809)"),
+    other_global_batch: ("ConfigError", "training.global_batch_size", "is 16, but micro_batch_size 2 x gradient_accumulation_steps 3 x 2 ranks is 12"),
+    not_installed: ("BackendError", "pip install 'unishard["),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_cannot_be_prepared_is_one_clear_error_on_every_rank(backend, case):
+    raised = error(play(tuple((name, (backend,)) for name in REFUSED))[case, (backend,)])
+    kind, *said = REFUSED[case]
+    assert raised.startswith(f"{kind}: ")
+    for part in said:
+        assert part in raised
+
+
+# -- what trains ------------------------------------------------------------------------------------------------------------------
+
+
+def another_seed_on_each_rank(backend, strategy):
+    model = mlp(seed=7 + my_rank())
+    model.center += my_rank()
+    with unishard.prepare(model, config(backend, strategy)) as engine:
+        return curve(train(engine, own_share(4)))
+
+
+def tied_weights(backend, strategy):
+    model = llama(tie_word_embeddings=True)
+    cfg = config(backend, strategy, training={"gradient_clipping": 1.0})
+    with unishard.prepare(model, cfg) as engine:
+        found = curve(train(engine, own_share(4, "llama")))
+        return found, engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
+
+
+def two_groups(params):
+    params = list(params)
+    matrices = [parameter for parameter in params if parameter.ndim > 1]
+    vectors = [parameter for parameter in params if parameter.ndim < 2]
+    groups = [{"params": matrices, "lr": 0.1, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, lr=1.0, momentum=0.5, nesterov=True)
+
+
+FALLING = {"name": "linear", "total_steps": 4}
+
+
+def own_optimizer(backend, strategy):
+    with unishard.prepare(mlp(), config(backend, strategy, scheduler=FALLING), optimizer=two_groups) as engine:
+        return curve(train(engine, own_share(4))), [group["lr"] for group in engine.optimizer.param_groups]
+
+
+def some_frozen(backend, strategy):
+    model = freeze(mlp())
+    with unishard.prepare(model, config(backend, strategy)) as engine:
+        return curve(train(engine, own_share(4)))
+
+
+def freeze(model):
+    """The first block, and in every other the biases."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not (name.startswith("blocks.0.") or name.endswith("down.bias"))
+    return model
+
+
+class Watched(nn.Linear):
+    """Notes the formats in which it runs."""
+
+    seen = ()
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.seen = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (x, self.weight, self.bias, out))
+        return out
+
+
+class Watching(Mlp):
+    """With a buffer that bf16 cannot hold, and one of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("fine", torch.tensor([1.0 + 2**-20, 3.0]))
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.head = Watched(23, 11)
+
+
+def formats(backend, strategy, precision):
+    with unishard.prepare(Watching(), config(backend, strategy, precision=precision)) as engine:
+        train(engine, own_share(2))
+        placement, module = engine.placement(), engine.module
+        return {
+            "masters": placement.master_dtypes,
+            "computed in": module.head.seen,
+            "buffers": {name: (str(buffer.dtype), buffer.flatten()[0].item()) for name, buffer in module.named_buffers()},
+        }
+
+
+class Branching(nn.Module):
+    """Runs its second branch only when told to, or alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = nn.Linear(13, 11)
+        self.sometimes = nn.ModuleList([nn.Linear(13, 11), nn.Linear(11, 11)])
+
+    def forward(self, x, labels, branch):
+        logits = self.always(x) if branch != "alone" else 0.0
+        if branch:
+            logits = logits + self.sometimes[1](self.sometimes[0](x))
+        return Output(functional.cross_entropy(logits.float(), labels), logits)
+
+
+def unused_parameters(backend, strategy):
+    """The branch's own output after each of four updates, of which the second and third do not use it."""
+    torch.manual_seed(5)
+    outputs = []
+    with unishard.prepare(Branching(), config(backend, strategy, optimizer={"name": "sgd", "lr": 0.5, "weight_decay": 0.0})) as engine:
+        for turn, batch in enumerate(own_share(4)):
+            engine.backward(engine(**batch, branch=turn in (0, 3)).loss)
+            assert engine.step().updated
+            with torch.no_grad():
+                outputs.append(engine(**own_share(1)[0], branch="alone").logits.tolist())
+    return outputs
+
+
+TRAINED = (
+    *((another_seed_on_each_rank, (strategy,)) for strategy in STRATEGIES),
+    *((tied_weights, (strategy,)) for strategy in STRATEGIES),
+    *((own_optimizer, (strategy,)) for strategy in STRATEGIES),
+    *((some_frozen, (strategy,)) for strategy in STRATEGIES),
+    *((formats, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
+    (unused_parameters, ("full_shard",)),
+)
+
+
+def trained(backend, function, *arguments):
+    return values(play(tuple((name, (backend, *given)) for name, given in TRAINED))[function, (backend, *arguments)])
+
+
+def assert_curve(found, wanted):
+    assert found.losses == pytest.approx(wanted.losses, rel=2e-6)
+    assert found.norms == pytest.approx(wanted.norms, rel=2e-5)
+
+
+def windows(model="mlp"):
+    return [everyones(turn, turn + 1, world=2, model=model) for turn in range(4)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rank_0s_model_and_buffers_are_trained_whatever_the_other_ranks_drew(backend, strategy):
+    wanted = oracle.train(mlp(seed=7), windows(), config(backend), world=2)
+    for found in trained(backend, another_seed_on_each_rank, strategy):
+        assert_curve(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tied_weights_stay_tied(backend, strategy):
+    cfg = config(backend, training={"gradient_clipping": 1.0})
+    wanted = oracle.train(llama(tie_word_embeddings=True), windows("llama"), cfg, world=2)
+    for found, same in trained(backend, tied_weights, strategy):
+        assert same
+        assert_curve(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_optimizer_of_ones_own_runs_with_its_groups_and_the_configs_schedule(backend, strategy):
+    wanted = oracle.train(mlp(), windows(), config(backend, scheduler=FALLING), world=2, optimizer=two_groups)
+    for found, rates in trained(backend, own_optimizer, strategy):
+        assert_curve(found, wanted)
+        assert rates == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_parameters_stay_where_they_are(backend, strategy):
+    wanted = oracle.train(freeze(mlp()), windows(), config(backend), world=2)
+    for found in trained(backend, some_frozen, strategy):
+        assert_curve(found, wanted)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_theirs(backend, strategy, precision):
+    computed = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    for found in trained(backend, formats, strategy, precision):
+        assert found["masters"] == {"float32"}
+        assert found["computed in"] == (computed,) * 4
+        assert found["buffers"] == {
+            "center": ("torch.float32", torch.tensor(-0.3).item()),
+            "fine": ("torch.float32", 1.0 + 2**-20),
+            "count": ("torch.int64", 2**40 + 1),
+        }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_that_an_update_did_not_use_do_not_move(backend):
+    for first, second, third, fourth in trained(backend, unused_parameters, "full_shard"):
+        assert first == second == third
+        assert third != fourth
+
+
+# -- the check after prepare --------------------------------------------------------------------------------------------------------
+
+
+class Lying:
+    """A backend whose engine says it holds something else."""
+
+    def __init__(self, backend, **lie):
+        self._backend = backend
+        self._lie = lie
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+    def prepare(self, *args):
+        engine = self._backend.prepare(*args)
+        told = engine.placement()._replace(**self._lie)
+        engine.placement = lambda: told
+        return engine
+
+
+LIES = {
+    "engine": ({"engine": "Imposter"}, "engine: asked for", "got Imposter"),
+    "units": ({"units": ("blocks.0", "blocks.2")}, "sharded units: asked for inp, blocks.0, blocks.1, blocks.2, head", "got blocks.0, blocks.2"),
+    "no units": ({"units": ()}, "sharded units: asked for inp, blocks.0, blocks.1, blocks.2, head", "got none"),
+    "masters": ({"master_dtypes": frozenset({"bfloat16"})}, "format of the master weights: asked for float32", "got bfloat16"),
+    "whole": ({"master_numel": 6013}, "master weights on this rank: asked for at most", "got 6,013"),
+    "nothing": ({"master_numel": 0}, "master weights on all ranks: asked for at least", "got 0"),
+}
+
+
+def lying(backend, lie, ranks):
+    honest, told = registry.get(backend), LIES[lie][0]
+    original = registry.get
+    registry.get = lambda name: Lying(honest, **told) if my_rank() in ranks else honest
+    try:
+        prepare(config(backend))
+    finally:
+        registry.get = original
+
+
+LYING = (*((lying, (lie, (0, 1))) for lie in LIES), (lying, ("masters", (1,))))
+
+
+def lied(backend, *arguments):
+    return error(play(tuple((name, (backend, *given)) for name, given in LYING))[lying, (backend, *arguments)])
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_that_does_not_run_what_was_asked_is_refused(backend, lie):
+    raised = lied(backend, lie, (0, 1))
+    assert raised.startswith("EngineMismatchError: ")
+    for part in LIES[lie][1:]:
+        assert part in raised
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_difference_on_one_rank_is_an_error_on_every_rank(backend):
+    raised = lied(backend, "masters", (1,))
+    assert raised.startswith("EngineMismatchError: ")
+    assert "got bfloat16" in raised
+
+
+# -- a plain script -----------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+import unishard
+from unishard.testing.models import batch, mlp
+
+cfg = unishard.Config.model_validate({"backend": sys.argv[1], "sharding": sys.argv[2], "precision": sys.argv[3]})
+engine = unishard.prepare(mlp(), cfg)
+for batch in engine.batches([batch("mlp", index, 1) for index in range(3)]):
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    step = engine.step()
+print("updated", step.updated, "on", torch.distributed.get_world_size())
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plain_script_trains_as_one_rank_and_ends_cleanly_without_closing(backend, strategy, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+    environment = {name: value for name, value in os.environ.items() if name not in launchers} | {"OMP_NUM_THREADS": "1"}
+    precision = "bf16" if strategy in ("shard_grad_op", "full_shard") else "fp32"
+    run = subprocess.run(
+        [sys.executable, str(script), backend, strategy, precision], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "updated True on 1"
+    assert "terminate called" not in run.stderr
+    assert "Traceback" not in run.stderr
+    assert "Warning" not in run.stderr

@@ -1,0 +1,73 @@
+"""Valid configs of every shape, as documents a person could write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+positive = st.integers(1, 2**40)
+rate = st.floats(0, 1e6)
+fraction = st.floats(0, 1, exclude_max=True)
+names = st.lists(st.sampled_from(("Block", "LlamaDecoderLayer", "T5Block", "no", "1e5")), min_size=1, max_size=3)
+
+
+def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A mapping with any of these fields."""
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> dict[str, Any]:
+    """What a config file may hold; every combination that the schema allows can come out."""
+    strategy = draw(st.sampled_from(STRATEGIES))
+    sharding: dict[str, Any] = {"strategy": strategy}
+    if strategy != "no_shard":
+        sharding |= draw(some(units=st.just("auto") | names, min_unit_params=st.integers(0, 2**40)))
+    if strategy == "full_shard":
+        sharding |= draw(some(reshard_after_forward=st.booleans()))
+    compute = draw(st.sampled_from(("fp32", "bf16")))
+    precision = {"compute": compute, "reduce": draw(st.sampled_from(("fp32", "bf16") if compute == "bf16" else ("fp32",)))}
+    offload = {
+        "params": draw(st.sampled_from(("none", "cpu") if strategy == "full_shard" else ("none",))),
+        "optimizer": draw(st.sampled_from(("none", "cpu") if strategy != "no_shard" else ("none",))),
+    }
+    if "cpu" in offload.values():
+        offload |= draw(some(pin_memory=st.booleans()))
+    return {
+        "backend": draw(st.sampled_from(("fsdp", "deepspeed"))),
+        "sharding": draw(st.sampled_from((strategy, strategy.upper()))) if len(sharding) == 1 else sharding,
+        "precision": precision,
+        "offload": offload,
+        "optimizer": draw(_optimizers),
+        "scheduler": draw(_schedulers()),
+        **draw(
+            some(
+                training=some(
+                    micro_batch_size=positive,
+                    gradient_accumulation_steps=positive,
+                    gradient_clipping=st.none() | st.floats(1e-9, 1e9),
+                    last_window=st.sampled_from(("step", "drop")),
+                    seed=st.integers(0, 2**32 - 1),
+                ),
+                communication=some(reduce_bucket_size=positive, prefetch_bucket_size=st.integers(0, 2**40), overlap=st.booleans()),
+                strict=st.booleans(),
+            )
+        ),
+    }
+
+
+_optimizers = st.one_of(
+    some(name=st.just("adamw"), lr=rate, betas=st.lists(fraction, min_size=2, max_size=2), eps=rate, weight_decay=rate),
+    st.builds(lambda rest: {"name": "sgd", **rest}, some(lr=rate, momentum=rate, weight_decay=rate)),
+)
+
+
+@st.composite
+def _schedulers(draw: st.DrawFn) -> dict[str, Any]:
+    warmup = draw(st.integers(0, 1000))
+    if draw(st.booleans()):
+        return {"name": "constant", "warmup_steps": warmup}
+    name = draw(st.sampled_from(("linear", "cosine")))
+    return {"name": name, "warmup_steps": warmup, "total_steps": warmup + draw(positive), **draw(some(min_lr_ratio=st.floats(0, 1)))}

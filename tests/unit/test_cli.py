@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import unishard
+from unishard.cli import app
+from unishard.config import leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = str(ROOT / "configs" / "llama_tiny.yaml")
+ROUGH = "backend: deepspeed\nsharding: no_shard\nprecision: bf16\n"  # DeepSpeed's stage 0 adds up gradients in bf16
+REFUSED = "offload:\n  optimizer: cpu\n"  # FSDP2 offloads parameters and optimizer together
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, prog_name="unishard")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "c.yaml"
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_translate_prints_the_native_config_alone_on_stdout(backend: str) -> None:
+    result = run("translate", TINY, "--to", backend, "--world-size", "8", "--gpus-per-node", "4")
+    topology = unishard.Topology(world_size=8, local_world_size=4)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == unishard.translate(unishard.load(TINY), backend=backend, topology=topology).native
+
+
+def test_the_full_report_has_a_line_for_every_field() -> None:
+    result = run("translate", TINY, "--to", "deepspeed", "--report", "full")
+    header, *lines, counts = result.stderr.splitlines()
+    assert header.split() == ["field", "value", "fit", "deepspeed", "note"]
+    assert [line.split()[0] for line in lines] == [path for path, _ in leaves(unishard.Config)]
+    assert lines[1].split()[:3] == ["sharding.strategy", "full_shard", "exact"]
+    assert counts.startswith("deepspeed: ")
+
+
+def test_the_report_shows_what_is_not_exact_and_counts_the_rest() -> None:
+    result = run("translate", TINY, "--to", "deepspeed", "--set", "sharding=zero2")
+    report = unishard.translate(unishard.load(TINY, ["sharding=zero2"]), backend="deepspeed").report
+    _, *lines, counts = result.stderr.splitlines()
+    assert [line.split()[0] for line in lines] == [line.path for line in report if line.fit is not unishard.Fit.EXACT]
+    assert sum(int(number) for number in re.findall(r"\d+", counts)) == len(list(report))
+
+
+def test_translate_takes_the_backend_of_the_config() -> None:
+    as_written, changed = run("translate", TINY), run("translate", TINY, "--set", "backend=deepspeed")
+    assert "data_parallel" in json.loads(as_written.stdout)
+    assert json.loads(changed.stdout)["zero_optimization"]["stage"] == 3
+
+
+def test_report_as_json() -> None:
+    result = run("translate", TINY, "--report", "json")
+    lines = json.loads(result.stderr)
+    assert lines[0] == {
+        "path": "backend",
+        "value": "fsdp",
+        "fit": "exact",
+        "native": lines[0]["native"],
+        "note": lines[0]["note"],
+    }
+    assert len(lines) > 20
+
+
+def test_no_report() -> None:
+    assert run("translate", TINY, "--report", "none").stderr == ""
+
+
+def test_output_file_is_whole_or_absent(config: Path) -> None:
+    result = run("translate", TINY, "-o", "native.json")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert json.loads(Path("native.json").read_text())["data_parallel"] == "fully_shard"
+    result = run("translate", TINY, "-o", "nowhere/native.json", "--report", "none")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "nowhere/native.json: cannot be written (No such file or directory); name a file in a folder that exists and is writable\n",
+    )
+    assert [path.name for path in config.parent.iterdir()] == ["native.json"], "no draft is left behind"
+
+
+def test_output_that_is_a_folder(config: Path) -> None:
+    Path("folder").mkdir()
+    result = run("translate", TINY, "-o", "folder", "--report", "none")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("folder: cannot be written (")
+    assert [path.name for path in config.parent.iterdir()] == ["folder"]
+
+
+def test_approximate_is_reported_and_under_strict_refused_with_2(config: Path) -> None:
+    config.write_text(ROUGH)
+    relaxed = run("translate", "c.yaml")
+    assert relaxed.exit_code == 0
+    assert "approximate" in relaxed.stderr
+    strict = run("translate", "c.yaml", "--strict", "--report", "none", "-o", "native.json")
+    assert (strict.exit_code, strict.stdout) == (2, "")
+    assert strict.stderr.startswith("c.yaml:3: precision.compute: 'bf16' is only approximate on deepspeed, and strict is true: ")
+    assert not Path("native.json").exists()
+
+
+def test_strict_in_the_config_counts_too(config: Path) -> None:
+    config.write_text(ROUGH + "strict: true\n")
+    assert run("translate", "c.yaml").exit_code == 2
+
+
+def test_strict_with_an_exact_config() -> None:
+    assert run("translate", TINY, "--strict").exit_code == 0
+
+
+def test_unsupported_is_refused_with_1_at_its_line(config: Path) -> None:
+    config.write_text(REFUSED)
+    result = run("translate", "c.yaml", "--report", "none")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("c.yaml:2: offload.optimizer: 'cpu' is not supported by fsdp: ")
+
+
+def test_native_key_that_a_field_decides_is_refused_at_its_line(config: Path) -> None:
+    config.write_text("native:\n  deepspeed:\n    zero_optimization:\n      stage: 2\n")
+    result = run("translate", "c.yaml", "--to", "deepspeed")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("c.yaml:4: native.deepspeed.zero_optimization.stage: ")
+
+
+def test_batch_sizes_that_contradict_the_ranks(config: Path) -> None:
+    config.write_text("training:\n  global_batch_size: 6\n")
+    assert run("translate", "c.yaml", "--world-size", "6").exit_code == 0
+    for command in (("translate", "--report", "none"), ("explain",)):
+        result = run(*command, "c.yaml", "--world-size", "4")
+        assert result.exit_code == 1
+        assert result.stderr.startswith("c.yaml:2: training.global_batch_size: is 6, but ")
+
+
+def test_bad_config_prints_all_problems_and_no_traceback(config: Path) -> None:
+    config.write_text("lr: 1\nstrict: maybe\n")
+    for command in ("translate", "explain"):
+        result = run(command, "c.yaml", "--set", "training.seed=-1")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.splitlines() == [
+            "c.yaml:1: lr: unknown field; did you mean 'optimizer.lr'?",
+            "c.yaml:2: strict: must be true or false, got 'maybe' (text)",
+            "override: training.seed: must be a whole number of at least 0 and below 4294967296, got -1",
+        ]
+
+
+def test_unknown_backend() -> None:
+    result = run("translate", TINY, "--to", "horovod")
+    assert (result.exit_code, result.stderr) == (1, "no backend named 'horovod'; installed: deepspeed, fsdp\n")
+
+
+def test_ranks_that_do_not_fill_nodes() -> None:
+    result = run("translate", TINY, "--world-size", "6", "--gpus-per-node", "4")
+    assert (result.exit_code, result.stderr) == (1, "--gpus-per-node: 6 ranks do not fill nodes of 4; choose a divisor of 6\n")
+
+
+def test_usage_errors_are_short() -> None:
+    for arguments in (["translate"], ["translate", TINY, "--world-size", "0"], ["translte", TINY], ["translate", TINY, "--report", "xml"]):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) <= 5
+        assert "Traceback" not in result.stderr
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("unishard.loading.read", broken)
+    assert isinstance(run("translate", TINY).exception, KeyError)
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"unishard {unishard.__version__}\n"
+
+
+def test_backends() -> None:
+    header, *lines = run("backends").stdout.splitlines()
+    assert header.split() == ["backend", "brought", "by", "engine", "to", "install"]
+    assert [line.split()[0] for line in lines] == ["deepspeed", "fsdp"]
+    assert all(" ready" in line for line in lines)
+
+
+def test_backends_that_miss_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unishard.registry.find_spec", lambda name: None)
+    lines = run("backends").stdout.splitlines()[1:]
+    assert lines[0].endswith("missing  pip install 'unishard[torch,deepspeed]'")
+    assert lines[1].endswith("missing  pip install 'unishard[torch]'")
+
+
+def test_docs_check_and_write(config: Path) -> None:
+    stale = run("docs", "--check")
+    assert stale.exit_code == 1
+    assert stale.stderr.splitlines() == [
+        "MAPPING.md: is stale; run `unishard docs` and commit it",
+        "docs/schema.md: is stale; run `unishard docs` and commit it",
+    ]
+    assert list(config.parent.iterdir()) == [], "--check writes nothing"
+    assert run("docs").stdout == "MAPPING.md: written\ndocs/schema.md: written\n"
+    assert run("docs", "--check").exit_code == 0
+    assert run("docs").stdout == "up to date\n"
+
+
+def test_a_terminal_gets_a_drawn_table() -> None:
+    import io
+
+    from unishard.cli.table import show
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    rows = [("training.seed", "3"), ("sharding.units", "[not markup]")]
+    screen, pipe = Terminal(), io.StringIO()
+    show(("field", "value"), rows, screen)
+    show(("field", "value"), rows, pipe)
+    assert "┃" in screen.getvalue()
+    assert "[not markup]" in screen.getvalue()
+    assert pipe.getvalue() == "field           value\ntraining.seed   3\nsharding.units  [not markup]\n"
+
+
+@pytest.mark.parametrize("command", [["-m", "unishard"], ["-c", "from unishard.cli import main; main()"]])
+def test_as_a_process(command: list[str], config: Path) -> None:
+    config.write_text("lr: 1\n")
+    result = subprocess.run(
+        [sys.executable, *command, "translate", "c.yaml"], capture_output=True, text=True, timeout=60, check=False, cwd=config.parent
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "c.yaml:1: lr: unknown field; did you mean 'optimizer.lr'?\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(config: Path) -> None:
+    process = subprocess.run(
+        f"'{sys.executable}' -m unishard schema | head -c 10",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ},
+    )
+    assert process.stderr == ""
+
+
+def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    from unishard import registry
+
+    points = {"broken": EntryPoint("broken", "no_such_module:backend", registry.GROUP), **registry.available()}
+    monkeypatch.setattr(registry, "available", lambda: points)
+    lines = run("backends").stdout.splitlines()[1:]
+    assert "its translator cannot be imported: No module named 'no_such_module'" in lines[0]
+    assert [line.split()[0] for line in lines] == ["broken", "deepspeed", "fsdp"]
+
+
+def test_demo_is_called_with_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import unishard.demo
+
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(unishard.demo, "run_demo", lambda **arguments: calls.append(arguments))
+    assert run("demo", "--out", "there", "--world-size", "3", "--steps", "5").exit_code == 0
+    assert calls == [{"out": Path("there"), "world_size": 3, "steps": 5}]
+
+
+def test_demo_that_fails_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    import unishard.demo
+
+    def fail(**_: object) -> None:
+        raise unishard.BackendError("the demo needs torch")
+
+    monkeypatch.setattr(unishard.demo, "run_demo", fail)
+    result = run("demo")
+    assert (result.exit_code, result.stderr) == (1, "the demo needs torch\n")

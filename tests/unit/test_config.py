@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from unishard import Config
+from unishard.config import Section, leaves, value_at
+
+ALIASES = [
+    ("sharding", "FULL_SHARD", "sharding.strategy", "full_shard"),
+    ("sharding", "SHARD_GRAD_OP", "sharding.strategy", "shard_grad_op"),
+    ("sharding", "NO_SHARD", "sharding.strategy", "no_shard"),
+    ("sharding", "DDP", "sharding.strategy", "no_shard"),
+    ("sharding", "zero0", "sharding.strategy", "no_shard"),
+    ("sharding", "ZeRO-1", "sharding.strategy", "shard_optimizer"),
+    ("sharding", "zero_2", "sharding.strategy", "shard_grad_op"),
+    ("sharding", "ZeRO3", "sharding.strategy", "full_shard"),
+    ("precision", "BF16", "precision.compute", "bf16"),
+    ("precision", "bfloat16", "precision.compute", "bf16"),
+    ("precision", "float32", "precision.compute", "fp32"),
+    ("offload", "none", "offload.params", "none"),
+    ("optimizer", "AdamW", "optimizer.name", "adamw"),
+    ("scheduler", "Constant", "scheduler.name", "constant"),
+    ("backend", "FSDP", "backend", "fsdp"),
+]
+
+
+@pytest.mark.parametrize(("name", "short", "path", "value"), ALIASES, ids=[f"{case[0]}: {case[1]}" for case in ALIASES])
+def test_short_forms_and_spellings(name: str, short: str, path: str, value: str) -> None:
+    assert value_at(Config.model_validate({name: short}), path) == value
+
+
+def test_offload_cpu_means_both() -> None:
+    offload = Config.model_validate({"offload": "cpu"}).offload
+    assert (offload.params, offload.optimizer) == ("cpu", "cpu")
+
+
+def test_every_field_has_a_description_and_a_default() -> None:
+    sections: list[type[Section]] = [Config]
+    while sections:
+        section = sections.pop()
+        assert section.__doc__
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name} has no docstring"
+            assert not field.is_required(), f"{section.__name__}.{name} has no default"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                sections.append(field.annotation)
+
+
+def test_leaves_are_the_fields_that_hold_values() -> None:
+    paths = [path for path, _ in leaves(Config)]
+    assert paths[:3] == ["backend", "sharding.strategy", "sharding.reshard_after_forward"]
+    assert "sharding" not in paths
+    assert len(paths) == len(set(paths))
+    cfg = Config()
+    for path, field in leaves(Config):
+        assert value_at(cfg, path) == field.get_default(call_default_factory=True)
+
+
+def test_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().strict = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sharding": {"strategy": "shard_grad_op", "reshard_after_forward": False}},
+        {"sharding": {"strategy": "no_shard", "min_unit_params": 3}},
+        {"sharding": {"units": []}},
+        {"precision": {"compute": "fp32", "reduce": "bf16"}},
+        {"offload": {"optimizer": "cpu"}, "sharding": "no_shard"},
+        {"offload": {"params": "cpu"}, "sharding": "shard_grad_op"},
+        {"offload": {"pin_memory": False}},
+        {"optimizer": {"name": "sgd", "betas": [0.9, 0.9]}},
+        {"optimizer": {"name": "adamw", "momentum": 0.9}},
+        {"scheduler": "cosine"},
+        {"scheduler": {"name": "linear", "total_steps": 5, "warmup_steps": 5}},
+        {"scheduler": {"name": "constant", "total_steps": 5}},
+        {"scheduler": {"min_lr_ratio": 0.1}},
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Config.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"offload": {"optimizer": "cpu"}, "sharding": "zero1"},
+        {"offload": "cpu", "sharding": "zero3"},
+        {"precision": {"compute": "bf16", "reduce": "bf16"}},
+        {"scheduler": {"warmup_steps": 10}},
+        {"optimizer": {"name": "sgd", "momentum": 0.9}},
+    ],
+    ids=str,
+)
+def test_what_makes_sense_is_accepted(given: dict[str, object]) -> None:
+    Config.model_validate(given)

@@ -1,0 +1,278 @@
+"""What a config becomes as the JSON of `deepspeed.initialize`, what the report says of it, and which native keys are let in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from typing import Any
+
+import pytest
+
+from unishard.config import Config, leaves
+from unishard.errors import ConfigError, TranslationError
+from unishard.rules import Fit, Line, Translation
+from unishard.topology import Topology
+from unishard_deepspeed import backend
+from unishard_deepspeed.keys import ACCEPTED, DECIDED, REFUSED, REMOVED, flat
+
+STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"]
+PRECISIONS = ["fp32", "bf16", {"compute": "bf16", "reduce": "bf16"}]
+
+
+def translate(world: int = 2, **sections: Any) -> Translation:
+    return backend.translate(Config.model_validate(sections), Topology(world_size=world, local_world_size=world))
+
+
+def line(translation: Translation, path: str) -> Line:
+    return next(line for line in translation.report if line.path == path)
+
+
+def problems(native: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        translate(native={"deepspeed": native})
+    return {problem.path.removeprefix("native.deepspeed."): problem.what for problem in caught.value.problems}
+
+
+def test_every_field_has_a_rule_in_the_order_of_the_schema() -> None:
+    assert list(backend.rules) == [path for path, _ in leaves(Config)]
+
+
+@pytest.mark.parametrize(("strategy", "stage"), list(zip(STRATEGIES, range(4), strict=True)))
+def test_a_strategy_is_a_stage(strategy: str, stage: int) -> None:
+    assert translate(sharding=strategy).native["zero_optimization"]["stage"] == stage
+
+
+@pytest.mark.parametrize(("strategy", "precision"), list(product(STRATEGIES, PRECISIONS)))
+def test_only_bf16_without_sharding_is_approximate(strategy: str, precision: Any) -> None:
+    translation = translate(sharding=strategy, precision=precision)
+    approximate = [line.path for line in translation.report.of(Fit.APPROXIMATE)]
+    assert bool(approximate) == (strategy == "no_shard" and precision != "fp32")
+    if approximate:
+        with pytest.raises(TranslationError, match=r"precision\.compute.*stage 0"):
+            translation.check(strict=True)
+    else:
+        assert translation.check(strict=True) is translation
+
+
+def test_what_decides_the_maths_is_always_written() -> None:
+    native = dict(flat(translate(training={"micro_batch_size": 3, "gradient_accumulation_steps": 5}).native))
+    assert native["train_batch_size"] == 30
+    assert native["train_micro_batch_size_per_gpu"] == 3
+    assert native["gradient_accumulation_steps"] == 5
+    assert native["gradient_clipping"] == 0.0
+    assert native["managed_gradient_accumulation"] is False
+    assert native["communication_data_type"] == native["data_types.grad_accum_dtype"] == "fp32"
+    assert native["zero_optimization.memory_efficient_linear"] is False
+    assert native["zero_optimization.stage3_param_persistence_threshold"] == 0
+    assert native["zero_optimization.overlap_comm"] is True
+    assert native["fp16.enabled"] is native["bf16.enabled"] is False
+
+
+def test_there_is_no_optimizer_block_for_deepspeed_to_build() -> None:
+    native = translate(optimizer={"name": "sgd"}, scheduler={"name": "cosine", "total_steps": 10}).native
+    assert not {"optimizer", "scheduler"} & native.keys()
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_bf16_reduces_as_asked_and_accumulates_in_fp32(reduce: str) -> None:
+    native = translate(precision={"compute": "bf16", "reduce": reduce}).native
+    assert native["communication_data_type"] == reduce
+    assert native["data_types"]["grad_accum_dtype"] == "fp32"
+    assert native["bf16"]["enabled"] is native["bf16"]["check_grad_overflow"] is True
+
+
+def test_resharding_is_the_reuse_distance() -> None:
+    dropped = translate(communication={"prefetch_bucket_size": 7}).native["zero_optimization"]
+    kept = translate(sharding={"reshard_after_forward": False}).native["zero_optimization"]
+    assert (dropped["stage3_max_reuse_distance"], dropped["stage3_max_live_parameters"]) == (0, 7)
+    assert kept["stage3_max_reuse_distance"] == kept["stage3_max_live_parameters"] == 10**15
+
+
+def test_nothing_is_kept_for_backward_without_prefetching() -> None:
+    translation = translate(communication={"prefetch_bucket_size": 0})
+    zero = translation.native["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == zero["stage3_max_live_parameters"] == 0
+    assert line(translation, "sharding.reshard_after_forward").fit is Fit.EXACT
+
+
+def test_units_are_leaf_modules_and_never_deepspeeds_own_list() -> None:
+    assert translate().native["zero_optimization"]["leaf_module"] == {"classes": [], "names": [], "name_suffixes": []}
+    named = translate(sharding={"units": ["LlamaDecoderLayer"]}).native
+    assert named["zero_optimization"]["leaf_module"]["classes"] == ["LlamaDecoderLayer"]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_optimizer"])
+def test_no_overlap_where_deepspeed_refuses_it(strategy: str) -> None:
+    translation = translate(sharding=strategy)
+    assert translation.native["zero_optimization"]["overlap_comm"] is False
+    assert line(translation, "communication.overlap").fit is Fit.EQUIVALENT
+
+
+def test_offload_says_what_the_config_says() -> None:
+    zero = translate(offload="cpu").native["zero_optimization"]
+    assert zero["offload_param"] == zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    only = translate(offload={"optimizer": "cpu", "pin_memory": False}).native["zero_optimization"]
+    assert (only["offload_param"], only["offload_optimizer"]) == (None, {"device": "cpu", "pin_memory": False})
+
+
+def test_the_native_config_is_json() -> None:
+    native = translate(offload="cpu", precision="bf16", training={"gradient_clipping": 0.5}).native
+    assert json.loads(json.dumps(native)) == native
+
+
+def test_an_override_is_merged_last_and_listed() -> None:
+    translation = translate(native={"deepspeed": {"zero_optimization": {"sub_group_size": 9}, "log_level": "error"}})
+    assert translation.native["zero_optimization"]["sub_group_size"] == 9
+    assert translation.native["zero_optimization"]["stage"] == 3
+    listed = {line.path: line.value for line in translation.report if line.path.startswith("native.")}
+    assert listed == {"native.deepspeed.zero_optimization.sub_group_size": 9, "native.deepspeed.log_level": "error"}
+
+
+def test_overrides_of_another_backend_are_left_alone() -> None:
+    assert translate(native={"fsdp": {"nonsense": 1}}).native == translate().native
+
+
+@pytest.mark.parametrize(
+    ("native", "path", "words"),
+    [
+        ({"gradient_cliping": 1.0}, "gradient_cliping", "did you mean 'gradient_clipping', which training.gradient_clipping decides"),
+        ({"zero_optimization": {"sub_group_sise": 1}}, "zero_optimization.sub_group_sise", "did you mean 'sub_group_size'"),
+        ({"sub_group_size": 1}, "sub_group_size", "did you mean 'zero_optimization.sub_group_size'"),
+        ({"frobnicate": 1}, "frobnicate", "unknown to DeepSpeed"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping", "training.gradient_clipping"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer", "set optimizer instead"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage", "sharding.strategy"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param.device", "offload.params"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients", "corrupts"),
+        ({"managed_gradient_accumulation": True}, "managed_gradient_accumulation", "end of a window"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast", "precision.compute"),
+        ({"amp": {"enabled": False}}, "amp", "has left DeepSpeed"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size", "has left DeepSpeed"),
+        ({"zero_optimization": True}, "zero_optimization", "must be a mapping"),
+        ({"zero_optimization": {"sub_group_size": True}}, "zero_optimization.sub_group_size", "must be int, got bool"),
+        ({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown", "must be bool, got str"),
+    ],
+)
+def test_a_native_key_that_cannot_be_taken_is_refused(native: dict[str, Any], path: str, words: str) -> None:
+    found = problems(native)
+    assert list(found) == [path]
+    assert words in found[path]
+
+
+def test_all_native_problems_are_told_at_once() -> None:
+    assert len(problems({"amp": {}, "stage": 3, "bf16": {"enabled": True}})) == 3
+
+
+@pytest.mark.parametrize("table", [DECIDED, REFUSED, REMOVED], ids=["decided", "refused", "removed"])
+def test_no_key_is_both_accepted_and_refused(table: dict[str, str]) -> None:
+    assert not table.keys() & ACCEPTED.keys()
+
+
+@pytest.mark.parametrize("field", list(DECIDED.values()))
+def test_the_field_that_decides_a_key_exists(field: str) -> None:
+    known = {*(path for path, _ in leaves(Config)), *Config.model_fields}
+    assert set(field.split(" and ")) <= known
+
+
+def test_translating_imports_neither_torch_nor_deepspeed() -> None:
+    code = """
+import sys
+from unishard_deepspeed import backend
+from unishard.config import Config
+from unishard.topology import Topology
+backend.translate(Config(), Topology())
+sys.exit(bool({"torch", "deepspeed"} & sys.modules.keys()))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# -- against the installed DeepSpeed ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deepspeed() -> Any:
+    from unishard_deepspeed.start import hushed
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with hushed():
+        import deepspeed
+
+        return deepspeed
+
+
+def known(block: str) -> set[str]:
+    """Keys of one block in our tables, without what DeepSpeed has removed and without what lies deeper."""
+    keys = {*ACCEPTED, *DECIDED, *REFUSED, *(key for key, _ in flat(translate(precision="bf16", offload="cpu").native))}
+    inside = {key[len(block) + 1 :] if block else key for key in keys if key.startswith(f"{block}." if block else "")}
+    return {key.split(".")[0] for key in inside}
+
+
+@pytest.mark.parametrize(
+    ("block", "module", "model"),
+    [
+        ("zero_optimization", "runtime.zero.config", "DeepSpeedZeroConfig"),
+        ("zero_optimization.offload_param", "runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
+        ("zero_optimization.offload_optimizer", "runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
+        ("bf16", "runtime.precision_config", "DeepSpeedBF16Config"),
+    ],
+)
+def test_the_keys_of_a_block_are_those_that_deepspeed_validates(deepspeed: Any, block: str, module: str, model: str) -> None:
+    fields = getattr(sys.modules[f"deepspeed.{module}"], model).model_fields
+    assert known(block) == {field.alias or name for name, field in fields.items()}
+
+
+def test_the_removed_keys_are_deepspeeds(deepspeed: Any) -> None:
+    config = sys.modules["deepspeed.runtime.config"]
+    theirs = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, *(f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS)}
+    assert REMOVED.keys() == theirs
+
+
+class Recorder(dict[str, Any]):
+    """Remembers which keys are asked for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.read: set[str] = set()
+
+    def __copy__(self) -> Recorder:
+        return self
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        recorder = self
+
+        class Keys:
+            def __contains__(self, key: object) -> bool:
+                return key in recorder
+
+            def __iter__(self) -> Any:
+                return iter(list(recorder))
+
+        return Keys()
+
+
+def test_every_top_level_key_that_deepspeed_reads_is_known(deepspeed: Any) -> None:
+    native = Recorder(translate(world=1).native)
+    deepspeed.DeepSpeedConfig(native)
+    assert len(native.read) > 40
+    assert native.read - known("") - REMOVED.keys() == set()
+
+
+@pytest.mark.parametrize(("strategy", "precision"), list(product(STRATEGIES, PRECISIONS)))
+def test_deepspeed_takes_the_json(deepspeed: Any, strategy: str, precision: Any) -> None:
+    translation = translate(world=1, sharding=strategy, precision=precision, training={"gradient_clipping": 0.5})
+    config = deepspeed.DeepSpeedConfig(translation.native)
+    assert config.zero_optimization_stage == STRATEGIES.index(strategy)
+    assert config.gradient_clipping == 0.5
+    assert config.bfloat16_config.enabled == (precision != "fp32")
+    assert not config.managed_gradient_accumulation

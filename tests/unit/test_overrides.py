@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import unishard
+from unishard import ConfigError
+
+BAD = [
+    ("training.seed", "override: 'training.seed' has no '='; write field=value, such as training.micro_batch_size=4"),
+    ("=3", "override: '=3' does not name a field; write field=value, such as training.micro_batch_size=4"),
+    ("training..seed=3", "override: 'training..seed=3' does not name a field; write field=value, such as training.micro_batch_size=4"),
+    ("training.seed=", "override: training.seed: has no value; write training.seed=value, or null for none"),
+    ("training.sed=3", "override: training.sed: unknown field; did you mean 'seed'?"),
+    ("lr=3", "override: lr: unknown field; did you mean 'optimizer.lr'?"),
+    ("trainig.seed=3", "override: trainig: unknown field; did you mean 'training'?"),
+    ("training.seed.x=3", "override: training.seed: is a single value and has no field 'x'; write seed=value"),
+    ("training.seed=x", "override: training.seed: must be a whole number of at least 0 and below 4294967296, got 'x' (text)"),
+    ("training={seed: 3, sed: 4}", "override: training.sed: unknown field; did you mean 'seed'?"),
+    ("training={seed: 3, seed: 4}", "override: training.seed: is written twice, first on line 1; keep one of the two"),
+    (
+        "sharding.units=[A",
+        "override: sharding.units: is not YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream end>'; "
+        "close the bracket that is opened here",
+    ),
+    (
+        "optimizer.lr=${LR}",
+        "override: optimizer.lr: holds ${LR}, and environment variables are not expanded; write the value, or give it as an override",
+    ),
+    ("scheduler.name=linear", "override: scheduler.total_steps: is needed by a linear schedule; write the number of updates"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD, ids=[case[0] for case in BAD])
+def test_message(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        unishard.load({}, [text])
+    assert str(caught.value) == message
+
+
+def test_values_are_yaml() -> None:
+    cfg = unishard.load(
+        {},
+        [
+            "training.micro_batch_size=4",
+            "optimizer.lr=1e-4",
+            "sharding.units=[A, B]",
+            "strict=true",
+            "training.gradient_clipping=null",
+            "backend = deepspeed",
+        ],
+    )
+    assert cfg.training.micro_batch_size == 4
+    assert cfg.optimizer.lr == 1e-4
+    assert cfg.sharding.units == ["A", "B"]
+    assert cfg.strict is True
+    assert cfg.training.gradient_clipping is None
+    assert cfg.backend == "deepspeed"
+
+
+def test_nested_over_a_shorthand() -> None:
+    cfg = unishard.load({"sharding": "shard_grad_op", "offload": "cpu"}, ["sharding.units=[A]", "offload.params=none"])
+    assert (cfg.sharding.strategy, cfg.sharding.units) == ("shard_grad_op", ["A"])
+    assert (cfg.offload.params, cfg.offload.optimizer) == ("none", "cpu")
+
+
+def test_a_shorthand_replaces_the_section() -> None:
+    cfg = unishard.load({"sharding": {"strategy": "full_shard", "units": ["A"]}}, ["sharding=ddp"])
+    assert (cfg.sharding.strategy, cfg.sharding.units) == ("no_shard", "auto")
+
+
+def test_the_last_one_counts() -> None:
+    assert unishard.load({"training": {"seed": 1}}, ["training.seed=2", "training.seed=3"]).training.seed == 3
+
+
+def test_below_native_every_name_is_free() -> None:
+    cfg = unishard.load({"native": {"deepspeed": {"a": 1}}}, ["native.deepspeed.zero_optimization.x=2"])
+    assert cfg.native == {"deepspeed": {"a": 1, "zero_optimization": {"x": 2}}}
+
+
+def test_mistakes_of_file_and_override_come_together(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("training: {seed: -1}\nscheduler: {name: linear, warmup_steps: 5}\n")
+    with pytest.raises(ConfigError) as caught:
+        unishard.load(path, ["scheduler.total_steps=5", "lr=1"])
+    assert str(caught.value).splitlines() == [
+        f"{path}:1: training.seed: must be a whole number of at least 0 and below 4294967296, got -1",
+        f"{path}:2: scheduler.warmup_steps: must be smaller than total_steps (5), got 5",
+        "override: lr: unknown field; did you mean 'optimizer.lr'?",
+    ]
+
+
+def test_an_override_mends_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("training: {seed: -1}\nscheduler: linear\n")
+    cfg = unishard.load(path, ["training.seed=1", "scheduler.total_steps=5"])
+    assert (cfg.training.seed, cfg.scheduler.total_steps) == (1, 5)
+
+
+def test_an_override_below_a_broken_section_leaves_its_message(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("training: 3\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml:1: training: must be a section of fields"):
+        unishard.load(path, ["training.seed=1"])

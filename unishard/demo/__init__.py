@@ -1,0 +1,7 @@
+"""The demo: one training script, one config, both engines, and the two loss curves on each other."""
+
+from __future__ import annotations
+
+from unishard.demo.demo import DemoError, run_demo
+
+__all__ = ["DemoError", "run_demo"]

@@ -1,0 +1,139 @@
+"""Tiny models that nothing divides, and data that depends on the sample's global index alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["MODELS", "Mlp", "Output", "TestModel", "batch", "llama", "mlp"]
+
+_WORD = 97
+
+
+class Output(NamedTuple):
+    """What `Mlp` returns."""
+
+    loss: Tensor
+    """Scalar, fp32: mean cross entropy of the batch."""
+    logits: Tensor
+    """`(batch, classes)`, in the compute format."""
+
+
+class Block(nn.Module):
+    """A residual block whose only scale is a parameter of one element: most ranks hold nothing of it."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, hidden)` to the same."""
+        return x + self.scale * self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Mlp(nn.Module):
+    """Odd sizes throughout, biases, parameters of one element, and a buffer that decides the result."""
+
+    center: Tensor
+
+    def __init__(self, features: int = 13, hidden: int = 23, inner: int = 37, classes: int = 11, blocks: int = 3) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.linspace(-0.3, 0.3, features))
+        self.inp = nn.Linear(features, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, inner) for _ in range(blocks))
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Output:
+        """Loss of a batch.
+
+        Args:
+            x: `(batch, features)`, floating.
+            labels: `(batch,)`, int64.
+        """
+        hidden = self.inp(x - self.center.to(x.dtype))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return Output(functional.cross_entropy(logits.float(), labels), logits)
+
+
+def mlp(seed: int = 7) -> nn.Module:
+    """The tiny MLP, the same on every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Mlp()
+
+
+def llama(seed: int = 7, **changes: Any) -> nn.Module:
+    """A tiny Hugging Face Llama from a config, the same on every call.
+
+    Args:
+        seed: Of its parameters.
+        changes: Fields of `LlamaConfig` that differ.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": _WORD,
+        "hidden_size": 24,
+        "intermediate_size": 41,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "attn_implementation": "eager",
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+
+
+def _features(index: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + index)
+    x = torch.randn(13, generator=generator)
+    teacher = torch.randn(11, 13, generator=torch.Generator().manual_seed(3))
+    return {"x": x, "labels": (teacher @ x).argmax()}
+
+
+def _tokens(index: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + index)
+    start, stride = torch.randint(0, _WORD, (2,), generator=generator).tolist()
+    tokens = (start + (1 + stride % 5) * torch.arange(11)) % _WORD
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class TestModel:
+    """A model and its data."""
+
+    __test__ = False  # pytest would take the name for a test class
+
+    build: Callable[[], nn.Module]
+    sample: Callable[[int], dict[str, Tensor]]
+    """One sample by its index in the global order."""
+
+
+MODELS: dict[str, TestModel] = {"mlp": TestModel(mlp, _features), "llama": TestModel(llama, _tokens)}
+"""By the name that a `Cell` uses."""
+
+
+def batch(model: str, first: int, size: int) -> dict[str, Tensor]:
+    """Samples `first` to `first + size - 1` of the global order, stacked.
+
+    Args:
+        model: A name in `MODELS`.
+        first: Global index of the first sample.
+        size: Number of samples.
+    """
+    samples = [MODELS[model].sample(index) for index in range(first, first + size)]
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}

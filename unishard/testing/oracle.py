@@ -1,0 +1,131 @@
+"""What training should give: plain torch, one process, the whole global batch. Shares no code with what it judges."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unishard.backend import OptimizerFactory
+from unishard.config import Config, Optimizer, Scheduler
+
+__all__ = ["Curve", "rate", "train"]
+
+Batch = Mapping[str, Tensor]
+
+
+class Curve(NamedTuple):
+    """What a run reports, one entry for each update."""
+
+    losses: tuple[float, ...]
+    """Mean loss over the update's micro-batches and ranks."""
+    norms: tuple[float, ...]
+    """Global L2 norm of the averaged gradients before clipping."""
+    lrs: tuple[float, ...]
+    """Learning rate that the update used."""
+
+
+def train(
+    model: nn.Module,
+    windows: Sequence[Sequence[Batch]],
+    cfg: Config,
+    *,
+    world: int,
+    clips: Sequence[float | None] | None = None,
+    optimizer: OptimizerFactory | None = None,
+) -> Curve:
+    """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
+
+    Args:
+        model: fp32; afterwards it holds the fp32 (master) weights.
+        windows: For each update the micro-batches of all ranks, of equal size: micro-batch by micro-batch, in each rank by rank.
+        cfg: Optimizer, schedule, clipping and compute format. What it says about sharding is what must make no difference.
+        world: Number of ranks.
+        clips: Gradient clipping of each update; left out, `training.gradient_clipping`.
+        optimizer: Builds the optimizer from the trainable parameters; left out, `cfg.optimizer` decides.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    built = optimizer(trainable) if optimizer else _optimizer(cfg.optimizer, trainable)
+    peaks = [group["lr"] for group in built.param_groups]
+    gradients = _Bf16(model) if cfg.precision.compute == "bf16" else _Fp32(model)
+    losses, norms, lrs = [], [], []
+    for update, window in enumerate(windows):
+        clip = clips[update] if clips is not None else cfg.training.gradient_clipping
+        part = rate(cfg.scheduler, update)
+        for group, peak in zip(built.param_groups, peaks, strict=True):
+            group["lr"] = peak * part
+        built.zero_grad()
+        losses.append(gradients.fill(window, world))
+        norms.append(nn.utils.clip_grad_norm_(trainable, math.inf if clip is None else clip).item())
+        built.step()
+        lrs.append(peaks[0] * part)
+    return Curve(tuple(losses), tuple(norms), tuple(lrs))
+
+
+def rate(schedule: Scheduler, update: int) -> float:
+    """Part of the peak learning rate that an update uses, counted from 0."""
+    warm, end, floor = schedule.warmup_steps, schedule.total_steps, schedule.min_lr_ratio
+    if update < warm:
+        return update / warm
+    if schedule.name == "constant" or end is None:
+        return 1.0
+    left = max(0.0, (end - update) / (end - warm))
+    if schedule.name == "cosine":
+        left = math.sin(left * math.pi / 2) ** 2
+    return floor + left - floor * left
+
+
+class _Fp32:
+    """Gradients of the mean over the concatenated batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def fill(self, window: Sequence[Batch], world: int) -> float:
+        """Fill `.grad` and return the loss."""
+        loss = self.model(**{name: torch.cat([batch[name] for batch in window]) for name in window[0]}).loss
+        loss.backward()
+        return float(loss.item())
+
+
+class _Bf16:
+    """Forward and backward on a bf16 copy, micro-batch by micro-batch; gradients summed and averaged in fp32.
+
+    The loss is divided by the number of a rank's micro-batches before backward, as the contract of the engines says: with 3
+    of them the bf16 gradients round differently from those of an undivided loss.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.masters = list(model.parameters())
+        self.copy = copy.deepcopy(model)
+        for parameter in self.copy.parameters():  # not .to(bfloat16): buffers keep their format
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+    def fill(self, window: Sequence[Batch], world: int) -> float:
+        """Fill `.grad` of the masters and return the mean loss."""
+        copies = list(self.copy.parameters())
+        for low, master in zip(copies, self.masters, strict=True):
+            low.data.copy_(master.data)
+        total = 0.0
+        for batch in window:
+            loss = self.copy(**{name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}).loss
+            (loss / (len(window) // world)).backward()
+            total += loss.item()
+            for low, master in zip(copies, self.masters, strict=True):
+                if low.grad is not None:
+                    master.grad = low.grad.float() if master.grad is None else master.grad + low.grad.float()
+                    low.grad = None
+        for master in self.masters:
+            if master.grad is not None:
+                master.grad /= world
+        return total / len(window)
+
+
+def _optimizer(cfg: Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
+    if cfg.name == "sgd":
+        return torch.optim.SGD(parameters, cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(parameters, cfg.lr, cfg.betas, cfg.eps, cfg.weight_decay, fused=True)

@@ -1,0 +1,265 @@
+"""Runs a function on several local ranks, each a process of its own, from a test or a script."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from unishard import registry
+
+__all__ = ["RankError", "RankFailure", "run_ranks"]
+
+
+class RankError(NamedTuple):
+    """Why one rank gave no result."""
+
+    type: str
+    """Name of the exception's class; `Died` for a process that ended without answering, `Hung` for one that had to be killed."""
+    message: str
+    traceback: str
+    """The rank's own traceback; for a hung rank the stacks of its threads at the moment it was killed."""
+
+
+class RankFailure(AssertionError):
+    """At least one rank failed, died or hung."""
+
+    def __init__(self, world: int, errors: Mapping[int, RankError], finished: Sequence[int]) -> None:
+        self.world = world
+        self.errors = dict(errors)
+        """By rank, the first failure first."""
+        self.finished = tuple(finished)
+        """Ranks that returned a result."""
+        super().__init__(self._describe())
+
+    def _describe(self) -> str:
+        first = next(iter(self.errors))
+        lines = [f"rank {first} of {self.world} failed: {self._line(first)}"]
+        lines += [f"rank {rank}: {self._line(rank)}" for rank in self.errors if rank != first]
+        lines += [f"rank {rank}: finished" for rank in self.finished]
+        for rank, error in self.errors.items():
+            if error.traceback:
+                lines += ["", f"-- rank {rank} --", error.traceback.rstrip()]
+        return "\n".join(lines)
+
+    def _line(self, rank: int) -> str:
+        error = self.errors[rank]
+        return f"{error.type}: {error.message}"
+
+
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, grace: float = 10.0, env: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Run `fn(*args)` on `world` local ranks and return their results in the order of ranks.
+
+    Each rank finds torchrun's variables in its environment; `fn` starts the process group itself, as `unishard.prepare` does.
+    On CPU machines the ranks are forked from a server that has torch and the engines imported (a start takes about 0.1 s) and
+    use one thread each; with CUDA, which does not survive a fork, they are spawned. Ranks end without running the interpreter's
+    finalisation, in which gloo's threads may abort the process (pytorch issue 190489, torch 2.13).
+
+    Args:
+        world: Number of ranks.
+        fn: A function that can be pickled: at the top level of a module.
+        args: Its arguments, the same on every rank.
+        timeout: Seconds from the start until ranks that have not answered are killed.
+        grace: Seconds that the other ranks get to report an error of their own once one rank has failed.
+        env: Environment variables on top of the launcher's, for every rank.
+
+    Raises:
+        RankFailure: A rank raised, died or did not answer in time. No process outlives the call.
+    """
+    work = pickle.dumps((fn, args))
+    group = _Group(world, timeout, grace)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        try:
+            group.start(work, dict(env or {}), Path(folder))
+            group.collect()
+        finally:
+            group.end()
+    if group.errors:
+        raise RankFailure(world, group.errors, sorted(group.results))
+    return [group.results[rank] for rank in range(world)]
+
+
+class _Group:
+    """The processes of one run and what they have answered so far."""
+
+    def __init__(self, world: int, timeout: float, grace: float) -> None:
+        self.world = world
+        self.timeout = timeout
+        self.grace = grace
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, RankError] = {}
+        self._processes: dict[int, BaseProcess] = {}
+        self._connections: dict[int, Connection] = {}
+        self._stacks: dict[int, Path] = {}
+
+    def start(self, work: bytes, env: dict[str, str], folder: Path) -> None:
+        """Start all ranks."""
+        context = _context()
+        port = _free_port()
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            self._stacks[rank] = folder / f"rank{rank}.txt"
+            environment = _environment(rank, self.world, port) | env
+            process = context.Process(target=_rank_main, args=(work, environment, theirs, str(self._stacks[rank])), name=f"rank{rank}")
+            self._connections[rank], self._processes[rank] = ours, process
+            process.start()
+            theirs.close()
+
+    def collect(self) -> None:
+        """Wait until every rank has answered, died or run out of time."""
+        deadline = time.monotonic() + self.timeout
+        while waiting := [rank for rank in range(self.world) if rank not in self.results and rank not in self.errors]:
+            ready = wait(
+                [source for rank in waiting for source in (self._connections[rank], self._processes[rank].sentinel)],
+                max(0.0, deadline - time.monotonic()),
+            )
+            if not ready:
+                self._kill_hung(waiting)
+                return
+            for rank in waiting:
+                if self._connections[rank] in ready or self._processes[rank].sentinel in ready:
+                    self._take(rank)
+            if self.errors:
+                deadline = min(deadline, time.monotonic() + self.grace)
+
+    def end(self) -> None:
+        """Let the ranks go, and see that they are gone."""
+        for rank, process in self._processes.items():
+            self._connections[rank].close()
+            if process.pid is None:
+                continue
+            if rank in self.results:
+                process.join(5.0)
+            process.kill()
+            process.join()
+            process.close()
+
+    def _take(self, rank: int) -> None:
+        try:
+            answer = pickle.loads(self._connections[rank].recv_bytes()) if self._connections[rank].poll() else None
+        except (EOFError, OSError):
+            answer = None
+        if answer is None:
+            self._processes[rank].join(5.0)
+            self.errors[rank] = RankError("Died", f"the process ended with {_ending(self._processes[rank].exitcode)} before it answered", "")
+        elif isinstance(answer, RankError):
+            self.errors[rank] = answer
+        else:
+            self.results[rank] = answer[0]
+
+    def _kill_hung(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cast(int, self._processes[rank].pid), signal.SIGUSR1)  # writes the stacks of its threads
+        time.sleep(0.5)
+        first = next(iter(self.errors), None)
+        why = f"no answer within {self.timeout:g} s" if first is None else f"no answer within {self.grace:g} s after rank {first} failed"
+        for rank in ranks:
+            self._processes[rank].kill()
+            stacks = self._stacks[rank].read_text(errors="replace") if self._stacks[rank].exists() else ""
+            self.errors[rank] = RankError("Hung", f"{why}; killed", stacks)
+
+
+def _rank_main(work: bytes, env: dict[str, str], answers: Connection, stacks: str) -> None:
+    """One rank: the function, its answer, and a hard end."""
+    code = 1
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        try:
+            os.environ.clear()  # a forked rank has the server's environment, which is as old as the server
+            os.environ.update(env)
+            if not torch.cuda.is_available():
+                torch.set_num_threads(1)
+            fn, args = pickle.loads(work)
+            # Plain pickle copies tensors; multiprocessing's own would share memory with a process that is about to end.
+            answer = pickle.dumps((fn(*args),))
+            code = 0
+        except BaseException as error:
+            answer = pickle.dumps(RankError(type(error).__name__, str(error), traceback.format_exc()))
+        with contextlib.suppress(OSError):
+            answers.send_bytes(answer)
+            if code == 0:
+                answers.poll(None)  # stay until all are done: rank 0 serves the store that the others may still need
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _context() -> Any:
+    """Forkserver with the engines imported; spawn where CUDA is, which does not survive a fork."""
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_preload())
+    with _as_the_ranks_need():
+        forkserver.ensure_running()
+    return context
+
+
+@cache
+def _preload() -> list[str]:
+    engines = {package for name in registry.available() for package in registry.get(name).requires}
+    return ["torch.distributed.fsdp", "unishard.preparation", "transformers.models.llama.modeling_llama", *sorted(engines)]
+
+
+@contextlib.contextmanager
+def _as_the_ranks_need() -> Iterator[None]:
+    """What the server must see before it imports torch and the engines; this process keeps its own environment."""
+    before = dict(os.environ)
+    os.environ.update(_machine())
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _machine() -> dict[str, str]:
+    """One thread a rank, and no look for an accelerator that is not there (DeepSpeed 0.19.8, accelerator/real_accelerator.py)."""
+    return {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """This process's environment with what torchrun would set."""
+    return {
+        **os.environ,
+        **_machine(),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"
