@@ -47,6 +47,8 @@ Update = Callable[[], float]
 
 
 class Result(NamedTuple):
+    """One line of the table."""
+
     backend: str
     strategy: str
     model: str
@@ -100,6 +102,7 @@ def rate(cfg: unishard.Config) -> Callable[[int], float]:
 
 def torch_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     from torch.distributed.tensor import DTensor
+
     from unishard_fsdp import options, sharding
 
     module, topology = build(model), ensure(unishard.Topology.from_environment())
@@ -158,8 +161,8 @@ def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
                     group["lr"] = cfg.optimizer.lr * factor(updates)
             loss = engine(**batch).loss
             engine.backward(loss / accumulation, scale_wrt_gas=False)
-            engine.step()
             if index % accumulation == accumulation - 1:
+                engine.step()
                 updates += 1
                 norm = engine.get_global_grad_norm()  # None at stage 0 in fp32, which clips without keeping it
                 yield math.nan if norm is None else float(norm)

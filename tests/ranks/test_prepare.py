@@ -85,17 +85,29 @@ def not_installed(backend):
 
 
 REFUSED = {
-    different_configs: ("RankMismatchError", "precision.compute: rank 0 has 'fp32', rank 1 has 'bf16'", "gradient_accumulation_steps: rank 0 has 1, rank 1 has 2"),
+    different_configs: (
+        "RankMismatchError",
+        "precision.compute: rank 0 has 'fp32', rank 1 has 'bf16'",
+        "gradient_accumulation_steps: rank 0 has 1, rank 1 has 2",
+    ),
     different_units: ("RankMismatchError", "sharding.units: rank 0 has ['Block'], rank 1 has ['Blok']"),
     different_backends: ("RankMismatchError", "rank 1 has 'nosuch'"),
-    different_models: ("RankMismatchError", "model", "inp.weight: rank 0 has '(23, 13) torch.float32', rank 1 has '(25, 13) torch.float32'"),
+    different_models: (
+        "RankMismatchError",
+        "model",
+        "inp.weight: rank 0 has '(23, 13) torch.float32', rank 1 has '(25, 13) torch.float32'",
+    ),
     frozen_on_one_rank: ("RankMismatchError", "different models", "rank 1 has '(23, 13) torch.float32 frozen'"),
     no_parameters: ("ModelError", "Sequential has no parameters"),
     all_frozen: ("ModelError", "parameters of Mlp are frozen; set requires_grad"),
     no_module: ("ModelError", "needs a torch.nn.Module, got function"),
     no_such_unit: ("ModelError", "no module of class LlamaDecoderLayer in Mlp", "Block (x3, 1,809 parameters each)"),
     units_too_small: ("ModelError", "1,000,000 leaves no unit", "blocks.0 (Block, 1,809)"),
-    other_global_batch: ("ConfigError", "training.global_batch_size", "is 16, but micro_batch_size 2 x gradient_accumulation_steps 3 x 2 ranks is 12"),
+    other_global_batch: (
+        "ConfigError",
+        "training.global_batch_size",
+        "is 16, but micro_batch_size 2 x gradient_accumulation_steps 3 x 2 ranks is 12",
+    ),
     not_installed: ("BackendError", "pip install 'unishard["),
 }
 
@@ -319,10 +331,15 @@ class Lying:
 
 LIES = {
     "engine": ({"engine": "Imposter"}, "engine: asked for", "got Imposter"),
-    "units": ({"units": ("blocks.0", "blocks.2")}, "sharded units: asked for inp, blocks.0, blocks.1, blocks.2, head", "got blocks.0, blocks.2"),
+    "units": (
+        {"units": ("blocks.0", "blocks.2")},
+        "sharded units: asked for inp, blocks.0, blocks.1, blocks.2, head",
+        "got blocks.0, blocks.2",
+    ),
     "no units": ({"units": ()}, "sharded units: asked for inp, blocks.0, blocks.1, blocks.2, head", "got none"),
     "masters": ({"master_dtypes": frozenset({"bfloat16"})}, "format of the master weights: asked for float32", "got bfloat16"),
     "whole": ({"master_numel": 6013}, "master weights on this rank: asked for at most", "got 6,013"),
+    "whole parameters": ({"param_bytes": 4 * 6013}, "parameters on this rank: asked for at most", "got 24,052"),
     "nothing": ({"master_numel": 0}, "master weights on all ranks: asked for at least", "got 0"),
 }
 
@@ -387,7 +404,12 @@ def test_a_plain_script_trains_as_one_rank_and_ends_cleanly_without_closing(back
     environment = {name: value for name, value in os.environ.items() if name not in launchers} | {"OMP_NUM_THREADS": "1"}
     precision = "bf16" if strategy in ("shard_grad_op", "full_shard") else "fp32"
     run = subprocess.run(
-        [sys.executable, str(script), backend, strategy, precision], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script), backend, strategy, precision],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "updated True on 1"

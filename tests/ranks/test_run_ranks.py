@@ -124,7 +124,8 @@ how_to_die = {"kill": _kill, "exit": _leave, "sys.exit": sys.exit}
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("kill", "Died: the process ended with SIGKILL"), ("exit", "Died: the process ended with exit code 7"), ("sys.exit", "SystemExit")]
+    ("how", "said"),
+    [("kill", "Died: the process ended with SIGKILL"), ("exit", "Died: the process ended with exit code 7"), ("sys.exit", "SystemExit")],
 )
 def test_a_dead_rank_is_noticed_at_once_and_not_at_the_timeout(how, said):
     start = time.monotonic()

@@ -21,12 +21,12 @@ __all__ = ["ModelFacts", "description_of", "facts_of", "verify"]
 class ModelFacts:
     """What a model is before it is sharded."""
 
+    elements: int
+    """Elements of its parameters, each counted once."""
     trainable: int
-    """Elements of its trainable parameters, each counted once."""
-    tensors: int
-    """Number of its trainable parameters."""
-    largest_row: int
-    """Most elements that one index of the first dim of a trainable parameter holds: what sharding by dim 0 cannot divide."""
+    """Those of them that are trained."""
+    indivisible: int
+    """Elements that a fair division between ranks may leave on one of them: whole rows and padding, or a whole parameter."""
 
 
 def description_of(model: Any) -> dict[str, str]:
@@ -58,10 +58,12 @@ def facts_of(model: nn.Module) -> ModelFacts:
             f"trainable parameters must be fp32, since they become the master weights, but {low[0]} and {len(low) - 1} others of "
             f"{type(model).__name__} are not; call model.float() and choose the format of computation with precision.compute"
         )
+    # FSDP2 divides by rows of dim 0, ZeRO pads flat parts by a few elements, ZeroRedundancyOptimizer keeps parameters whole.
+    rows = sum(max(64, parameter[0].numel() if parameter.dim() and len(parameter) else 1) for parameter in parameters)
     return ModelFacts(
+        elements=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in trainable),
-        tensors=len(trainable),
-        largest_row=max(parameter.numel() // max(1, parameter.shape[0]) if parameter.dim() else 1 for parameter in trainable),
+        indivisible=max(rows, *(parameter.numel() for parameter in trainable)),
     )
 
 
@@ -80,9 +82,8 @@ def verify(placement: Placement, facts: ModelFacts, cfg: Config, device: torch.d
         EngineMismatchError: On every rank, listing every difference.
     """
     world, strategy = dist.get_world_size(), cfg.sharding.strategy
-    parts = 1 if strategy == "no_shard" else world
-    # Sharding by dim 0 keeps whole rows together, and flat partitions are padded by a few elements for each parameter.
-    most = facts.trainable if strategy == "no_shard" else -(-facts.trainable // parts) + facts.tensors * max(facts.largest_row, 64)
+    parts, slack = (1, 0) if strategy == "no_shard" else (world, facts.indivisible)
+    most, everything = -(-facts.trainable // parts) + slack, facts.trainable * world // parts
     everywhere = torch.tensor(placement.master_numel, dtype=torch.int64, device=device)
     dist.all_reduce(everywhere)
     found: list[tuple[str, Any, Any]] = []
@@ -95,8 +96,11 @@ def verify(placement: Placement, facts: ModelFacts, cfg: Config, device: torch.d
         found.append(("format of the master weights", "float32", ", ".join(sorted(placement.master_dtypes))))
     if placement.master_numel > most:
         found.append(("master weights on this rank", f"at most {most:,} elements", f"{placement.master_numel:,}"))
-    if int(everywhere) < facts.trainable * world // parts:
-        found.append(("master weights on all ranks", f"at least {facts.trainable * world // parts:,} elements", f"{int(everywhere):,}"))
+    if int(everywhere) < everything:
+        found.append(("master weights on all ranks", f"at least {everything:,} elements", f"{int(everywhere):,}"))
+    largest = 4 * (-(-facts.elements // parts) + slack)
+    if strategy == "full_shard" and placement.param_bytes > largest:
+        found.append(("parameters on this rank", f"at most {largest:,} bytes", f"{placement.param_bytes:,}"))
     everyones: list[Any] = [None] * world
     dist.all_gather_object(everyones, [f"{what}: asked for {asked}, got {got}" for what, asked, got in found])
     where: dict[str, list[str]] = {}

@@ -1,13 +1,13 @@
-"""Holds every engine to plain torch. A third engine's author runs it by its backend name:
+"""Holds every engine to plain torch.
 
-    @pytest.mark.parametrize("cell", conformance.cells(), ids=str)
-    def test_my_engine(cell):
-        assert conformance.check("my_engine", cell) == []
+The author of a third engine runs it by the name of its backend: one test, parametrised with `cells()`, that asserts
+`check("my_engine", cell) == []`.
 """
 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -100,7 +100,7 @@ TOLERANCES = {
         1e-6,
         5e-3,
         1e-6,
-        5e-2,
+        2e-2,
         "the first updates are the same to fp32 rounding; later a difference of 1e-7 flips one bf16 rounding, and that grows",
     ),
 }
@@ -111,6 +111,7 @@ class Gap(NamedTuple):
     """Cells in which an engine cannot keep the common tolerance, and what it keeps instead."""
 
     backend: str
+    model: str
     strategy: str
     precision: str
     tolerance: Tolerance
@@ -118,21 +119,20 @@ class Gap(NamedTuple):
     """Where upstream it is known."""
 
 
+_STAGE_0 = "ZeRO stage 0 in bf16 reduces and accumulates gradients in bf16, and no setting raises that"
+_STAGE_0_SOURCE = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/fp16/unfused_optimizer.py"
+
 GAPS = (
-    Gap(
-        "deepspeed",
-        "no_shard",
-        "bf16",
-        Tolerance(5e-3, 1e-2, 2e-4, 1e-1, "ZeRO stage 0 in bf16 reduces and accumulates gradients in bf16, and no setting raises that"),
-        "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/fp16/unfused_optimizer.py",
-    ),
+    Gap("deepspeed", "mlp", "no_shard", "bf16", Tolerance(3e-3, 1e-2, 1e-3, 2e-2, _STAGE_0), _STAGE_0_SOURCE),
+    # AdamW divides most of the error away. Wide bounds would hide the update that stage 0 makes when it is built (1.4e-3 here).
+    Gap("deepspeed", "llama", "no_shard", "bf16", Tolerance(3e-4, 1e-3, 1e-3, 1e-2, _STAGE_0), _STAGE_0_SOURCE),
 )
 
 
 def tolerance(backend: str, cell: Cell) -> Tolerance:
     """What holds for this engine in this cell."""
     for gap in GAPS:
-        if (gap.backend, gap.strategy, gap.precision) == (backend, cell.strategy, cell.precision):
+        if (gap.backend, gap.model, gap.strategy, gap.precision) == (backend, cell.model, cell.strategy, cell.precision):
             return gap.tolerance
     return TOLERANCES[cell.precision]
 
@@ -168,7 +168,7 @@ def run_cell(backend: str, cell: Cell) -> Curve:
             engine.backward(loss)
             window.append(engine.mean(loss))
             step = engine.step()
-            if step.updated:
+            if step.updated and step.grad_norm is not None:
                 losses.append(math.fsum(window) / len(window))
                 norms.append(step.grad_norm)
                 lrs.append(step.lr)
@@ -226,13 +226,15 @@ def measure(backend: str, cell: Cell) -> Curve:
     Raises:
         AssertionError: The engine failed in this cell, or its ranks report different curves.
     """
-    answers = [answers[cell] for answers in _measure_group(backend, cell.model, cell.precision, cell.world)]
+    answers: list[Curve | str] = [answers[cell] for answers in _measure_group(backend, cell.model, cell.precision, cell.world)]
+    curves = []
     for rank, answer in enumerate(answers):
         if isinstance(answer, str):
             raise AssertionError(f"{backend}, {cell}: rank {rank} failed:\n{answer}")
-        if answer != answers[0]:
-            raise AssertionError(f"{backend}, {cell}: rank {rank} reports {answer}, rank 0 {answers[0]}")
-    return answers[0]
+        curves.append(answer)
+        if repr(answer) != repr(curves[0]):  # NaN is not equal to itself
+            raise AssertionError(f"{backend}, {cell}: rank {rank} reports {answer}, rank 0 {curves[0]}")
+    return curves[0]
 
 
 @cache
@@ -243,13 +245,11 @@ def _measure_group(backend: str, model: str, precision: str, world: int) -> list
 
 def _run_group(backend: str, group: list[Cell]) -> dict[Cell, Any]:
     """Curves by cell, or why there is none: an engine that fails the same way on all ranks leaves the next cells alone."""
-    import traceback
-
     curves: dict[Cell, Any] = {}
     for cell in group:
         try:
             curves[cell] = run_cell(backend, cell)
-        except Exception:
+        except Exception:  # whatever it is, it is this cell's result
             curves[cell] = traceback.format_exc()
     return curves
 

@@ -36,7 +36,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, hidden)` to the same."""
-        return x + self.scale * self.down(functional.gelu(self.up(self.norm(x))))
+        change: Tensor = self.down(functional.gelu(self.up(self.norm(x))))
+        return x + self.scale * change
 
 
 class Mlp(nn.Module):
@@ -95,7 +96,8 @@ def llama(seed: int = 7, **changes: Any) -> nn.Module:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+        return model
 
 
 def _features(index: int) -> dict[str, Tensor]:

@@ -112,7 +112,9 @@ class _Bf16:
             low.data.copy_(master.data)
         total = 0.0
         for batch in window:
-            loss = self.copy(**{name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}).loss
+            loss = self.copy(
+                **{name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}
+            ).loss
             (loss / (len(window) // world)).backward()
             total += loss.item()
             for low, master in zip(copies, self.masters, strict=True):

@@ -160,7 +160,9 @@ class _Group:
             answer = None
         if answer is None:
             self._processes[rank].join(5.0)
-            self.errors[rank] = RankError("Died", f"the process ended with {_ending(self._processes[rank].exitcode)} before it answered", "")
+            self.errors[rank] = RankError(
+                "Died", f"the process ended with {_ending(self._processes[rank].exitcode)} before it answered", ""
+            )
         elif isinstance(answer, RankError):
             self.errors[rank] = answer
         else:
