@@ -11,7 +11,7 @@ from unishard.config import Config, leaves, value_at
 from unishard.engine.optimizers import factory
 from unishard.engine.units import find_units
 from unishard.engine.verify import description_of, facts_of, verify
-from unishard.errors import BackendError, ModelError
+from unishard.errors import BackendError, ConfigError, ModelError, Problem
 from unishard.topology import Topology
 from unishard.translation import translate
 
@@ -27,14 +27,15 @@ def prepare(model: nn.Module, cfg: Config, optimizer: OptimizerFactory | None = 
     Args:
         model: Any module, whole, on any device and in fp32. It is sharded in place.
         cfg: What to run.
-        optimizer: Builds the optimizer from the trainable parameters; left out, the config's `optimizer` section decides.
+        optimizer: Builds the optimizer from the trainable parameters; left out, the config's `optimizer` section decides, which
+            must be absent otherwise.
 
     Returns:
         The engine. Use it as a context manager or call `close()`.
 
     Raises:
         BackendError: The backend is unknown, or its packages are not installed.
-        ConfigError: The config cannot be honoured on this backend or this number of ranks.
+        ConfigError: The config cannot be honoured on this backend or this number of ranks, or has an optimizer beside the factory.
         ModelError: The model cannot be sharded as asked.
         RankMismatchError: Ranks hold different configs or models.
         EngineMismatchError: What the backend built is not what was asked.
@@ -50,6 +51,8 @@ def prepare(model: nn.Module, cfg: Config, optimizer: OptimizerFactory | None = 
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     facts = facts_of(model)
     units = [] if cfg.sharding.strategy == "no_shard" else find_units(model, cfg.sharding)
+    if optimizer is not None and "optimizer" in cfg.model_fields_set:
+        raise ConfigError([Problem("optimizer", "is in the config, and prepare was given a factory as well; remove one of the two")])
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     engine = backend.prepare(model, cfg, translation, topology, units, optimizer or factory(cfg.optimizer))
     verify(engine.placement(), facts, cfg, engine.device, engine=translation.engine, units=[unit.name for unit in units])

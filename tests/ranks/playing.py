@@ -66,10 +66,11 @@ def error(outcomes: list[Outcome]) -> str:
 
 
 def config(backend: str, strategy: str = "full_shard", **sections: Any) -> Config:
-    """A config for the MLP under SGD with momentum, which shows what AdamW hides."""
+    """A config for the MLP under SGD with momentum, which shows what AdamW hides; a section that is None is left out."""
     sections["training"] = {"micro_batch_size": MICRO_BATCH} | sections.get("training", {})
     sections.setdefault("optimizer", {"name": "sgd", "lr": 0.1, "momentum": 0.9})
-    return Config.model_validate({"backend": backend, "sharding": strategy, **sections})
+    given = {name: section for name, section in sections.items() if section is not None}
+    return Config.model_validate({"backend": backend, "sharding": strategy, **given})
 
 
 def prepare(cfg: Config, model: str = "mlp") -> Any:

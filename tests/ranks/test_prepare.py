@@ -75,6 +75,14 @@ def other_global_batch(backend):
     prepare(config(backend, training={"gradient_accumulation_steps": 3, "global_batch_size": 16}))
 
 
+def low_precision_model(backend):
+    unishard.prepare(mlp().bfloat16(), config(backend))
+
+
+def optimizer_given_twice(backend):
+    unishard.prepare(mlp(), config(backend, optimizer={"name": "sgd", "lr": 0.1}), optimizer=two_groups)
+
+
 def not_installed(backend):
     original = registry.find_spec
     registry.find_spec = lambda package: None
@@ -108,6 +116,8 @@ REFUSED = {
         "training.global_batch_size",
         "is 16, but micro_batch_size 2 x gradient_accumulation_steps 3 x 2 ranks is 12",
     ),
+    low_precision_model: ("ModelError", "trainable parameters must be fp32", "call model.float()"),
+    optimizer_given_twice: ("ConfigError", "optimizer: is in the config, and prepare was given a factory as well; remove one"),
     not_installed: ("BackendError", "pip install 'unishard["),
 }
 
@@ -152,7 +162,7 @@ FALLING = {"name": "linear", "total_steps": 4}
 
 
 def own_optimizer(backend, strategy):
-    with unishard.prepare(mlp(), config(backend, strategy, scheduler=FALLING), optimizer=two_groups) as engine:
+    with unishard.prepare(mlp(), config(backend, strategy, scheduler=FALLING, optimizer=None), optimizer=two_groups) as engine:
         return curve(train(engine, own_share(4))), [group["lr"] for group in engine.optimizer.param_groups]
 
 
