@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.status import Status
 
 from unishard.demo import DemoError, demo, run_demo, training
 from unishard.demo.curves import Gap, Run
@@ -91,6 +99,82 @@ def test_a_failing_run_is_told_with_its_own_last_lines(tmp_path: Path, monkeypat
     assert message.startswith(f"training on fsdp failed with exit code 1; its last lines (all are in {tmp_path / 'fsdp.log'}):")
     assert message.endswith("the reason why"), "not torchrun's report of it"
     assert "ChildFailedError" in (tmp_path / "fsdp.log").read_text()
+
+
+WAITING = """
+import os, pathlib, time
+pathlib.Path({folder!r}, f"pid{{os.environ['RANK']}}").write_text(str(os.getpid()))
+print("step 1/9", flush=True)
+time.sleep(600)
+"""
+STOPPED = """
+from pathlib import Path
+from unishard.cli import main
+from unishard.demo import training
+training._find = lambda path: Path({script!r})
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=str)
+def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(WAITING.format(folder=str(tmp_path)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED.format(script=str(script)), "demo", "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert wait_for(lambda: "step 1/9" in log(out)), log(out)
+        ranks = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2) if wait_for((tmp_path / f"pid{rank}").exists)]
+        assert [alive(rank) for rank in ranks] == [True, True]
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == code
+    assert said == (f"interrupted while training on fsdp: {out / 'fsdp.json'} is not written, the output so far is in {out / 'fsdp.log'}\n")
+    assert [alive(rank) for rank in ranks] == [False, False]
+    assert [path.name for path in out.iterdir()] == ["fsdp.log"]
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def log(out: Path) -> str:
+    return (out / "fsdp.log").read_text() if (out / "fsdp.log").exists() else ""
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_the_status_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = json.dumps(dataclasses.asdict(run("fsdp", [4.0])))
+    out = tmp_path / "fsdp.json"
+    fake_script(tmp_path, monkeypatch, f"print('step 1/1 loss 4'); print('fsdp: loss 4 -> 4'); open({str(out)!r}, 'w').write({curve!r})")
+    said = []
+
+    class Screen(Console):
+        def status(self, text: str, **_: Any) -> Any:
+            said.append(text)
+            status = Status(text, console=Console(file=io.StringIO()))
+            monkeypatch.setattr(status, "update", said.append)
+            return status
+
+    training.train("fsdp", out, world_size=1, steps=1, console=Screen(file=io.StringIO()))
+    assert said == ["fsdp: starting 1 rank", "fsdp: training on 1 rank", "fsdp: ending 1 rank"]
 
 
 def test_an_old_curve_is_not_taken_for_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

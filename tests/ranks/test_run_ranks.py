@@ -145,6 +145,41 @@ def test_a_result_that_cannot_travel_is_that_ranks_error():
         run_ranks(1, _unpicklable)
 
 
+def _refuse():
+    raise LookupError("not here")
+
+
+class _OneWay:
+    """Can be pickled, and not put together again."""
+
+    def __reduce__(self):
+        return _refuse, ()
+
+
+class _Eof(_OneWay):
+    def __reduce__(self):
+        return _end_of_file, ()
+
+
+def _end_of_file():
+    raise EOFError("nothing left")
+
+
+def _one_way_on_one(kind):
+    return kind() if os.environ["RANK"] == "1" else "done"
+
+
+@pytest.mark.parametrize(("kind", "said"), [(_OneWay, "LookupError: .*: not here"), (_Eof, "EOFError: .*: nothing left")])
+def test_a_result_that_cannot_be_read_again_is_that_ranks_error(kind, said):
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=f"rank 1 of 2 failed: {said}") as caught:
+        run_ranks(2, _one_way_on_one, kind)
+    assert caught.value.finished == (0,)
+    assert "cannot be unpickled" in caught.value.errors[1].message
+    assert time.monotonic() - start < 4
+    assert not [child for child in multiprocessing.active_children() if child.name.startswith("rank")]
+
+
 def test_a_function_that_cannot_travel_is_refused_before_anything_starts():
     with pytest.raises(Exception, match="pickle"):
         run_ranks(1, lambda: None)

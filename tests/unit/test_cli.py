@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -12,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import unishard
 from unishard.cli import app
+from unishard.cli.explain import explain
 from unishard.config import leaves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,8 +35,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_translate_prints_the_native_config_alone_on_stdout(backend: str) -> None:
-    result = run("translate", TINY, "--to", backend, "--world-size", "8", "--gpus-per-node", "4")
-    topology = unishard.Topology(world_size=8, local_world_size=4)
+    result = run("translate", TINY, "--to", backend, "--world-size", "8")
+    topology = unishard.Topology(world_size=8, local_world_size=8)
     assert result.exit_code == 0
     assert json.loads(result.stdout) == unishard.translate(unishard.load(TINY), backend=backend, topology=topology).native
 
@@ -98,6 +101,42 @@ def test_output_that_is_a_folder(config: Path) -> None:
     assert [path.name for path in config.parent.iterdir()] == ["folder"]
 
 
+def test_output_through_a_link_keeps_the_link(config: Path) -> None:
+    Path("inner").mkdir()
+    Path("inner/old.json").write_text("old")
+    Path("inner/old.json").chmod(0o640)
+    Path("old.json").symlink_to("inner/old.json")
+    Path("new.json").symlink_to("inner/new.json")
+    for name in ("old.json", "new.json"):
+        assert run("translate", TINY, "--report", "none", "-o", name).exit_code == 0
+        assert Path(name).is_symlink()
+        assert json.loads(Path("inner", name).read_text())["data_parallel"] == "fully_shard"
+    assert Path("inner/old.json").stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in Path("inner").iterdir()) == ["new.json", "old.json"]
+
+
+def test_output_through_links_in_a_circle(config: Path) -> None:
+    Path("a").symlink_to("b")
+    Path("b").symlink_to("a")
+    result = run("translate", TINY, "--report", "none", "-o", "a")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("a: cannot be written (")
+    assert Path("a").is_symlink()
+
+
+def test_output_to_a_pipe_is_written_and_leaves_it_a_pipe(config: Path) -> None:
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)  # so that opening it for writing does not wait
+    try:
+        result = run("translate", TINY, "--report", "none", "-o", "pipe")
+        text = os.read(reader, 2**16)
+    finally:
+        os.close(reader)
+    assert result.exit_code == 0
+    assert json.loads(text)["data_parallel"] == "fully_shard"
+    assert Path("pipe").is_fifo()
+
+
 def test_approximate_is_reported_and_under_strict_refused_with_2(config: Path) -> None:
     config.write_text(ROUGH)
     relaxed = run("translate", "c.yaml")
@@ -158,11 +197,6 @@ def test_unknown_backend() -> None:
     assert (result.exit_code, result.stderr) == (1, "no backend named 'horovod'; installed: deepspeed, fsdp\n")
 
 
-def test_ranks_that_do_not_fill_nodes() -> None:
-    result = run("translate", TINY, "--world-size", "6", "--gpus-per-node", "4")
-    assert (result.exit_code, result.stderr) == (1, "--gpus-per-node: 6 ranks do not fill nodes of 4; choose a divisor of 6\n")
-
-
 def test_usage_errors_are_short() -> None:
     for arguments in (["translate"], ["translate", TINY, "--world-size", "0"], ["translte", TINY], ["translate", TINY, "--report", "xml"]):
         result = run(*arguments)
@@ -210,14 +244,84 @@ def test_docs_check_and_write(config: Path) -> None:
     assert run("docs").stdout == "up to date\n"
 
 
+def test_docs_with_a_page_that_is_not_text(config: Path) -> None:
+    Path("MAPPING.md").write_bytes(b"\xff\xfe")
+    result = run("docs", "--check")
+    assert result.exit_code == 1
+    assert "MAPPING.md: is stale; run `unishard docs` and commit it" in result.stderr.splitlines()
+
+
+def test_what_the_operating_system_refuses_is_one_message(config: Path) -> None:
+    Path("file").touch()
+    result = run("docs", "--root", "file")
+    assert (result.exit_code, result.stderr) == (1, "file: cannot be used (File exists); name another file or folder\n")
+
+
+def test_an_error_of_the_operating_system_that_is_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("unishard.loading.read", broken)
+    assert isinstance(run("translate", TINY).exception, OSError)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def explained(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
+    screen = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", screen)
+        explain(Path(TINY), ["sharding=zero2"])
+    return plain(screen.getvalue())
+
+
+def plain(shown: str) -> str:
+    return re.sub(r"\x1b\[\d*m", "", shown)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_explain_on_a_narrow_terminal_is_one_block_for_each_field(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    shown = explained(monkeypatch, columns)
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert [line.split(" = ")[0] for line in lines if not line.startswith((" ", "("))] == [path for path, _ in leaves(unishard.Config)]
+    at = lines.index("sharding.strategy = shard_grad_op  (override)")
+    assert lines[at + 1] == "  deepspeed  equivalent: zero_optimization.stage = 2"
+    assert lines[at + 2].startswith("             stage 2; gradients travel"), "the note of what is not exact"
+    assert any(line.startswith("  fsdp       exact: ") for line in lines[at:])
+    assert max(map(len, lines)) <= columns
+    assert "zero_optimization.stage3_prefetch_bucket_size" in shown.split(), "no word is torn apart"
+    assert "│" not in shown
+
+
+def test_explain_on_a_wide_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "│ sharding.strategy " in explained(monkeypatch, 140)
+
+
+def test_the_report_on_a_narrow_terminal_is_one_block_for_each_field(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
+    from unishard.cli.translate import translate
+
+    for columns, drawn in ((80, False), (140, True)):
+        screen = Terminal()
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stderr", screen)
+            translate(Path(TINY), to="deepspeed", set_=["sharding=zero2"], output=Path("native.json"))
+        shown = [line.rstrip() for line in plain(screen.getvalue()).splitlines()]
+        assert ("sharding.strategy = shard_grad_op" in shown) is not drawn
+        assert ("  deepspeed  equivalent: zero_optimization.stage" in shown) is not drawn
+        assert any("│" in line for line in shown) is drawn
+
+
 def test_a_terminal_gets_a_drawn_table() -> None:
-    import io
-
     from unishard.cli.table import show
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     rows = [("training.seed", "3"), ("sharding.units", "[not markup]")]
     screen, pipe = Terminal(), io.StringIO()
@@ -251,6 +355,35 @@ def test_a_reader_that_goes_away_is_no_error(config: Path) -> None:
     assert process.stderr == ""
 
 
+@pytest.mark.parametrize("command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --report none"])
+def test_output_that_nobody_reads_is_quiet(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run(
+            f"'{sys.executable}' -m unishard {command}",
+            shell=True,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+@pytest.mark.parametrize("command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --report none"])
+def test_output_that_does_not_fit_is_one_message(command: str) -> None:
+    result = subprocess.run(
+        f"'{sys.executable}' -m unishard {command} > /dev/full", shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr == "the output cannot be written (No space left on device); make room, or write it somewhere else\n"
+
+
 def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint
 
@@ -281,3 +414,11 @@ def test_demo_that_fails_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(unishard.demo, "run_demo", fail)
     result = run("demo")
     assert (result.exit_code, result.stderr) == (1, "the demo needs torch\n")
+
+
+def test_demo_into_what_is_no_folder(config: Path) -> None:
+    Path("file").touch()
+    Path("folder/fsdp.json").mkdir(parents=True)
+    for out, where in (("file", "file: cannot be used (File exists)"), ("folder", "folder/fsdp.json: cannot be used (Is a directory)")):
+        result = run("demo", "--out", out)
+        assert (result.exit_code, result.stderr) == (1, f"{where}; name another file or folder\n")

@@ -467,7 +467,20 @@ def test_nul_in_the_name() -> None:
 
 
 def test_neither_a_path_nor_a_mapping() -> None:
-    assert message(["backend"]) == "load takes the path of a YAML file or a mapping, got list"
+    accepted = "load takes the path of a YAML file or a mapping such as {'backend': 'fsdp'}"
+    assert message(["backend"]) == f"{accepted}, got [backend] (list)"
+    assert message(None) == f"{accepted}, got None"
+    assert message(3) == f"{accepted}, got 3 (int)"
+
+
+def test_a_number_is_suggested_only_as_yaml_reads_it() -> None:
+    whole = "training.micro_batch_size: must be a whole number of at least 1, got"
+    assert message({"training": {"micro_batch_size": "\u0663"}}) == f"{whole} '\u0663' (text); write 3"  # an Arabic 3
+    assert message({"training": {"micro_batch_size": "0o17"}}) == f"{whole} '0o17' (text)"
+    learning_rate = "optimizer.lr: must be a number of at least 0, got"
+    assert message({"optimizer": {"lr": "\u0661e-5"}}) == f"{learning_rate} '\u0661e-5' (text); write 1e-05"
+    assert message({"optimizer": {"lr": "inf"}}) == f"{learning_rate} 'inf' (text)"
+    assert unishard.load({}, ["optimizer.lr=1e-05"]).optimizer.lr == 1e-5
 
 
 def test_mapping_has_no_lines() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,26 @@ BAD = [
 def test_message(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         unishard.load({}, [text])
+    assert str(caught.value) == message
+
+
+EXAMPLE = "write them as overrides=['training.seed=3']"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("training.seed=3", "overrides is a list of changes, got one text; write overrides=['training.seed=3']"),
+        (None, f"overrides is a list of changes, got None; {EXAMPLE}"),
+        (3, f"overrides is a list of changes, got 3 (int); {EXAMPLE}"),
+        ({"training.seed": 3}, f"overrides is a list of changes, got {{training.seed: 3}} (dict); {EXAMPLE}"),
+        (["training.seed=3", 4], f"overrides holds 4 (int), and a change is text; {EXAMPLE}"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_changes(overrides: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        unishard.load({}, overrides)
     assert str(caught.value) == message
 
 

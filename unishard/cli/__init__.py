@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -13,16 +17,52 @@ from unishard.errors import UnishardError
 __all__ = ["app", "main"]
 
 
-class Commands(TyperGroup):
-    """Prints what unishard refuses on purpose without a traceback. Anything else is a bug, and shows one."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Why a write fails; such an error names no file."""
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; exit with 1 when it refuses."""
+
+class Commands(TyperGroup):
+    """Says in one message what unishard, or the operating system, refuses. Anything else is a bug, and shows a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line; exit with 1 when something is refused, quietly when nobody reads the output any more."""
         try:
-            return super().invoke(ctx)
-        except UnishardError as error:
-            typer.echo(error, err=True)
-            raise typer.Exit(1) from None
+            try:
+                return super().main(*args, **kwargs)
+            finally:
+                _flush()
+        except (UnishardError, OSError) as error:
+            message = _message(error)
+            if message is None:
+                raise
+            with contextlib.suppress(OSError):  # standard error may be what cannot be written
+                typer.echo(message, err=True, nl=bool(message))
+            raise SystemExit(1) from None
+
+
+def _message(error: UnishardError | OSError) -> str | None:
+    """What to say about an error; None for a bug."""
+    if isinstance(error, UnishardError):
+        return str(error)
+    if isinstance(error, BrokenPipeError):
+        return ""
+    if error.filename is not None:
+        return f"{error.filename}: cannot be used ({error.strerror}); name another file or folder"
+    if error.errno in _NO_ROOM:
+        return f"the output cannot be written ({error.strerror}); make room, or write it somewhere else"
+    return None
+
+
+def _flush() -> None:
+    """Write out what is buffered now, while an error can still be told."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            # The interpreter flushes once more at its end, and would complain in its own way.
+            with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+            raise
 
 
 app = typer.Typer(

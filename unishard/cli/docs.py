@@ -25,7 +25,7 @@ def docs(
     stale = []
     for name, text in pages().items():
         path = root / name
-        if path.is_file() and path.read_text(encoding="utf-8") == text:
+        if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
             continue
         stale.append(name)
         if not check:

@@ -1,35 +1,72 @@
-"""Tables for people: drawn on a terminal, plain aligned columns everywhere else."""
+"""What people read: drawn on a terminal, plain aligned columns everywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TextIO
 
-__all__ = ["FIT_STYLES", "show"]
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["FIT_STYLES", "is_narrow", "show", "show_blocks"]
 
 FIT_STYLES = {"exact": "green", "equivalent": "cyan", "approximate": "yellow", "unsupported": "red"}
+_READABLE = 25
+"""Columns of a terminal that a column of a table needs, on average."""
+
+Block = tuple[str, Sequence[tuple[str, str]]]
+"""A heading, and below it lines, each with a label."""
 
 
-def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO, *, title: str = "") -> None:
+def is_narrow(columns: int, file: TextIO) -> bool:
+    """Whether a stream is a terminal too narrow for a table with so many columns."""
+    if not file.isatty():
+        return False
+    from rich.console import Console
+
+    return Console(file=file).width < _READABLE * columns
+
+
+def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> None:
     """Write a table to a stream."""
     if file.isatty():
-        _draw(columns, rows, file, title)
+        _draw(columns, rows, file)
         return
     widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
-    if title:
-        file.write(f"{title}\n")
     for row in (columns, *rows):
         file.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
 
 
-def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO, title: str) -> None:
+def show_blocks(blocks: Iterable[Block], file: TextIO) -> None:
+    """Write headings with indented lines below them to a terminal, wrapped at its width."""
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", title_style="bold", header_style="bold", show_lines=False)
+    console = Console(file=file)
+    for heading, lines in blocks:
+        console.print(Text(heading, style="bold", overflow="fold"))
+        grid = Table.grid("label", "text", padding=(0, 2, 0, 0))
+        for label, text in lines:
+            grid.add_row(Text(label), _coloured(text))
+        if lines:
+            console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+
+
+def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(header_style="bold", show_lines=False)
     for at, name in enumerate(columns):
         table.add_column(name, overflow="fold", no_wrap=at == 0)
     for row in rows:
-        table.add_row(*(Text(cell, style=FIT_STYLES.get(cell.partition(":")[0], "")) for cell in row))
+        table.add_row(*map(_coloured, row))
     Console(file=file).print(table)
+
+
+def _coloured(cell: str) -> Text:
+    from rich.text import Text
+
+    return Text(cell, style=FIT_STYLES.get(cell.partition(":")[0], ""), overflow="fold")

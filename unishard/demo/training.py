@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 
 from unishard.demo.curves import Run
+from unishard.demo.launch import running
 from unishard.errors import UnishardError
 
 __all__ = ["DemoError", "train"]
 
 _LAST_LINES = 25
-_PROGRESS = re.compile(r"step \d+|\w+: loss ")
+_PROGRESS = re.compile(r"(?P<step>step \d+)|\w+: loss ")
 _TORCHRUN_REPORT = "torch/distributed/elastic/multiprocessing/api.py"
 """What torchrun adds once a rank has failed says where, not why."""
 
@@ -39,6 +40,8 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
         steps: Updates.
         console: Where to print.
 
+    Interrupted, or told to end, it ends all ranks, leaves no curve and says so on standard error.
+
     Raises:
         DemoError: The run failed, with its last lines, or left no curve of `steps` losses.
     """
@@ -48,8 +51,19 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
     result.unlink(missing_ok=True)  # so that an earlier run's curve is never taken for this one's
     console.rule(f"backend: {backend}", align="left")
     log = result.with_suffix(".log")
-    with console.status(f"{backend}: starting {world_size} ranks"), log.open("w", encoding="utf-8") as file:
-        code, lines = _stream([*launcher, str(script), *arguments], world_size, console, file)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    try:
+        with console.status(f"{backend}: starting {ranks}") as status, log.open("w", buffering=1, encoding="utf-8") as file:
+
+            def show(line: str, step: str | None) -> None:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                status.update(f"{backend}: training on {ranks}" if step else f"{backend}: ending {ranks}")
+
+            code, lines = _stream([*launcher, str(script), *arguments], world_size, show, file)
+    except (KeyboardInterrupt, SystemExit):
+        result.unlink(missing_ok=True)
+        sys.stderr.write(f"interrupted while training on {backend}: {result} is not written, the output so far is in {log}\n")
+        raise
     if code:
         raise DemoError("\n".join([f"training on {backend} failed with exit code {code}; its last lines (all are in {log}):", *lines]))
     try:
@@ -61,26 +75,23 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
     return run
 
 
-def _stream(command: list[str], world_size: int, console: Console, log: TextIO) -> tuple[int, list[str]]:
-    """Run a command, show its progress line by line, log everything, and return its exit code and last lines."""
+def _stream(command: list[str], world_size: int, show: Callable[[str, str | None], None], log: TextIO) -> tuple[int, list[str]]:
+    """Run a command, show its progress line by line, log everything, and return its exit code and last lines.
+
+    `show` takes a line of progress, and the step if it is about one.
+    """
     threads = str(max(1, (os.cpu_count() or 1) // world_size))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
     lines: deque[str] = deque(maxlen=_LAST_LINES)
     report = False
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
-        try:
-            for line in process.stdout or ():
-                log.write(line)
-                report = report or _TORCHRUN_REPORT in line
-                if not report:
-                    lines.append(line.rstrip())
-                if _PROGRESS.match(line):
-                    console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
-        except BaseException:
-            process.terminate()  # torchrun ends its ranks; leaving the block waits for it
-            raise
+    with running(command, environment) as process:
+        for line in process.stdout or ():
+            log.write(line)
+            report = report or _TORCHRUN_REPORT in line
+            if not report:
+                lines.append(line.rstrip())
+            if progress := _PROGRESS.match(line):
+                show(line.rstrip(), progress["step"])
     return process.returncode, list(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from unishard.loading.document import Document, from_file, from_mapping
 from unishard.loading.findings import Finding, dotted, findings_of
 from unishard.loading.origins import Origins, Place
 from unishard.loading.overrides import override
+from unishard.wording import shown
 
 __all__ = ["Origins", "Place", "load", "read"]
 
@@ -39,7 +40,7 @@ def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     """As `load`, with the place that each value came from."""
     document = _open(source)
     findings = list(document.findings)
-    for text in overrides:
+    for text in _changes(overrides):
         findings += override(document, text)
     try:
         cfg = Config.model_validate(document.data)
@@ -57,7 +58,28 @@ def _open(source: str | Path | Mapping[str, Any]) -> Document:
         return from_mapping(source)
     if isinstance(source, str | Path):
         return from_file(Path(source))
-    raise ConfigError([Problem("", f"load takes the path of a YAML file or a mapping, got {type(source).__name__}")])
+    raise _argument(f"load takes the path of a YAML file or a mapping such as {{'backend': 'fsdp'}}, got {_kind(source)}")
+
+
+def _changes(overrides: Sequence[str]) -> list[str]:
+    if isinstance(overrides, str):
+        raise _argument(f"overrides is a list of changes, got one text; write overrides=[{overrides!r}]")
+    example = "write them as overrides=['training.seed=3']"
+    if isinstance(overrides, Mapping) or not isinstance(overrides, Iterable):
+        raise _argument(f"overrides is a list of changes, got {_kind(overrides)}; {example}")
+    changes = list(overrides)
+    for change in changes:
+        if not isinstance(change, str):
+            raise _argument(f"overrides holds {shown(change)} ({type(change).__name__}), and a change is text; {example}")
+    return changes
+
+
+def _argument(what: str) -> ConfigError:
+    return ConfigError([Problem("", what)])
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"{shown(value)} ({type(value).__name__})"
 
 
 def _error(findings: Sequence[Finding], origins: Origins) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple, get_args
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import ErrorType
+from ruamel.yaml import YAML
 
 from unishard.config import CROSS_FIELD, Config, Section
 from unishard.loading.origins import Keys, Place
@@ -143,9 +145,13 @@ def _readings(value: Any) -> Iterator[tuple[Any, str]]:
             word = value.strip().lower()
             for number in (int, float):
                 try:
-                    yield number(word), f"write {word} without quotes"
+                    meant = number(word)
                 except ValueError:
                     continue
+                if not math.isfinite(meant):
+                    continue
+                # Python reads digits of every script as numbers, YAML only ASCII's.
+                yield meant, f"write {word} without quotes" if _in_yaml(word) == meant else f"write {shown(meant)}"
             if word in ("true", "yes", "on"):
                 yield True, "write true"
             if word in ("false", "no", "off"):
@@ -153,6 +159,10 @@ def _readings(value: Any) -> Iterator[tuple[Any, str]]:
             if word in ("none", "null", ""):
                 yield None, "write null"
             yield [value], f"write [{value}]"
+
+
+def _in_yaml(word: str) -> Any:
+    return YAML(typ="safe", pure=True).load(word)
 
 
 def unknown(section: Keys, name: str) -> str:

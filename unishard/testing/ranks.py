@@ -155,9 +155,10 @@ class _Group:
 
     def _take(self, rank: int) -> None:
         try:
-            answer = pickle.loads(self._connections[rank].recv_bytes()) if self._connections[rank].poll() else None
+            sent = self._connections[rank].recv_bytes() if self._connections[rank].poll() else None
         except (EOFError, OSError):
-            answer = None
+            sent = None
+        answer = None if sent is None else _read(sent)
         if answer is None:
             self._processes[rank].join(5.0)
             self.errors[rank] = RankError(
@@ -179,6 +180,14 @@ class _Group:
             self._processes[rank].kill()
             stacks = self._stacks[rank].read_text(errors="replace") if self._stacks[rank].exists() else ""
             self.errors[rank] = RankError("Hung", f"{why}; killed", stacks)
+
+
+def _read(sent: bytes) -> Any:
+    """A rank's answer: a tuple of its result, or its error."""
+    try:
+        return pickle.loads(sent)
+    except Exception as error:  # whatever the classes of the result raise when they are put together again
+        return RankError(type(error).__name__, f"its result cannot be unpickled: {error}", traceback.format_exc())
 
 
 def _rank_main(work: bytes, env: dict[str, str], answers: Connection, stacks: str) -> None:
