@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unishard import registry
 from unishard.config import Config, leaves, value_at
 from unishard.loading import Origins
-from unishard.rules import Fit
+from unishard.rules import Fit, flat
 from unishard.topology import Topology
 from unishard.translation import check_batch, translate
 from unishard.wording import bare
 
-__all__ = ["Image", "Row", "explain", "flat"]
+__all__ = ["Image", "Row", "explain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,3 @@ def _image(name: str, path: str, cfg: Config, topology: Topology) -> Image:
     fit, note = rule.verdict(cfg)
     settings = {} if fit is Fit.UNSUPPORTED else dict(flat(rule.to(cfg, topology)))
     return Image(fit, ", ".join(f"{key} = {bare(value)}" for key, value in settings.items()) or rule.native, note)
-
-
-def flat(native: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a nested native config, each with its dotted key."""
-    for key, value in native.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -15,7 +15,7 @@ from unishard.config import Config, value_at
 from unishard.errors import Problem, TranslationError
 from unishard.topology import Topology
 
-__all__ = ["Fit", "Line", "Report", "Rule", "Translation", "When", "apply", "idle", "loop", "merge"]
+__all__ = ["Fit", "Line", "Report", "Rule", "Translation", "When", "apply", "flat", "idle", "loop", "merge", "nested"]
 
 Native = dict[str, Any]
 Setting = Callable[[Config, Topology], Native]
@@ -151,3 +151,22 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Native:
         old = merged.get(key)
         merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def flat(native: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a nested native config, each with its dotted key."""
+    for key, value in native.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def nested(settings: Mapping[str, Any]) -> Native:
+    """Dotted keys as nested dicts, the inverse of `flat`."""
+    native: Native = {}
+    for key, value in settings.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        native = merge(native, value)
+    return native

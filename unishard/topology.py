@@ -42,6 +42,10 @@ class Topology:
         """
         if "RANK" in environ or "WORLD_SIZE" in environ:
             rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+            if not 0 <= rank < world:
+                raise ConfigError(
+                    [Problem("", f"the environment says RANK={rank} of WORLD_SIZE={world}; ranks count from 0 to {world - 1}")]
+                )
             return cls(
                 world_size=world,
                 local_world_size=_number(environ, "LOCAL_WORLD_SIZE", default=world),

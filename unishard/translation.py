@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from unishard import registry
-from unishard.config import Config
-from unishard.errors import ConfigError, Problem
+from unishard.config import Config, expect_config
+from unishard.errors import BackendError, ConfigError, Problem
 from unishard.rules import Translation
 from unishard.topology import Topology
 
@@ -24,12 +26,30 @@ def translate(cfg: Config, *, backend: str | None = None, topology: Topology | N
         `Translation.check` turns them into an error.
 
     Raises:
-        BackendError: There is no such backend.
-        ConfigError: The batch sizes contradict each other, or `native` holds a key that the backend refuses.
+        BackendError: There is no backend of the name that was passed.
+        ConfigError: The config names no installed backend, its batch sizes contradict each other, or `native` holds a key that
+            the backend refuses.
     """
+    expect_config(cfg)
     topology = topology or Topology()
+    problems = [problem for path, name in (("backend", cfg.backend), *_sections(cfg)) if (problem := _unknown(path, name))]
+    if problems:
+        raise ConfigError(problems)
     check_batch(cfg, topology.world_size)
     return registry.get(backend or cfg.backend).translate(cfg, topology)
+
+
+def _sections(cfg: Config) -> Iterator[tuple[str, str]]:
+    for name in cfg.native:
+        yield f"native.{name}", name
+
+
+def _unknown(path: str, name: str) -> Problem | None:
+    try:
+        registry.get(name)
+    except BackendError as error:
+        return Problem(path, str(error))
+    return None
 
 
 def check_batch(cfg: Config, world_size: int) -> int:

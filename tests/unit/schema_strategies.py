@@ -33,6 +33,9 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "params": draw(st.sampled_from(("none", "cpu") if strategy == "full_shard" else ("none",))),
         "optimizer": draw(st.sampled_from(("none", "cpu") if strategy != "no_shard" else ("none",))),
     }
+    sizes = {"reduce_bucket_size": positive, "overlap": st.booleans()}
+    if strategy == "full_shard":
+        sizes["prefetch_bucket_size"] = st.integers(0, 2**40)
     if "cpu" in offload.values():
         offload |= draw(some(pin_memory=st.booleans()))
     return {
@@ -51,7 +54,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     last_window=st.sampled_from(("step", "drop")),
                     seed=st.integers(0, 2**32 - 1),
                 ),
-                communication=some(reduce_bucket_size=positive, prefetch_bucket_size=st.integers(0, 2**40), overlap=st.booleans()),
+                communication=some(**sizes),
                 strict=st.booleans(),
             )
         ),

@@ -68,6 +68,7 @@ def test_frozen() -> None:
         {"sharding": {"strategy": "shard_grad_op", "reshard_after_forward": False}},
         {"sharding": {"strategy": "no_shard", "min_unit_params": 3}},
         {"sharding": {"units": []}},
+        {"sharding": "shard_grad_op", "communication": {"prefetch_bucket_size": 3}},
         {"precision": {"compute": "fp32", "reduce": "bf16"}},
         {"offload": {"optimizer": "cpu"}, "sharding": "no_shard"},
         {"offload": {"params": "cpu"}, "sharding": "shard_grad_op"},

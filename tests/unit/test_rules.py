@@ -14,8 +14,7 @@ from schema_strategies import documents
 import unishard
 from unishard import Config, ConfigError, Fit, Topology, TranslationError, registry, translate
 from unishard.config import leaves, value_at
-from unishard.explanation import flat
-from unishard.rules import Line, Report, Rule, Translation, When, apply, merge
+from unishard.rules import Line, Report, Rule, Translation, When, apply, flat, merge, nested
 
 BACKENDS = sorted(registry.available())
 LEAVES = [path for path, _ in leaves(Config)]
@@ -147,6 +146,12 @@ def test_merge_replaces_everything_but_mappings() -> None:
     assert base == {"a": {"b": [1], "c": 2}, "d": None}
 
 
+def test_nested_undoes_flat() -> None:
+    native = {"a": {"b": 1, "c": {"d": [1]}}, "e": {}}
+    assert list(flat(native)) == [("a.b", 1), ("a.c.d", [1]), ("e", {})]
+    assert nested(dict(flat(native))) == native
+
+
 def _translation(fit: Fit) -> Translation:
     return Translation("toy", "ToyEngine", {}, Report((Line("training.seed", 3, fit, "seed", "why; what instead"),)))
 
@@ -172,3 +177,17 @@ def test_batch_sizes_must_agree() -> None:
         "training.global_batch_size: is 12, but micro_batch_size 2 x gradient_accumulation_steps 3 x 4 ranks is 24; "
         "write 24 or leave it out"
     )
+
+
+def test_a_backend_that_is_not_installed_is_an_error_at_its_field() -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(unishard.load({"backend": "deepsped", "native": {"fsdq": {}}}))
+    assert str(caught.value).splitlines() == [
+        "backend: no backend named 'deepsped'; did you mean 'deepspeed'?",
+        "native.fsdq: no backend named 'fsdq'; did you mean 'fsdp'?",
+    ]
+
+
+def test_a_path_is_no_config() -> None:
+    with pytest.raises(ConfigError, match=r"a unishard\.Config is needed, got str; load one with unishard\.load\(path\)"):
+        translate("configs/llama_tiny.yaml")  # type: ignore[arg-type]

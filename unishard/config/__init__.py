@@ -16,6 +16,7 @@ from unishard.config.precision import Precision
 from unishard.config.section import CROSS_FIELD, Section, leaves, refuse, value_at
 from unishard.config.sharding import Sharding
 from unishard.config.training import Training
+from unishard.errors import ConfigError, Problem
 
 __all__ = [
     "CROSS_FIELD",
@@ -28,6 +29,7 @@ __all__ = [
     "Section",
     "Sharding",
     "Training",
+    "expect_config",
     "leaves",
     "value_at",
 ]
@@ -64,12 +66,30 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        strategy, offload, problems = self.sharding.strategy, self.offload, []
+        strategy, offload = self.sharding.strategy, self.offload
+        problems: list[tuple[str, str]] = []
         if offload.optimizer == "cpu" and strategy == "no_shard":
             problems.append(("offload.optimizer", "cpu needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard"))
         if offload.params == "cpu" and strategy != "full_shard":
             problems.append(("offload.params", f"cpu needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"))
         if "pin_memory" in offload.model_fields_set and offload.params == offload.optimizer == "none":
             problems.append(("offload.pin_memory", "has no meaning when nothing is offloaded; remove it or set offload.optimizer to cpu"))
+        if strategy != "full_shard" and "prefetch_bucket_size" in self.communication.model_fields_set:
+            problems.append(
+                (
+                    "communication.prefetch_bucket_size",
+                    f"has no meaning with {strategy}, which gathers nothing ahead; remove it or choose full_shard",
+                )
+            )
         refuse(problems)
         return self
+
+
+def expect_config(value: object) -> None:
+    """Check what a caller passes where a config is wanted.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(value, Config):
+        raise ConfigError([Problem("", f"a unishard.Config is needed, got {type(value).__name__}; load one with unishard.load(path)")])

@@ -62,7 +62,7 @@ class Sharding(Section):
     """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the model's
     repeated blocks (`_no_split_modules` of a Hugging Face model)."""
     min_unit_params: int = Field(default=0, ge=0)
-    """Modules with fewer parameters than this (a count) are no unit of their own; they join the unit around them."""
+    """Modules with fewer parameters than this (a count) are no unit of their own."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

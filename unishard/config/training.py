@@ -27,4 +27,4 @@ class Training(Section):
     """What happens to the micro-batches at the end of the data that do not fill an accumulation window: `step` averages over
     those that are there, `drop` skips them."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of the data order, and (with the rank added) of each rank's random numbers after `prepare`."""
+    """Seed of the data order, and (with the rank added) of torch's random numbers on each rank after `prepare`."""
