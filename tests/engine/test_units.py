@@ -68,8 +68,19 @@ def test_named_classes_are_taken_alone() -> None:
     assert names(llama(), units=["LlamaMLP"]) == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
-def test_two_named_classes_the_outermost_counts() -> None:
-    assert names(llama(), units=["LlamaDecoderLayer", "LlamaMLP"]) == ["model.layers.0", "model.layers.1"]
+def test_a_named_class_that_lies_only_inside_another_is_an_error() -> None:
+    with pytest.raises(ModelError, match="every LlamaMLP lies inside another unit; leave it out"):
+        names(llama(), units=["LlamaDecoderLayer", "LlamaMLP"])
+
+
+def test_a_named_class_whose_weights_are_tied_outside_is_an_error() -> None:
+    with pytest.raises(ModelError, match="every Embedding shares a weight with a module outside it"):
+        names(llama(tie=True), units=["LlamaDecoderLayer", "Embedding"])
+
+
+def test_a_list_of_modules_is_no_unit() -> None:
+    with pytest.raises(ModelError, match=r"model\.layers is a ModuleList, which has no forward; name the class of its elements"):
+        names(llama(), units=["ModuleList"])
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sized
 from itertools import islice
+from types import NoneType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from unishard import process_group
 
-__all__ = ["length_of", "to_device", "windows"]
+__all__ = ["length_of", "to_device", "warn_of_same_samples", "windows"]
 
 
 def windows(loader: Iterable[Any], length: int, *, drop: bool) -> Iterator[list[Any]]:
@@ -66,6 +68,19 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)
     except TypeError:  # a DataLoader has __len__ even where its sampler has not
         return None
+
+
+def warn_of_same_samples(loader: Iterable[Any]) -> None:
+    """Warn where every rank goes through the whole dataset by itself, which torch's own DataLoader does unless it is told otherwise."""
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    torchs_own = type(sampler) in (SequentialSampler, RandomSampler) and type(batch_sampler) in (BatchSampler, NoneType)
+    if torchs_own and dist.get_world_size() > 1:
+        warnings.warn(
+            f"each of the {dist.get_world_size()} ranks reads the whole dataset through {type(sampler).__name__}, not its share; "
+            "use unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from unishard.config import Config
+from unishard.config import Config, expect_config
 from unishard.data.sampler import ShareSampler
 from unishard.errors import DataError
 from unishard.topology import Topology
@@ -59,6 +59,7 @@ def dataloader(
     Raises:
         DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is one that the config decides.
     """
+    expect_config(cfg)
     for name, why in _DECIDED.items():
         if name in options:
             raise DataError(f"dataloader takes no {name}: it {why}; remove it, or pass a loader of your own to engine.batches()")

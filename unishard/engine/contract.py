@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unishard.backend import Placement, Step
 from unishard.config import Config
-from unishard.data.batches import to_device, windows
+from unishard.data.batches import to_device, warn_of_same_samples, windows
 from unishard.data.progress import Progress
 from unishard.engine.schedule import Schedule
 from unishard.errors import ContractError
@@ -27,6 +27,7 @@ class _Phase(Enum):
     """Where in a micro-batch the loop is."""
 
     OPEN = "open"
+    FORWARD_DONE = "forward done"
     BACKWARD_DONE = "backward done"
     CLOSED = "closed"
 
@@ -110,6 +111,8 @@ class TrainingEngine(ABC):
         """
         self._require_open("forward")
         self._begin_micro_batch(last=self._micro_batch + 1 == self._window)
+        if self._phase is _Phase.OPEN:
+            self._phase = _Phase.FORWARD_DONE
         return self._forward(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -119,12 +122,15 @@ class TrainingEngine(ABC):
             loss: Scalar, the mean loss of this micro-batch. The engine divides it by the length of the accumulation window.
 
         Raises:
-            ContractError: `loss` is no scalar tensor with a graph, the engine is closed, or `step` has not been called since
-                the last backward.
+            ContractError: `loss` is no scalar tensor with a graph, the engine is closed, it has not been called since the last
+                step (gradients of `engine.module(...)` would not be reduced), or `step` has not been called since the last
+                backward.
         """
         self._require_open("backward")
         if self._phase is _Phase.BACKWARD_DONE:
             raise ContractError("backward was called twice for one micro-batch; call engine.step() after every backward")
+        if self._phase is _Phase.OPEN:
+            raise ContractError("backward was called without a forward of the engine; compute the loss from engine(...), not engine.module")
         if not isinstance(loss, Tensor):
             raise ContractError(
                 f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such as output.loss"
@@ -156,8 +162,8 @@ class TrainingEngine(ABC):
         if self._phase is not _Phase.BACKWARD_DONE:
             raise ContractError("step was called without a backward; call engine.backward(loss) first, once for each micro-batch")
         max_norm = self._cfg.training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
-        if max_norm is not None and not max_norm > 0:
-            raise ContractError(f"clip_grad_norm must be positive, got {max_norm}; pass None for no clipping")
+        if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
+            raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
         self._phase = _Phase.OPEN
         self._micro_batch += 1
         lr = self.lr
@@ -176,6 +182,7 @@ class TrainingEngine(ABC):
 
     def train(self, mode: bool = True) -> Self:
         """Put the model in training mode."""
+        self._require_open("train")
         self._module.train(mode)
         return self
 
@@ -198,6 +205,7 @@ class TrainingEngine(ABC):
             RankMismatchError: The ranks' loaders have different lengths.
         """
         self._require_open("batches")
+        warn_of_same_samples(loader)
         length, drop = self._cfg.training.gradient_accumulation_steps, self._cfg.training.last_window == "drop"
         bar = Progress(loader, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
         self._progress = bar
@@ -208,7 +216,10 @@ class TrainingEngine(ABC):
                     if bar is not None:
                         bar.record_batch(batch)
                     yield to_device(batch, self._device)
+            self._begin_window(length)
         finally:
+            if not self._micro_batch:
+                self._window = length
             self._progress = None
             if bar is not None:
                 bar.close()
@@ -239,7 +250,7 @@ class TrainingEngine(ABC):
 
     def _require_open(self, call: str) -> None:
         if self._phase is _Phase.CLOSED:
-            raise ContractError(f"{call} was called on a closed engine; prepare the model again")
+            raise ContractError(f"{call} was called on a closed engine; build the model anew and prepare it")
 
     def _begin_window(self, length: int) -> None:
         if self._micro_batch:

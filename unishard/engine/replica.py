@@ -23,6 +23,9 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
         return
     with torch.no_grad():
         for bucket in _buckets(tensors):
+            for tensor in bucket:
+                if 0 in tensor.stride():  # expanded: several elements in one place, which cannot be written
+                    tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: a backend need not know the dtype
             if dist.get_rank() == 0:

@@ -9,7 +9,7 @@ Llama                           units: auto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -48,18 +48,18 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
         ModelError: A named class matches no module, or `min_unit_params` leaves no unit at all; lists the candidates.
     """
     if cfg.units == "auto":
-        classes, embeddings = _block_classes(model), True
-    else:
-        classes, embeddings = set(cfg.units), False
-        _require_present(model, classes)
-    found = list(_outermost(model, classes))
-    if embeddings:
+        found = [*_outermost(model, _block_classes(model))]
         inside = {id(part) for unit in found for part in unit.module.modules()}
         found += [
             Unit(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and id(module) not in inside
         ]
-    shared = _shared_parameters(model)
+    else:
+        _require_present(model, set(cfg.units))
+        found = [*_outermost(model, set(cfg.units))]
+    shared = _names_of_each_parameter(model)
     own = [unit for unit in _in_order(model, found) if not _ties_outside(unit, shared)]
+    if cfg.units != "auto":
+        _require_used(cfg.units, found, own)
     large = [unit for unit in own if unit.numel >= cfg.min_unit_params]
     if own and not large:
         sizes = ", ".join(f"{unit.name} ({type(unit.module).__name__}, {unit.numel:,})" for unit in own[:8])
@@ -91,6 +91,9 @@ def _block_classes(model: nn.Module) -> set[str]:
 def _outermost(model: nn.Module, classes: set[str], prefix: str = "") -> Iterator[Unit]:
     for name, child in model.named_children():
         if type(child).__name__ in classes and _numel(child):
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                kind = type(child).__name__
+                raise ModelError(f"sharding.units: {prefix}{name} is a {kind}, which has no forward; name the class of its elements")
             yield Unit(prefix + name, child)
         else:
             yield from _outermost(child, classes, f"{prefix}{name}.")
@@ -101,7 +104,7 @@ def _in_order(model: nn.Module, units: list[Unit]) -> list[Unit]:
     return sorted(units, key=lambda unit: order[id(unit.module)])
 
 
-def _shared_parameters(model: nn.Module) -> dict[int, int]:
+def _names_of_each_parameter(model: nn.Module) -> dict[int, int]:
     """How many names each parameter has."""
     return Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
 
@@ -123,3 +126,16 @@ def _require_present(model: nn.Module, classes: set[str]) -> None:
             f"sharding.units: no module of class {', '.join(absent)} in {type(model).__name__}; {hint} classes with parameters are "
             + ", ".join(f"{name} (x{counts[name]}, {sizes[name]:,} parameters each)" for name in candidates)
         )
+
+
+def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) -> None:
+    """Every named class must yield a unit: nothing that a user names is passed over."""
+    for name in classes:
+        if any(type(unit.module).__name__ == name for unit in own):
+            continue
+        if any(type(unit.module).__name__ == name for unit in found):
+            raise ModelError(
+                f"sharding.units: every {name} shares a weight with a module outside it, and tied weights must stay together; "
+                "name the class around both, or leave it out"
+            )
+        raise ModelError(f"sharding.units: every {name} lies inside another unit; leave it out, or leave out the class around it")

@@ -1,0 +1,77 @@
+"""Models that cannot be sharded are refused before anything is changed, with what to do instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from unishard.config import Sharding
+from unishard.engine.model import description_of, facts_of
+from unishard.errors import ModelError
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def hooked_after_accumulation() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+def scalar() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+def meta_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.empty(2, device="meta"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.ReLU(), "ReLU has no parameters; there is nothing to train"),
+        (nn.Linear(2, 2).requires_grad_(False), "all 2 parameters of Linear are frozen; set requires_grad"),
+        (nn.Linear(2, 2).bfloat16(), "must be fp32, .* weight and 1 others of Linear are not; call model.float()"),
+        (nn.LazyLinear(2), "parameter weight of LazyLinear has no shape yet; run the model once on a batch"),
+        (nn.Linear(2, 2, device="meta"), "parameter weight of Linear is on the meta device and has no data; build the model on the CPU"),
+        (meta_buffer(), "buffer table of Linear is on the meta device"),
+        (scalar(), r"parameter scale of Linear has no dimensions, so it cannot be sharded; give it the shape \(1,\)"),
+        (hooked(), "parameter weight of Linear has a gradient hook, which sharding would lose; remove it"),
+        (hooked_after_accumulation(), "parameter bias of Linear has a gradient hook"),
+        (torch.compile(nn.Linear(2, 2), backend="eager"), "compiled already; prepare the module itself, model._orig_mod"),
+    ],
+    ids=["none", "frozen", "bf16", "lazy", "meta", "meta buffer", "scalar", "hook", "late hook", "compiled"],
+)
+def test_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        facts_of(model, Sharding())
+
+
+def test_a_scalar_needs_no_shape_where_nothing_is_sharded() -> None:
+    assert facts_of(scalar(), Sharding(strategy="no_shard")).elements == 7
+
+
+def test_facts() -> None:
+    model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 3).requires_grad_(False))
+    model.append(model[1])
+    facts = facts_of(model, Sharding())
+    assert (facts.elements, facts.trainable) == (4015, 4000)
+    assert facts.indivisible == 4000, "ZeroRedundancyOptimizer may leave the whole embedding on one rank"
+
+
+def test_a_description_is_that_of_what_must_agree() -> None:
+    model = nn.BatchNorm1d(2).requires_grad_(False)
+    assert description_of(model)["weight"] == "(2,) torch.float32 frozen"
+    assert description_of(model)["num_batches_tracked"] == "() torch.int64"
+    assert description_of(nn.LazyLinear(2))["weight"] == "uninitialised"
+    assert description_of(nn.Linear(1, 1, device="meta"))["weight"] == "(1, 1) torch.float32 on meta"
+    assert description_of("no module") == {"class of the model": "str"}
