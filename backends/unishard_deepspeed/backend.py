@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from unishard.backend import Engine, OptimizerFactory
 from unishard.config import Config
 from unishard.errors import ConfigError
-from unishard.rules import Fit, Line, Report, Rule, Translation, apply, merge
+from unishard.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
 from unishard.topology import Topology
-from unishard_deepspeed.keys import check, flat, nested
+from unishard_deepspeed.keys import check, verdict
 from unishard_deepspeed.rules import CONSTANTS, RULES
 
 if TYPE_CHECKING:
@@ -56,10 +56,8 @@ class DeepSpeedBackend:
             raise ConfigError(problems)
         native, report = apply(RULES, cfg, topology)
         fixed = nested({key: value for key, (value, _) in CONSTANTS.items()})
-        lines = tuple(
-            Line(f"native.{self.name}.{key}", value, Fit.EQUIVALENT, key, "written as it stands, over what the fields decide")
-            for key, value in flat(own)
-        )
+        verdicts = {key: (value, *verdict(key)) for key, value in flat(own)}
+        lines = tuple(Line(f"native.{self.name}.{key}", value, fit, key, note) for key, (value, fit, note) in verdicts.items())
         return Translation(self.name, "DeepSpeedEngine", merge(merge(fixed, native), own), Report(report.lines + lines))
 
     def prepare(

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from unishard.backend import OptimizerFactory
-from unishard.config import Config
+from unishard.config import Config, Sharding
 from unishard.engine.replica import broadcast
+from unishard.engine.units import find_units
 from unishard.process_group import device_of
 from unishard.topology import Topology
-from unishard_deepspeed import internals, start
+from unishard_deepspeed import inputs, internals, start
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
 
 __all__ = ["adapted", "build"]
@@ -41,12 +42,15 @@ def build(
     # DeepSpeed puts bf16 tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
     originals = [(parameter, parameter.data) for parameter in trainable] if cfg.precision.compute == "bf16" else []
     settings, client_optimizer = adapted(native, model, units), optimizer(trainable)
+    # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
+    casting = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
     with start.hushed():
         engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False)
     internals.undo_first_step(engine.optimizer)
     internals.set_masters(engine.optimizer, originals)
     internals.reduce_units_by_parameter(engine.optimizer)
-    return DeepSpeedTrainingEngine(cfg, engine, device)
+    hooks = inputs.cast_to_bf16(model, casting) if cfg.precision.compute == "bf16" else []
+    return DeepSpeedTrainingEngine(cfg, engine, device, hooks)
 
 
 def adapted(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from unishard.backend import Placement
 from unishard.config import Config
@@ -20,20 +21,15 @@ __all__ = ["DeepSpeedTrainingEngine"]
 class DeepSpeedTrainingEngine(TrainingEngine):
     """unishard's loop around a `DeepSpeedEngine`."""
 
-    def __init__(self, cfg: Config, engine: Any, device: torch.device) -> None:
+    def __init__(self, cfg: Config, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle]) -> None:
         super().__init__(cfg, engine.module, engine.optimizer, device)
         self._engine = engine
         self._clipping = clipping_of(engine)
-        self._inputs = torch.bfloat16 if cfg.precision.compute == "bf16" else None
+        self._hooks = hooks
+        """On the model; they go with the engine."""
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._inputs is not None:
-            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
         return self._engine(*args, **kwargs)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        # As FSDP2's cast_forward_inputs, so that both engines take the same batch.
-        return tensor.to(self._inputs) if tensor.is_floating_point() else tensor
 
     def _backward(self, loss: Tensor) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)
@@ -52,13 +48,15 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         masters = internals.master_tensors(self._optimizer)
         return Placement(
             engine=type(self._engine).__name__,
-            units=tuple(name for name, module in self._module.named_modules() if internals.is_unit(module)),
+            units=internals.units(self._engine),
             master_dtypes=frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in masters),
             master_numel=sum(tensor.numel() for tensor in masters),
             param_bytes=internals.parameter_bytes(self._module.parameters()),
         )
 
     def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
         self._engine.destroy()
         internals.forget(self._engine)
         del self._engine, self._clipping

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 __all__ = [
     "clear_stale_gradients",
     "forget",
-    "is_unit",
     "master_tensors",
     "parameter_bytes",
     "reduce_units_by_parameter",
     "set_masters",
     "undo_first_step",
+    "units",
     "without_own_clipping",
 ]
 
@@ -110,9 +110,11 @@ def without_own_clipping(engine: Any) -> None:
     engine._config.gradient_clipping = 0.0
 
 
-def is_unit(module: nn.Module) -> bool:
-    """Whether stage 3 gathers the module's parameters together (utils/z3_leaf_module.py)."""
-    return bool(getattr(module, "_z3_leaf", False))
+def units(engine: Any) -> tuple[str, ...]:
+    """Names of the modules whose parameters stage 3 gathers together; no other stage reads the flag (utils/z3_leaf_module.py)."""
+    if engine.zero_optimization_stage() != 3:
+        return ()
+    return tuple(name for name, module in engine.module.named_modules() if getattr(module, "_z3_leaf", False))
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -5,13 +5,14 @@ DeepSpeed itself ignores an unknown key at the top level in silence (runtime/con
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from unishard.errors import Problem
+from unishard.rules import Fit
 
-__all__ = ["ACCEPTED", "BLOCKS", "DECIDED", "REFUSED", "REMOVED", "check", "flat", "nested"]
+__all__ = ["ACCEPTED", "BLOCKS", "DECIDED", "REFUSED", "REMOVED", "SAME_MATHS", "check", "verdict"]
 
 BLOCKS = ("zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer", "bf16", "data_types")
 """Mappings whose keys are listed one by one here; every other accepted mapping is handed on as it is."""
@@ -66,6 +67,42 @@ ACCEPTED: dict[str, type | tuple[type, ...]] = {
     _OPTIMIZER + "buffer_count": int,
 }
 """Keys that may be set, and the type of their value."""
+
+SAME_MATHS = frozenset(
+    {
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "disable_python_gc",
+        "log_level",
+        "comms_logger",
+        "flops_profiler",
+        "timers",
+        "tensorboard",
+        "csv_monitor",
+        "wandb",
+        "comet",
+        _Z + "contiguous_gradients",
+        _Z + "reduce_scatter",
+        _Z + "use_multi_rank_bucket_allreduce",
+        _Z + "allgather_partitions",
+        _Z + "allgather_bucket_size",
+        _Z + "sub_group_size",
+        _Z + "log_trace_cache_warnings",
+        _Z + "enable_sanity_checks",
+        _Z + "stage3_param_persistence_threshold",
+        _Z + "stage3_model_persistence_threshold",
+        _Z + "stage3_use_all_reduce_for_fetch_params",
+        _Z + "stage3_allgather_sequential",
+        _Z + "stage3_gather_16bit_weights_on_model_save",
+        _PARAM + "buffer_count",
+        _PARAM + "buffer_size",
+        _PARAM + "max_in_cpu",
+        _OPTIMIZER + "buffer_count",
+    }
+)
+"""Accepted keys that are about time, memory, the shape of collectives or logs alone; any other may train something else."""
 
 DECIDED: dict[str, str] = {
     "train_batch_size": "training.micro_batch_size and training.gradient_accumulation_steps",
@@ -188,6 +225,14 @@ def check(native: Mapping[str, Any], prefix: str = "") -> list[Problem]:
     return problems
 
 
+def verdict(key: str) -> tuple[Fit, str]:
+    """The fit and the note of an accepted key, dotted; keys inside a mapping that is handed on count as that mapping."""
+    parts = key.split(".")
+    if any(".".join(parts[:length]) in SAME_MATHS for length in range(1, len(parts) + 1)):
+        return Fit.EQUIVALENT, "your own setting, about time, memory or logs; the maths stays"
+    return Fit.APPROXIMATE, "only DeepSpeed has this setting, so another backend trains without it"
+
+
 def _complaint(key: str, value: Any) -> str | None:
     if key in DECIDED:
         return f"is decided by a field; set {DECIDED[key]} instead"
@@ -218,24 +263,3 @@ def _unknown(key: str) -> str:
     if elsewhere:
         return f"unknown to DeepSpeed 0.19.8; did you mean {elsewhere[0]!r}?"
     return "unknown to DeepSpeed 0.19.8; remove it"
-
-
-def flat(native: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `(dotted key, value)` for every value in a nested config."""
-    for name, value in native.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested config of dotted keys."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *parents, last = key.split(".")
-        place = tree
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return tree

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from unishard.backend import Engine, OptimizerFactory
 from unishard.config import Config
-from unishard.rules import Fit, Line, Report, Rule, Translation, apply, merge
+from unishard.rules import Line, Report, Rule, Translation, apply, merge, nested
 from unishard.topology import Topology
 from unishard_fsdp import native, options
 from unishard_fsdp.rules import RULES
@@ -54,14 +54,12 @@ class FSDPBackend:
         decided, report = apply(RULES, cfg, topology)
         written = merge(decided, options.constants_of(decided["data_parallel"]))
         overrides = native.check(cfg, written)
-        lines = [
-            Line(f"native.fsdp.{key}", value, Fit.EXACT, key, "your own setting; taken as it is written")
-            for key, value in overrides.items()
-        ]
+        verdicts = {key: (value, *native.verdict(key, value, written)) for key, value in overrides.items()}
+        lines = [Line(f"native.fsdp.{key}", value, fit, key, note) for key, (value, fit, note) in verdicts.items()]
         return Translation(
             backend=self.name,
             engine=_ENGINES[decided["data_parallel"]],
-            native=merge(written, native.nested(overrides)),
+            native=merge(written, nested(overrides)),
             report=Report((*report, *lines)),
         )
 

@@ -22,6 +22,9 @@ from unishard_fsdp.gradients import clip, local, total_norm
 
 __all__ = ["DDPEngine", "FSDPEngine"]
 
+_MIXED = "mixed torch.Tensor and DTensor"
+"""In what torch 2.13 raises when an operation meets a parameter that is not gathered (torch/distributed/tensor/_dispatch.py)."""
+
 
 class TorchEngine(TrainingEngine):
     """What torch's forms of data parallelism have in common."""
@@ -109,7 +112,16 @@ class FSDPEngine(TorchEngine):
             self._root.set_reshard_after_backward(last)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)
+        try:
+            return self._module(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error) or not self._sharded:
+                raise
+            raise ModelError(
+                f"the forward uses a parameter of a unit outside it, where only a part of it is there ({error}); the units are "
+                f"{', '.join(self._units()[:8])}: name the classes of the blocks in sharding.units, so that what is used elsewhere, "
+                "such as the weight of an embedding, stays with the root"
+            ) from error
 
     def _update(self, max_norm: float | None) -> tuple[float, bool]:
         # A forward between backward and step leaves units gathered, and the next forward would use them as they were.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, get_args
 
@@ -11,11 +11,11 @@ from pydantic.fields import FieldInfo
 
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
-from unishard.rules import Native, merge
+from unishard.rules import Fit, Native, flat, merge, nested
 from unishard.wording import expected, shown
 from unishard_fsdp.options import FORMS
 
-__all__ = ["DECIDED", "check", "nested"]
+__all__ = ["DECIDED", "SAME_MATHS", "check", "verdict"]
 
 DECIDED: Mapping[str, str] = {
     "data_parallel": "sharding.strategy and precision.compute",
@@ -31,6 +31,18 @@ DECIDED: Mapping[str, str] = {
 }
 """Native keys that a field decides, and which field."""
 
+SAME_MATHS = frozenset(
+    {
+        "requires_gradient_sync",
+        "reshard_after_backward",
+        "find_unused_parameters",
+        "static_graph",
+        "gradient_as_bucket_view",
+        "zero_redundancy_optimizer",
+    }
+)
+"""Free keys that are about time, memory or collectives alone; any other may train something else."""
+
 _ZERO_REDUNDANCY = "zero_redundancy_optimizer"
 
 
@@ -44,7 +56,7 @@ def check(cfg: Config, written: Native) -> dict[str, Any]:
     Raises:
         ConfigError: All problems at once, at `native.fsdp.<key>`.
     """
-    overrides = dict(_flat(cfg.native.get("fsdp", {})))
+    overrides = dict(flat(cfg.native.get("fsdp", {})))
     form = written["data_parallel"]
     problems = [Problem(f"native.fsdp.{key}", text) for key, value in overrides.items() if (text := _refusal(key, value, form, cfg))]
     if problems:
@@ -56,22 +68,19 @@ def check(cfg: Config, written: Native) -> dict[str, Any]:
     return overrides
 
 
-def nested(overrides: Mapping[str, Any]) -> Native:
-    """Dotted keys as nested dicts."""
-    native: Native = {}
-    for key, value in overrides.items():
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        native = merge(native, value)
-    return native
+def verdict(key: str, value: Any, written: Native) -> tuple[Fit, str]:
+    """The fit and the note of a checked key.
 
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    Args:
+        key: Dotted.
+        value: What the user writes there.
+        written: The native config that the fields decide.
+    """
+    if key == "requires_gradient_sync" and value == "last_micro_batch" and written.get("mp_policy", {}).get("reduce_dtype") == "bfloat16":
+        return Fit.APPROXIMATE, "FSDP2 adds up in the reduce format what it does not reduce yet, here bf16 (torch 2.13)"
+    if key in SAME_MATHS:
+        return Fit.EQUIVALENT, "your own setting, about time, memory or collectives; the maths stays"
+    return Fit.APPROXIMATE, "only PyTorch's engines have this setting, so another backend trains without it"
 
 
 def _refusal(key: str, value: Any, form: str, cfg: Config) -> str | None:

@@ -262,7 +262,8 @@ RULES: Mapping[str, Rule] = {
     "native": Rule(
         Fit.EXACT,
         "native.fsdp",
-        "merged last and validated; each setting has its own line below; other backends' settings are left to them",
+        "merged last and validated; each setting has its own line below, approximate if it may change the maths; other backends' "
+        "settings are left to them",
     ),
 }
 """What PyTorch makes of each field. By default nothing is approximate, so that `strict: true` holds."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +33,7 @@ def load(model: nn.Module, units: Sequence[Unit], device: torch.device, apply: A
         units: Sharded before the root; the root takes what is left.
         device: Where this rank computes.
         apply: Shards a module whose tensors are in place; None leaves it whole.
-
-    Raises:
-        ModelError: A parameter has no data (meta device), no dimension to shard, or a unit cannot run on its own.
     """
-    _check(model, units, divided=apply is not None)
     seen: set[Tensor] = set()
     parts: list[tuple[nn.Module, list[Tensor]]] = []
     for module in [*(unit.module for unit in reversed(units)), model]:
@@ -50,19 +48,15 @@ def load(model: nn.Module, units: Sequence[Unit], device: torch.device, apply: A
         broadcast(own)
         del own[:]
         if apply is not None:
-            apply(module)
+            _keep_attributes(apply, module)
 
 
-def _check(model: nn.Module, units: Sequence[Unit], *, divided: bool) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ModelError(f"parameter {name} is on the meta device and has no data; build the model on the CPU")
-        if divided and parameter.dim() == 0:
-            raise ModelError(f"parameter {name} has no dimensions, which fully_shard and replicate refuse; give it the shape (1,)")
-    for unit in units:
-        if isinstance(unit.module, nn.ModuleList | nn.ModuleDict):
-            kind = type(unit.module).__name__
-            raise ModelError(f"sharding.units: {unit.name} is a {kind}, which has no forward; name the class of its elements")
+def _keep_attributes(apply: Apply, module: nn.Module) -> None:
+    """Shard a module; its new parameters get what users have set on the old ones, such as a flag that an optimizer factory reads."""
+    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+    apply(module)
+    for name, parameter in module.named_parameters():
+        vars(parameter).update(attributes[name])
 
 
 def _mesh(device: torch.device, name: str) -> DeviceMesh:
@@ -107,7 +101,14 @@ def apply_fully_shard(model: nn.Module, units: Sequence[Unit], device: torch.dev
 
 
 def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
-    """`replicate()` on each unit, so that all-reduces overlap backward, and on the root. Collective."""
+    """`replicate()` on each unit, so that all-reduces overlap backward, and on the root. Collective.
+
+    Raises:
+        ModelError: A parameter has no dimensions.
+    """
+    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
+    if scalar:
+        raise ModelError(f"parameter {scalar} has no dimensions, which replicate() refuses (torch 2.13); give it the shape (1,)")
     mesh = _mesh(device, "replicate")
     load(model, units, device, lambda module: replicate(module, mesh=mesh, mp_policy=_policy(options.mp_policy, root=module is model)))
     _set_reduction(model, unused=options.reduce_scatter_unused_params)
@@ -116,6 +117,31 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
 def _set_reduction(model: nn.Module, *, unused: bool) -> None:
     if unused and isinstance(model, FSDPModule):
         model.set_reduce_scatter_unused_params(True)
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    groups: list[Any] = [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]  # private; no public hook
+    for group in groups:
+        group.post_backward = partial(_reduce_in_one_format, group, group.post_backward)
+
+
+def _reduce_in_one_format(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """Bring a unit's gradients into the format in which some of them have been added up already.
+
+    FSDP2 adds up in `reduce_dtype` what it does not reduce yet, and then refuses to reduce it together with the bf16 gradient
+    of a parameter that only the last micro-batch used, or with bf16 zeros for an unused one (torch 2.13, _fsdp_param_group.py,
+    FSDPParamGroup.post_backward: "expects uniform gradient dtype").
+    """
+    if group.reduce_grads and any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+            if group.reduce_scatter_unused_params and _has_no_gradient(parameter):
+                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=parameter.reduce_dtype)
+    post_backward(*unused)
+
+
+def _has_no_gradient(parameter: Any) -> bool:
+    whole = parameter.unsharded_param
+    return whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None
 
 
 def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int) -> None:

@@ -83,6 +83,11 @@ def share(count: int, *, rank: int, world: int, model: str = "mlp") -> list[dict
     return [batch(model, (turn * world + rank) * MICRO_BATCH, MICRO_BATCH) for turn in range(count)]
 
 
+def my_rank() -> int:
+    """This process among the ranks."""
+    return unishard.Topology.from_environment().rank
+
+
 def own_share(count: int, model: str = "mlp") -> list[dict[str, Any]]:
     """This rank's first `count` micro-batches."""
     topology = unishard.Topology.from_environment()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -13,106 +14,6 @@ from unishard.testing import conformance, oracle
 from unishard.testing.models import MODELS
 
 BACKENDS = ("fsdp", "deepspeed")
-
-
-# -- misuse: one clear error on every rank, and no hang ---------------------------------------------------------------------------
-
-
-def backward_twice(backend):
-    with prepare(config(backend)) as engine:
-        loss = engine(**own_share(1)[0]).loss
-        engine.backward(loss)
-        engine.backward(loss)
-
-
-def step_without_backward(backend):
-    with prepare(config(backend)) as engine:
-        engine(**own_share(1)[0])
-        engine.step()
-
-
-def step_twice(backend):
-    with prepare(config(backend)) as engine:
-        engine.backward(engine(**own_share(1)[0]).loss)
-        engine.step()
-        engine.step()
-
-
-def loss_with_a_shape(backend):
-    with prepare(config(backend)) as engine:
-        engine.backward(engine(**own_share(1)[0]).logits)
-
-
-def loss_without_a_graph(backend):
-    with prepare(config(backend)) as engine:
-        engine.backward(engine(**own_share(1)[0]).loss.detach())
-
-
-def loss_that_is_the_output(backend):
-    with prepare(config(backend)) as engine:
-        engine.backward(engine(**own_share(1)[0]))
-
-
-def batch_without_backward(backend):
-    with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
-        for index, batch in enumerate(engine.batches(own_share(6))):
-            loss = engine(**batch).loss
-            if index != 2:
-                engine.backward(loss)
-                engine.step()
-
-
-def loop_left_inside_a_window(backend):
-    with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
-        train(engine, own_share(3))
-        for batch in engine.batches(own_share(3)):
-            engine.backward(engine(**batch).loss)
-            engine.step()
-            break
-        train(engine, own_share(3))
-
-
-def closed(backend, call):
-    engine = prepare(config(backend))
-    batch = own_share(1)[0]
-    loss = engine(**batch).loss
-    engine.close()
-    engine.close()
-    {
-        "forward": lambda: engine(**batch),
-        "backward": lambda: engine.backward(loss),
-        "step": engine.step,
-        "batches": lambda: list(engine.batches([batch])),
-    }[call]()
-
-
-def bad_clip(backend, value):
-    with prepare(config(backend)) as engine:
-        engine.backward(engine(**own_share(1)[0]).loss)
-        engine.step(clip_grad_norm=value)
-
-
-MISUSE = {
-    (backward_twice, ()): "backward was called twice for one micro-batch; call engine.step()",
-    (step_without_backward, ()): "step was called without a backward; call engine.backward(loss)",
-    (step_twice, ()): "step was called without a backward",
-    (loss_with_a_shape, ()): "a scalar loss, got shape (2, 11); pass its mean",
-    (loss_without_a_graph, ()): "a loss with a graph",
-    (loss_that_is_the_output, ()): "a scalar loss tensor, got Output; pass the loss itself",
-    (batch_without_backward, ()): "after 2 of 3 micro-batches of the last one",
-    (loop_left_inside_a_window, ()): "after 1 of 3 micro-batches of the last one",
-    **{(closed, (call,)): f"{call} was called on a closed engine" for call in ("forward", "backward", "step", "batches")},
-    **{(bad_clip, (value,)): f"clip_grad_norm must be positive, got {value}" for value in (0, -1.0, math.nan)},
-}
-
-
-@pytest.mark.parametrize("misuse", MISUSE, ids=lambda misuse: "-".join(map(str, (misuse[0].__name__, *misuse[1]))))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_misuse_is_one_clear_contract_error_on_every_rank(backend, misuse):
-    scenarios = tuple((function, (backend, *arguments)) for function, arguments in MISUSE)
-    raised = error(play(scenarios)[misuse[0], (backend, *misuse[1])])
-    assert raised.startswith("ContractError: ")
-    assert MISUSE[misuse] in raised
 
 
 # -- training ---------------------------------------------------------------------------------------------------------------------
@@ -313,7 +214,29 @@ def different_lengths(backend):
         train(engine, own_share(3 + rank))
 
 
-SURFACE = (context_manager, means, surface, different_lengths)
+def loaders(backend):
+    """What is said about torch's own loader and about ours, and the size of the window after a short one was left at its end."""
+    cfg = config(backend, training={"gradient_accumulation_steps": 3})
+    data = [{name: value[0] for name, value in batch.items()} for batch in own_share(4)]
+    said = []
+    with prepare(cfg) as engine:
+        for loader in (torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), unishard.dataloader(data, cfg)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                train(engine, loader)
+            said.append([str(warning.message) for warning in caught if warning.category is UserWarning])
+        for batch in engine.batches(own_share(1)):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            break
+        by_hand = []
+        for batch in own_share(3):
+            engine.backward(engine(**batch).loss)
+            by_hand.append(engine.step().updated)
+    return said, by_hand
+
+
+SURFACE = (context_manager, means, surface, different_lengths, loaders)
 
 
 def shown(backend, function):
@@ -343,6 +266,19 @@ def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
     raised = error(shown(backend, different_lengths))
     assert raised.startswith("RankMismatchError: ranks hold different numbers of batches")
     assert "rank 0 has 3, rank 1 has 4" in raised
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loader_that_gives_every_rank_the_same_samples_is_told_of(backend):
+    for (torchs, ours), _ in values(shown(backend, loaders)):
+        assert [message.partition(",")[0] for message in torchs] == ["each of the 2 ranks reads the whole dataset through RandomSampler"]
+        assert ours == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_a_short_window_a_loop_by_hand_has_full_ones(backend):
+    for _, by_hand in values(shown(backend, loaders)):
+        assert by_hand == [False, False, True]
 
 
 # -- the learning rate ----------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import pytest
 
 from unishard.config import Config, leaves
 from unishard.errors import ConfigError, TranslationError
-from unishard.rules import Fit, Line, Translation
+from unishard.rules import Fit, Line, Translation, flat
 from unishard.topology import Topology
 from unishard_deepspeed import backend
-from unishard_deepspeed.keys import ACCEPTED, DECIDED, REFUSED, REMOVED, flat
+from unishard_deepspeed.keys import ACCEPTED, DECIDED, REFUSED, REMOVED, SAME_MATHS
 
 STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"]
 PRECISIONS = ["fp32", "bf16", {"compute": "bf16", "reduce": "bf16"}]
@@ -104,6 +104,11 @@ def test_units_are_leaf_modules_and_never_deepspeeds_own_list() -> None:
     assert named["zero_optimization"]["leaf_module"]["classes"] == ["LlamaDecoderLayer"]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deepspeeds_own_list_is_written_over_at_every_stage(strategy: str) -> None:
+    assert translate(sharding=strategy).native["zero_optimization"]["leaf_module"] == {"classes": [], "names": [], "name_suffixes": []}
+
+
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_optimizer"])
 def test_no_overlap_where_deepspeed_refuses_it(strategy: str) -> None:
     translation = translate(sharding=strategy)
@@ -129,6 +134,45 @@ def test_an_override_is_merged_last_and_listed() -> None:
     assert translation.native["zero_optimization"]["stage"] == 3
     listed = {line.path: line.value for line in translation.report if line.path.startswith("native.")}
     assert listed == {"native.deepspeed.zero_optimization.sub_group_size": 9, "native.deepspeed.log_level": "error"}
+
+
+@pytest.mark.parametrize(
+    "native",
+    [
+        {"zero_optimization": {"zero_quantized_gradients": True}},
+        {"zero_optimization": {"zero_quantized_weights": True}},
+        {"zero_optimization": {"memory_efficient_linear": True}},
+        {"zero_optimization": {"ignore_unused_parameters": False}},
+        {"data_types": {"keep_in_fp32_modules": ["norm"]}},
+        {"activation_checkpointing": {"partition_activations": True}},
+        {"prescale_gradients": True},
+    ],
+    ids=lambda native: next(key for key, _ in flat(native)),
+)
+def test_an_override_that_may_train_something_else_is_approximate(native: dict[str, Any]) -> None:
+    translation = translate(native={"deepspeed": native})
+    (path, _), *_ = flat(native)
+    assert line(translation, f"native.deepspeed.{path}").fit is Fit.APPROXIMATE
+    assert translation.check(strict=False) is translation
+    with pytest.raises(TranslationError, match=f"native.deepspeed.{path}: .*only DeepSpeed has this setting"):
+        translation.check(strict=True)
+
+
+@pytest.mark.parametrize(
+    "native",
+    [
+        {"zero_optimization": {"sub_group_size": 9, "allgather_bucket_size": 9, "contiguous_gradients": False}},
+        {"wall_clock_breakdown": True, "comms_logger": {"enabled": True}, "timers": {"throughput": {"enabled": True}}},
+    ],
+)
+def test_an_override_about_memory_time_or_logs_passes_strict(native: dict[str, Any]) -> None:
+    translation = translate(native={"deepspeed": native}).check(strict=True)
+    fits = {line.path: line.fit for line in translation.report if line.path.startswith("native.deepspeed.")}
+    assert fits == {f"native.deepspeed.{key}": Fit.EQUIVALENT for key, _ in flat(native)}
+
+
+def test_only_accepted_keys_are_said_to_keep_the_maths() -> None:
+    assert ACCEPTED.keys() >= SAME_MATHS
 
 
 def test_overrides_of_another_backend_are_left_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from unishard.config import Config, leaves
 from unishard.errors import ConfigError, TranslationError
-from unishard.rules import Fit, Line, Translation
+from unishard.rules import Fit, Line, Translation, flat
 from unishard.topology import Topology
 from unishard_fsdp import backend
 from unishard_fsdp.options import CONSTANTS, FORMS, parse
@@ -97,11 +97,11 @@ def test_fsdps_own_shard_grad_op_is_full_shard_that_keeps_its_parameters() -> No
 
 
 def test_sizes_of_collectives() -> None:
-    sizes = {"reduce_bucket_size": 2**20, "prefetch_bucket_size": 7}
-    assert translate(sharding="no_shard", communication=sizes).native["bucket_cap_mb"] == 4.0
-    assert translate(communication=sizes).native["prefetch_numel"] == 7
-    assert translate(sharding="shard_grad_op", communication=sizes).native["prefetch_numel"] is None
-    assert line(translate(communication=sizes), "communication.reduce_bucket_size").fit is Fit.EQUIVALENT
+    buckets = {"reduce_bucket_size": 2**20}
+    assert translate(sharding="no_shard", communication=buckets).native["bucket_cap_mb"] == 4.0
+    assert line(translate(communication=buckets), "communication.reduce_bucket_size").fit is Fit.EQUIVALENT
+    assert translate(communication={"prefetch_bucket_size": 7}).native["prefetch_numel"] == 7
+    assert translate(sharding="shard_grad_op").native["prefetch_numel"] is None
 
 
 @pytest.mark.parametrize("strategy", ["shard_optimizer", "shard_grad_op", "full_shard"])
@@ -137,6 +137,39 @@ def test_a_native_setting_takes_effect_and_has_its_own_line() -> None:
     assert translation.native["mp_policy"]["cast_forward_inputs"] is True
     assert line(translation, "native.fsdp.requires_gradient_sync").value == "last_micro_batch"
     assert line(translation, "native.fsdp.mp_policy.output_dtype").value == "float32"
+
+
+@pytest.mark.parametrize(
+    ("sections", "settings"),
+    [
+        ({}, {"mp_policy": {"output_dtype": "float32"}}),
+        ({}, {"mp_policy": {"cast_forward_inputs": False}}),
+        ({}, {"reduce_scatter_unused_params": True}),
+        ({"sharding": "no_shard"}, {"forward_sync_buffers": True}),
+        ({"precision": {"compute": "bf16", "reduce": "bf16"}}, {"requires_gradient_sync": "last_micro_batch"}),
+    ],
+)
+def test_a_native_setting_that_may_train_something_else_is_approximate(sections: dict[str, Any], settings: dict[str, Any]) -> None:
+    translation = translate(native={"fsdp": settings}, **sections)
+    ((path, _),) = flat(settings)
+    assert line(translation, f"native.fsdp.{path}").fit is Fit.APPROXIMATE
+    assert translation.check(strict=False) is translation
+    with pytest.raises(TranslationError, match=f"native.fsdp.{path}: "):
+        translation.check(strict=True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "settings"),
+    [
+        ({}, {"requires_gradient_sync": "last_micro_batch", "reshard_after_backward": "last_micro_batch"}),
+        ({"precision": "bf16"}, {"requires_gradient_sync": "last_micro_batch"}),
+        ({"precision": {"compute": "bf16", "reduce": "bf16"}}, {"requires_gradient_sync": "every_micro_batch"}),
+        ({"sharding": "no_shard"}, {"gradient_as_bucket_view": False, "static_graph": True, "find_unused_parameters": True}),
+    ],
+)
+def test_a_native_setting_about_time_memory_or_collectives_passes_strict(sections: dict[str, Any], settings: dict[str, Any]) -> None:
+    translation = translate(native={"fsdp": settings}, **sections).check(strict=True)
+    assert {line(translation, f"native.fsdp.{key}").fit for key in settings} == {Fit.EQUIVALENT}
 
 
 def test_settings_of_another_backend_are_left_to_it() -> None:

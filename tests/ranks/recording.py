@@ -1,0 +1,129 @@
+"""Records the collectives that an engine issues, and the model whose sizes make them countable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import unishard
+from unishard.testing.models import Output
+
+WINDOWS = 3
+"""DDP arranges its buckets again in the second, DeepSpeed's stage 3 learns the order of modules in the first: the third is as all later."""
+ACCUMULATION = 2
+
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+}
+_COMPUTE = {"aten::gelu": "forward", "aten::gelu_backward": "backward"}
+
+
+class Block(nn.Module):
+    """280 elements, and one gelu, by which its forward and backward are seen between the collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Countable(nn.Module):
+    """Sizes that 2 ranks divide without padding: 40 + 3 x 280 + 36 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Output:
+        hidden = self.inp(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return Output(functional.cross_entropy(logits.float(), labels), logits)
+
+
+INPUT, BLOCK, HEAD = 40, 280, 36
+PARAMETERS = INPUT + 3 * BLOCK + HEAD
+LARGEST = 128
+"""Elements of the largest parameter."""
+
+
+class Event(NamedTuple):
+    """A collective, or a block's compute."""
+
+    phase: str
+    """`forward 0`, `backward 0`, `step 0`, `forward 1` and so on, by micro-batch of the window."""
+    kind: str
+    numel: int
+    """Elements of the whole: what an all-gather puts out, what a reduce-scatter takes in. 0 for compute."""
+    dtype: str
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every collective that passes torch's dispatcher, whoever calls it, also from autograd and from DDP's C++ reducer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.events: list[Event] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in _COMPUTE:
+            self.events.append(Event(self.phase, _COMPUTE[name], 0, ""))
+        elif "c10d" in func.namespace:
+            kind = _KINDS.get(name.partition("::")[2], name)
+            tensors = [tensor for part in args[:2] for tensor in (part if isinstance(part, list | tuple) else [part])]
+            whole = max((tensor for tensor in tensors if isinstance(tensor, torch.Tensor)), key=torch.Tensor.numel)
+            self.events.append(Event(self.phase, kind, whole.numel(), str(whole.dtype).removeprefix("torch.")))
+        return func(*args, **(kwargs or {}))
+
+
+def record(cfg: Any) -> list[Event]:
+    """The third window of training the countable model. Collective."""
+    torch.manual_seed(0)
+    rank = unishard.Topology.from_environment().rank
+    with unishard.prepare(Countable(), cfg) as engine:
+        for window in range(WINDOWS):
+            recorder = Recorder()
+            with recorder:
+                for turn in range(ACCUMULATION):
+                    generator = torch.Generator().manual_seed(2 * (window * ACCUMULATION + turn) + rank)
+                    x = torch.randn(2, 4, generator=generator)
+                    labels = torch.randint(0, 4, (2,), generator=generator)
+                    recorder.phase = f"forward {turn}"
+                    loss = engine(x, labels).loss
+                    recorder.phase = f"backward {turn}"
+                    engine.backward(loss)
+                    recorder.phase = f"step {turn}"
+                    updated = engine.step().updated
+                    assert updated == (turn + 1 == ACCUMULATION)
+        return recorder.events
+
+
+def moved(events: list[Event]) -> dict[str, dict[str, int]]:
+    """Elements by phase and kind of collective; phases without a collective are left out."""
+    total: dict[str, Counter[str]] = {}
+    for event in events:
+        if event.numel:
+            total.setdefault(event.phase, Counter())[event.kind] += event.numel
+    return {phase: dict(kinds) for phase, kinds in total.items()}
+
+
+def sizes(events: list[Event], kind: str, phase: str) -> list[int]:
+    """Elements of each collective of a kind in a phase, in order."""
+    return [event.numel for event in events if event.kind == kind and event.phase == phase]

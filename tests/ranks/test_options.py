@@ -1,0 +1,313 @@
+"""Options that the conformance suite leaves alone: each does what its rule says, and the maths stays that of plain torch.
+
+What they cost in collectives is in test_collectives.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from conforming import ACCUMULATION, MICRO_BATCHES, assert_conforms, configured, tolerance, windows
+from playing import STRATEGIES, curve, own_share, play, prepare, train, values
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+import unishard
+from unishard.testing import conformance, oracle
+from unishard.testing.conformance import TOLERANCES, Tolerance
+from unishard.testing.models import Output, batch, mlp
+
+BACKENDS = ("fsdp", "deepspeed")
+PRECISIONS = ("fp32", "bf16")
+ADAMW = {"optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}}
+
+
+# -- options that change no result ------------------------------------------------------------------------------------------------
+
+SHARED = {
+    "kept after forward": ("full_shard", {"sharding": {"reshard_after_forward": False}}),
+    "two classes": ("full_shard", {"sharding": {"units": ["Block", "Linear"]}}),
+    "linear layers": ("full_shard", {"sharding": {"units": ["Linear"]}}),
+    "large linear layers": ("full_shard", {"sharding": {"units": ["Linear"], "min_unit_params": 500}}),
+    "no prefetch": ("full_shard", {"communication": {"prefetch_bucket_size": 0}}),
+    "little prefetch": ("full_shard", {"communication": {"prefetch_bucket_size": 900}}),
+    "tiny buckets, no_shard": ("no_shard", {"communication": {"reduce_bucket_size": 100}}),
+    "no overlap": ("full_shard", {"communication": {"overlap": False}}),
+    "offload": ("full_shard", {"offload": "cpu"} | ADAMW),
+    "offload, shard_optimizer": ("shard_optimizer", {"offload": {"optimizer": "cpu"}} | ADAMW),
+    "offload, shard_grad_op": ("shard_grad_op", {"offload": {"optimizer": "cpu"}} | ADAMW),
+}
+OWN = {
+    "fsdp": {"zero redundancy": ("shard_optimizer", {"native": {"fsdp": {"zero_redundancy_optimizer": True}}} | ADAMW)},
+    "deepspeed": {
+        "offload parameters": ("full_shard", {"offload": {"params": "cpu"}} | ADAMW),
+        "offload optimizer": ("full_shard", {"offload": {"optimizer": "cpu"}} | ADAMW),
+        "tiny buckets, shard_optimizer": ("shard_optimizer", {"communication": {"reduce_bucket_size": 100}}),
+        "tiny buckets, shard_grad_op": ("shard_grad_op", {"communication": {"reduce_bucket_size": 100}}),
+        "tiny buckets, full_shard": ("full_shard", {"communication": {"reduce_bucket_size": 100}}),
+        "overlap": ("full_shard", {}),
+        "no overlap, shard_grad_op": ("shard_grad_op", {"communication": {"overlap": False}}),
+        "sub groups": ("full_shard", {"native": {"deepspeed": {"zero_optimization": {"sub_group_size": 700}}}}),
+    },
+}
+CELLS = tuple(
+    (backend, option, precision)
+    for backend in BACKENDS
+    for option in (*SHARED, *OWN[backend])
+    for precision in PRECISIONS
+    if precision == "fp32" or not option.startswith(("zero redundancy", "no prefetch", "little prefetch", "no overlap"))
+)
+"""Zero redundancy is for fp32 alone; when something is gathered does not depend on its format."""
+
+
+def config_of(backend, option, precision):
+    strategy, sections = (SHARED | OWN[backend])[option]
+    given = dict(sections)
+    return configured(backend, {"strategy": strategy} | given.pop("sharding", {}), precision, **given)
+
+
+def with_option(backend, option, precision):
+    with prepare(config_of(backend, option, precision)) as engine:
+        found = curve(train(engine, own_share(MICRO_BATCHES)))
+        return {"curve": found, "units": engine.placement().units, "optimizer": type(engine.optimizer).__name__} | SEEN[backend](engine)
+
+
+def seen_in_fsdp(engine):
+    """Read off FSDP2's own objects, which say how they will move tensors."""
+    groups = [
+        group for part in engine.module.modules() if isinstance(part, FSDPModule) for group in part._get_fsdp_state()._fsdp_param_groups
+    ]
+    on_host = {parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params}
+    inner = getattr(engine.optimizer, "optim", engine.optimizer)
+    return {"on host": {"params", "optimizer"} if on_host == {True} else set(on_host - {False})} | stepping(inner)
+
+
+def seen_in_deepspeed(engine):
+    """Read off DeepSpeed's engine and its optimizer, which have acted on their config."""
+    zero = engine.optimizer
+    on_host = {
+        "params": getattr(zero, "offload_param", False),
+        "optimizer": getattr(zero, "offload_optimizer", getattr(zero, "cpu_offload", False)),
+    }
+    return {
+        "on host": {name for name, offloaded in on_host.items() if offloaded},
+        "overlap": engine._engine.zero_overlap_comm(),
+        "sub groups": [group.numel() for group in getattr(zero, "fp32_partitioned_groups_flat", ())],
+    } | stepping(getattr(zero, "optimizer", zero))
+
+
+def stepping(optimizer):
+    """The torch optimizer that steps, and where and in which format its state lies."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return {
+        "steps": type(optimizer),
+        "state": {(tensor.device.type, tensor.dtype) for tensor in tensors if tensor.dim()},
+    }
+
+
+SEEN = {"fsdp": seen_in_fsdp, "deepspeed": seen_in_deepspeed}
+
+
+def ran(*cell):
+    """What both ranks say."""
+    found = values(play(tuple((with_option, cell) for cell in CELLS))[with_option, cell])
+    assert found[0]["curve"] == found[1]["curve"]
+    return found
+
+
+@cache
+def expected(optimizer, precision):
+    cfg = configured("fsdp", "full_shard", precision, **(ADAMW if optimizer == "adamw" else {}))
+    return oracle.train(mlp(), windows(), cfg, world=2)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_an_option_about_memory_or_time_leaves_the_maths_alone(cell):
+    cfg = config_of(*cell)
+    wanted = expected(cfg.optimizer.name, cell[2])
+    assert_conforms(ran(*cell)[0]["curve"], wanted, tolerance(cell[0], cfg.sharding.strategy, cell[2]))
+
+
+ON_HOST = {
+    ("fsdp", "offload"): {"params", "optimizer"},
+    # FSDP2 moves the masters with the optimizer's state.
+    ("fsdp", "offload, shard_optimizer"): {"params", "optimizer"},
+    ("fsdp", "offload, shard_grad_op"): {"params", "optimizer"},
+    ("fsdp", "kept after forward"): set(),
+    ("deepspeed", "offload"): {"params", "optimizer"},
+    ("deepspeed", "offload, shard_optimizer"): {"optimizer"},
+    ("deepspeed", "offload, shard_grad_op"): {"optimizer"},
+    ("deepspeed", "offload parameters"): {"params"},
+    ("deepspeed", "offload optimizer"): {"optimizer"},
+    ("deepspeed", "kept after forward"): set(),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("cell", ON_HOST, ids="-".join)
+def test_what_is_offloaded_lies_in_host_memory_and_torchs_own_optimizer_steps_there(cell, precision):
+    for found in ran(*cell, precision):
+        assert found["on host"] == ON_HOST[cell]
+        if "optimizer" in ON_HOST[cell]:
+            assert found["state"] == {("cpu", torch.float32)}
+            assert found["steps"] is torch.optim.AdamW  # not DeepSpeedCPUAdam
+
+
+LINEARS = tuple(f"blocks.{block}.{layer}" for block in range(3) for layer in ("up", "down"))
+
+
+@pytest.mark.parametrize(
+    ("option", "units"),
+    [
+        ("kept after forward", ("inp", "blocks.0", "blocks.1", "blocks.2", "head")),
+        ("two classes", ("inp", "blocks.0", "blocks.1", "blocks.2", "head")),
+        ("linear layers", ("inp", *LINEARS, "head")),
+        ("large linear layers", LINEARS),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_units_are_the_outermost_modules_of_the_named_classes_that_are_large_enough(backend, option, units):
+    for precision in PRECISIONS:
+        assert [found["units"] for found in ran(backend, option, precision)] == [units, units]
+
+
+@pytest.mark.parametrize(("option", "overlap"), [("overlap", True), ("no overlap", False), ("no overlap, shard_grad_op", False)])
+def test_overlap_reaches_deepspeed(option, overlap):
+    assert [found["overlap"] for found in ran("deepspeed", option, "fp32")] == [overlap, overlap]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_native_setting_reaches_deepspeed(precision):
+    for plain, divided in zip(ran("deepspeed", "overlap", precision), ran("deepspeed", "sub groups", precision), strict=True):
+        assert len(plain["sub groups"]) == 1
+        assert len(divided["sub groups"]) == 4
+        assert sum(divided["sub groups"]) == sum(plain["sub groups"])
+
+
+def test_zero_redundancy_divides_the_state_of_the_optimizer_by_whole_parameters():
+    for found in ran("fsdp", "zero redundancy", "fp32"):
+        assert found["optimizer"] == "ZeroRedundancyOptimizer"
+        assert found["steps"] is torch.optim.AdamW
+        assert found["state"] == {("cpu", torch.float32)}
+
+
+# -- precision.reduce: bf16 -------------------------------------------------------------------------------------------------------
+
+ROUNDED = Tolerance(
+    1e-3,
+    3e-3,
+    1e-3,
+    3e-3,
+    "each rank's gradients are rounded to 8 bits before they are summed, and the sum once more: 2e-3 in an element, less in the norm",
+)
+REDUCED = tuple((backend, strategy, reduce) for backend in BACKENDS for strategy in STRATEGIES for reduce in ("fp32", "bf16"))
+
+
+def reduced(backend, strategy, reduce):
+    with prepare(configured(backend, strategy, {"compute": "bf16", "reduce": reduce})) as engine:
+        return curve(train(engine, own_share(MICRO_BATCHES)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reducing_in_bf16_rounds_the_gradients_and_no_more(backend, strategy):
+    played = play(tuple((reduced, cell) for cell in REDUCED))
+    low, own = (values(played[reduced, (backend, strategy, reduce)]) for reduce in ("bf16", "fp32"))
+    assert low[0] == low[1]
+    assert_conforms(low[0], expected("sgd", "bf16"), ROUNDED)
+    if (backend, strategy) == ("deepspeed", "no_shard"):
+        assert low == own  # stage 0 rounds what goes in and what comes out either way; of 2 ranks the sum is then the same
+    else:
+        difference = conformance.compare(low[0], own[0])
+        assert difference.first_norm > TOLERANCES["bf16"].first_norm
+        assert difference.losses > 1e-5
+
+
+# -- parameters that a rank does not always use -----------------------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """Its second layer sees only the samples that are routed to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = nn.Linear(13, 13)
+        self.sometimes = nn.Linear(13, 13)
+
+    def forward(self, x, routed):
+        out = x + self.always(x)
+        if routed.any():
+            chosen = routed.nonzero().flatten()
+            out = out.index_add(0, chosen, self.sometimes(x[chosen]))
+        return out
+
+
+class Routing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Part(), Part()])
+        self.head = nn.Linear(13, 11)
+
+    def forward(self, x, labels, routed):
+        for part in self.parts:
+            x = part(x, routed)
+        logits = self.head(x)
+        return Output(functional.cross_entropy(logits.float(), labels), logits)
+
+
+def routing():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Routing()
+
+
+ROUTED = {
+    "on one rank": lambda turn, rank: rank == 0 and turn in (1, 2, 4, 5, 7),
+    "on one rank, in some windows": lambda turn, rank: rank == 0 and turn in (1, 4, 5),
+    "on both ranks, in some micro-batches": lambda turn, rank: turn in (0, 3, 5, 6),
+}
+FIND = {"find_unused_parameters": True}
+ZERO = FIND | {"zero_redundancy_optimizer": True}
+FILL = {"reduce_scatter_unused_params": True}
+NATIVE = {"find": FIND, "find, zero redundancy": ZERO, "fill": FILL, "none": {}}
+
+ROUTES = (
+    *(("fsdp", "no_shard", "fp32", "find", routed) for routed in ROUTED),
+    *(("fsdp", "shard_optimizer", "fp32", "find, zero redundancy", routed) for routed in ROUTED),
+    *(("fsdp", strategy, precision, "fill", "on one rank") for strategy in STRATEGIES[1:] for precision in PRECISIONS),
+    ("fsdp", "no_shard", "bf16", "fill", "on one rank"),
+    ("fsdp", "no_shard", "bf16", "none", "on both ranks, in some micro-batches"),
+    *(
+        (backend, strategy, precision, "none", "on both ranks, in some micro-batches")
+        for backend in BACKENDS
+        for strategy in STRATEGIES[1:]
+        for precision in PRECISIONS
+    ),
+)
+
+
+def routed_batch(turn, rank, routed):
+    return batch("mlp", (2 * turn + rank) * 2, 2) | {"routed": torch.full((2,), ROUTED[routed](turn, rank))}
+
+
+def routes(backend, strategy, precision, native, routed):
+    rank = unishard.Topology.from_environment().rank
+    sharding = {"strategy": strategy} | ({"units": ["Part"]} if strategy != "no_shard" else {})
+    with unishard.prepare(routing(), configured(backend, sharding, precision, native={"fsdp": NATIVE[native]})) as engine:
+        return curve(train(engine, [routed_batch(turn, rank, routed) for turn in range(MICRO_BATCHES)]))
+
+
+@pytest.mark.parametrize("cell", ROUTES, ids="-".join)
+def test_parameters_that_are_not_always_used_train_as_in_plain_torch(cell):
+    backend, strategy, precision, _, routed = cell
+    found = values(play(tuple((routes, cell) for cell in ROUTES))[routes, cell])
+    assert found[0] == found[1]
+    batches = [
+        [routed_batch(turn, rank, routed) for turn in range(start, start + ACCUMULATION) for rank in (0, 1)]
+        for start in range(0, MICRO_BATCHES, ACCUMULATION)
+    ]
+    wanted = oracle.train(routing(), batches, configured("fsdp", strategy, precision), world=2)
+    assert_conforms(found[0], wanted, tolerance(backend, strategy, precision))
