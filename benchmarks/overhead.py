@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "length": 128,
     },
 }
-PAIRS = {"tiny": 300, "medium": 40}
+PAIRS = {"tiny": 300, "medium": 120}
 STRATEGIES = ("no_shard", "full_shard")
 CLIP = 1.0
 WARM_UP = 5
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=BY_HAND, action="append", help="default: both")
     parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="default: no_shard and full_shard")
     parser.add_argument("--model", choices=MODELS, action="append", help="default: tiny and medium")
-    parser.add_argument("--pairs", type=int, help="pairs of steps; default: 300 for tiny, 40 for medium")
+    parser.add_argument("--pairs", type=int, help="pairs of steps; default: 300 for tiny, 120 for medium")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--json", help="also write the results to this file")
