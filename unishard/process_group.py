@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
-import os
-import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unishard.errors import ConfigError, Problem, RankMismatchError
-from unishard.topology import Topology
+from unishard.errors import RankMismatchError
+from unishard.topology import Topology, rendezvous
 
-__all__ = ["agree", "device_of", "ensure", "first_host", "shutdown"]
+__all__ = ["agree", "device_of", "ensure", "shutdown"]
 
 
 def device_of(topology: Topology) -> torch.device:
@@ -44,31 +42,12 @@ def ensure(topology: Topology) -> Topology:
         return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=local_rank)
     if cuda:
         torch.cuda.set_device(topology.local_rank)
-    options: dict[str, Any] = {"rank": topology.rank, "world_size": topology.world_size}
+    meet: dict[str, Any] = {"init_method": rendezvous(topology)}
     if topology.launcher == "python":
-        options["store"] = dist.HashStore()  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
-    elif topology.launcher == "srun":
-        options["init_method"] = _slurm_address()
-    elif absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        said = f"RANK and WORLD_SIZE are set, but not {' and '.join(absent)}"
-        raise ConfigError([Problem("", f"the environment is a launcher's only in part: {said}; start with torchrun, srun or python")])
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
+        meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, **meet)
     atexit.register(shutdown)
     return topology
-
-
-def _slurm_address() -> str:
-    """`MASTER_ADDR` and `MASTER_PORT` where the job script sets them, else the step's first host and a port made of the job's number."""
-    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST") or "127.0.0.1"
-    address = os.environ.get("MASTER_ADDR") or first_host(hosts)
-    port = os.environ.get("MASTER_PORT") or str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000)
-    return f"tcp://{address}:{port}"
-
-
-def first_host(hosts: str) -> str:
-    """The first host of a Slurm list such as `gpu[03-05,9],login1`."""
-    name, number = re.match(r"([^\[,]*)(?:\[(\d+))?", hosts).groups(default="")  # type: ignore[union-attr]  # matches any text
-    return f"{name}{number}"
 
 
 def agree(facts: dict[str, Any], what: str) -> None:

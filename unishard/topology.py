@@ -6,12 +6,13 @@ This is the only reader of the launcher's variables. Nothing else in unishard is
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Topology"]
+__all__ = ["Topology", "first_host", "rendezvous"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,36 @@ class Topology:
                 launcher="srun",
             )
         return cls()
+
+
+def rendezvous(topology: Topology, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Where the ranks meet, as the `init_method` of `torch.distributed.init_process_group`; None where there is one rank.
+
+    torchrun says it in `MASTER_ADDR` and `MASTER_PORT`. Under srun, where a job script need not set them, it is the step's
+    first host and a port made of the job's number.
+
+    Raises:
+        ConfigError: The launcher's environment does not say it.
+    """
+    match topology.launcher:
+        case "torchrun":
+            if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]:
+                said = f"RANK and WORLD_SIZE are set, but not {' and '.join(absent)}"
+                raise ConfigError(
+                    [Problem("", f"the environment is a launcher's only in part: {said}; start with torchrun, srun or python")]
+                )
+            return "env://"
+        case "srun":
+            hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
+            port = 20000 + _number(environ, "SLURM_JOB_ID", default=0) % 20000
+            return f"tcp://{environ.get('MASTER_ADDR') or first_host(hosts)}:{environ.get('MASTER_PORT') or port}"
+    return None
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a Slurm list such as `gpu[03-05,9],login1`."""
+    name, number = re.match(r"([^\[,]*)(?:\[(\d+))?", hosts).groups(default="")  # type: ignore[union-attr]  # matches any text
+    return f"{name}{number}"
 
 
 def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from unishard import ConfigError, Topology
+from unishard.topology import first_host, rendezvous
 
 
 def test_torchrun() -> None:
@@ -56,3 +57,39 @@ def test_plain_python() -> None:
 def test_broken_environment(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Topology.from_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu07", "gpu07"),
+        ("gpu[03-05,9],login1", "gpu03"),
+        ("gpu[3,9]", "gpu3"),
+        ("a.example.org,b", "a.example.org"),
+        ("127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+SRUN = Topology(world_size=2, launcher="srun")
+
+
+@pytest.mark.parametrize(
+    ("topology", "environ", "where"),
+    [
+        (Topology(), {}, None),
+        (Topology(world_size=2, launcher="torchrun"), {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "env://"),
+        (SRUN, {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_NODELIST": "gpu[01-09]", "SLURM_JOB_ID": "20007"}, "tcp://gpu03:20007"),
+        (SRUN, {"SLURM_STEP_NODELIST": "gpu03", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}, "tcp://head:29500"),
+    ],
+    ids=["one rank", "torchrun", "srun", "srun with a job script's own"],
+)
+def test_where_the_ranks_meet(topology: Topology, environ: dict[str, str], where: str | None) -> None:
+    assert rendezvous(topology, environ) == where
+
+
+def test_half_an_environment() -> None:
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are set, but not MASTER_PORT; start with torchrun"):
+        rendezvous(Topology(world_size=2, launcher="torchrun"), {"MASTER_ADDR": "a"})
