@@ -14,6 +14,7 @@ from unishard.config import Config
 from unishard.engine import TrainingEngine
 from unishard_deepspeed import internals
 from unishard_deepspeed.clipping import clipping_of
+from unishard_deepspeed.unused import FirstWindow
 
 __all__ = ["DeepSpeedTrainingEngine"]
 
@@ -27,6 +28,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         self._clipping = clipping_of(engine)
         self._hooks = hooks
         """On the model; they go with the engine."""
+        self._first_window = FirstWindow(engine.module)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -38,6 +40,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         """DeepSpeed learns of the end of a window from `step`."""
 
     def _update(self, max_norm: float | None) -> tuple[float, bool]:
+        self._first_window.end()
         self._clipping.prepare(max_norm)
         self._engine.step()
         internals.clear_stale_gradients(self._optimizer)
@@ -55,6 +58,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         )
 
     def _release(self) -> None:
+        self._first_window.remove()
         for hook in self._hooks:
             hook.remove()
         self._engine.destroy()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from unishard.engine.replica import broadcast
 from unishard.engine.units import Unit
 from unishard.errors import ModelError
+from unishard_fsdp.internals import mend_post_backward
 from unishard_fsdp.options import FullyShard, MixedPrecision, Replicate
 
 __all__ = ["apply_fully_shard", "apply_replicate", "load"]
@@ -117,31 +116,7 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
 def _set_reduction(model: nn.Module, *, unused: bool) -> None:
     if unused and isinstance(model, FSDPModule):
         model.set_reduce_scatter_unused_params(True)
-    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    groups: list[Any] = [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]  # private; no public hook
-    for group in groups:
-        group.post_backward = partial(_reduce_in_one_format, group, group.post_backward)
-
-
-def _reduce_in_one_format(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    """Bring a unit's gradients into the format in which some of them have been added up already.
-
-    FSDP2 adds up in `reduce_dtype` what it does not reduce yet, and then refuses to reduce it together with the bf16 gradient
-    of a parameter that only the last micro-batch used, or with bf16 zeros for an unused one (torch 2.13, _fsdp_param_group.py,
-    FSDPParamGroup.post_backward: "expects uniform gradient dtype").
-    """
-    if group.reduce_grads and any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
-            if group.reduce_scatter_unused_params and _has_no_gradient(parameter):
-                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=parameter.reduce_dtype)
-    post_backward(*unused)
-
-
-def _has_no_gradient(parameter: Any) -> bool:
-    whole = parameter.unsharded_param
-    return whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None
+    mend_post_backward(part for part in model.modules() if isinstance(part, FSDPModule))
 
 
 def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int) -> None:

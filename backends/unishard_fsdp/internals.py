@@ -1,0 +1,46 @@
+"""Defects of FSDP2 in torch 2.13 that can only be mended at private names, gathered here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["mend_post_backward"]
+
+
+def mend_post_backward(parts: Iterable[Any]) -> None:
+    """Mend what happens after the backward of each sharded module (_fully_shard/_fsdp_param_group.py, FSDPParamGroup.post_backward)."""
+    for part in parts:
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            group.post_backward = partial(_post_backward, group, group.post_backward)
+
+
+def _post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+        # No forward has entered this module yet. torch says that the call then does nothing, but while gradients are not reduced
+        # it looks for parameters that only the first forward makes ("no attribute '_unsharded_param'").
+        return
+    if group.reduce_grads and any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+        _in_one_format(group)
+    post_backward(*unused)
+
+
+def _in_one_format(group: Any) -> None:
+    """Bring a module's gradients into the format in which some of them have been added up already.
+
+    FSDP2 adds up in `reduce_dtype` what it does not reduce yet, and then refuses to reduce it together with the bf16 gradient
+    of a parameter that only the last micro-batch used, or with bf16 zeros for an unused one ("expects uniform gradient dtype").
+    """
+    for parameter in group.fsdp_params:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+        if group.reduce_scatter_unused_params and _has_no_gradient(parameter):
+            parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=parameter.reduce_dtype)
+
+
+def _has_no_gradient(parameter: Any) -> bool:
+    whole = parameter.unsharded_param
+    return bool(whole.requires_grad) and whole.grad is None and parameter.unsharded_accumulated_grad is None
