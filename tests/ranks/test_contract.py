@@ -74,7 +74,27 @@ def evaluation_in_between(backend, strategy):
         return curve(done), [loss for loss, _ in done], losses, seen
 
 
+def validation_in_between(backend, strategy):
+    """In the middle of a window, a whole loop over other batches in evaluation mode; then how many of them there were."""
+    seen = 0
+    with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 2, "last_window": "drop"})) as engine:
+        done = []
+        for turn, batch in enumerate(engine.batches(own_share(8))):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            if turn == 2:
+                engine.eval()
+                with torch.no_grad():
+                    for other in engine.batches(own_share(5)):
+                        engine(**other)
+                        seen += 1
+                engine.train()
+            done.append((engine.mean(loss), engine.step()))
+        return curve(done), seen
+
+
 TRAINING = (
+    *((validation_in_between, (strategy,)) for strategy in STRATEGIES),
     *((clip_by_step, (strategy,)) for strategy in STRATEGIES),
     *((clip_by_step_without_one_in_the_config, (strategy,)) for strategy in STRATEGIES),
     *((short_window, (strategy, last)) for strategy in STRATEGIES for last in ("step", "drop")),
@@ -169,6 +189,14 @@ def test_evaluation_between_micro_batches_sees_the_live_model_and_does_not_distu
     assert_curve(found, expect([everyones(turn, turn + 2, world=2) for turn in (0, 2, 4, 6)], config("fsdp")))
     assert evaluated[:-1] == pytest.approx(losses[1:], rel=1e-6)
     assert training == [True, False] * 8
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_validation_loop_in_the_middle_of_a_window_sees_every_batch_and_does_not_disturb_training(backend, strategy):
+    found, seen = trained(backend, validation_in_between, strategy)
+    assert_curve(found, expect([everyones(turn, turn + 2, world=2) for turn in (0, 2, 4, 6)], config("fsdp")))
+    assert seen == 5
 
 
 # -- the rest of the engine's surface -----------------------------------------------------------------------------------------------

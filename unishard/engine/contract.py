@@ -194,7 +194,8 @@ class TrainingEngine(ABC):
         """This rank's batches, moved to the device. Collective: all ranks must iterate.
 
         Looks one accumulation window ahead, so that the incomplete one at the end is divided by its true length
-        (`training.last_window: step`) or left out (`drop`).
+        (`training.last_window: step`) or left out (`drop`). In evaluation mode there are no windows: every batch is yielded, also
+        while the training loop outside is in the middle of one.
 
         Args:
             loader: Yields this rank's own batches; every rank must yield the same number, as `unishard.dataloader` does.
@@ -206,21 +207,24 @@ class TrainingEngine(ABC):
         """
         self._require_open("batches")
         warn_of_same_samples(loader)
-        length, drop = self._cfg.training.gradient_accumulation_steps, self._cfg.training.last_window == "drop"
+        training, length = self._module.training, self._cfg.training.gradient_accumulation_steps
+        drop = training and self._cfg.training.last_window == "drop"
         bar = Progress(loader, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
-        self._progress = bar
+        outer, self._progress = self._progress, bar
         try:
             for window in windows(loader, length, drop=drop):
-                self._begin_window(len(window))
+                if training:
+                    self._begin_window(len(window))
                 for batch in window:
                     if bar is not None:
                         bar.record_batch(batch)
                     yield to_device(batch, self._device)
-            self._begin_window(length)
+            if training:
+                self._begin_window(length)
         finally:
-            if not self._micro_batch:
+            if training and not self._micro_batch:
                 self._window = length
-            self._progress = None
+            self._progress = outer
             if bar is not None:
                 bar.close()
 
