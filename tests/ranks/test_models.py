@@ -380,12 +380,28 @@ def scalar():
     unishard.prepare(model, config("fsdp", "no_shard", precision="bf16"))
 
 
+def flagged(strategy):
+    """A model whose author has marked a leaf for ZeRO-3, as mixture-of-experts models ask for."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    model = mlp()
+    set_z3_leaf_modules(model, [type(model.blocks[0])])
+    with unishard.prepare(model, config("deepspeed", strategy)) as engine:
+        return engine.placement().units
+
+
 AROUND = (
+    *((flagged, (strategy,)) for strategy in STRATEGIES),
     *((borrowed, (backend, units)) for backend in BACKENDS for units in UNITS),
     *((marked, (backend, strategy, precision)) for backend in BACKENDS for strategy in STRATEGIES for precision in ("fp32", "bf16")),
     *((listened, (strategy,)) for strategy in STRATEGIES),
     (scalar, ()),
 )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:-1])
+def test_a_leaf_of_the_users_own_is_no_unit_where_deepspeed_does_not_look_at_it(strategy):
+    assert values(play(AROUND)[flagged, (strategy,)]) == [(), ()]
 
 
 def test_a_weight_that_is_used_outside_its_unit_is_refused_with_a_way_out():
