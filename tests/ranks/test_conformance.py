@@ -15,23 +15,25 @@ BACKENDS = ("fsdp", "deepspeed")
 @pytest.mark.parametrize("cell", conformance.cells(), ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_property):
-    record_property("deviation", conformance.compare(conformance.measure(backend, cell), conformance.expected(cell)))
-    record_property("declared gap", conformance.tolerance(backend, cell) is not conformance.TOLERANCES[cell.precision])
+    answer = conformance.measure(backend, cell)
+    if not isinstance(answer, conformance.Refusal):
+        record_property("deviation", conformance.compare(answer, conformance.expected(cell)))
+        record_property("declared gap", conformance.tolerance(backend, cell) is not conformance.TOLERANCES[cell.precision])
     assert conformance.check(backend, cell) == []
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_the_subset_at_other_worlds_has_every_strategy_with_either_precision_model_accumulation_and_clipping(world):
-    subset = [cell for cell in conformance.cells() if cell.world == world]
+    subset = [cell for cell in conformance.plain_cells() if cell.world == world]
     for field, values in {"strategy": 4, "precision": 2, "model": 2, "accumulation": 2, "clip": 2}.items():
         assert len({getattr(cell, field) for cell in subset}) == values
     assert {(cell.strategy, cell.precision) for cell in subset} == {
-        (cell.strategy, cell.precision) for cell in conformance.cells() if cell.world == 2
+        (cell.strategy, cell.precision) for cell in conformance.plain_cells() if cell.world == 2
     }
 
 
 def test_clipping_always_acts_where_a_cell_asks_for_it():
-    clipped = [cell for cell in conformance.cells() if cell.clip]
+    clipped = [cell for cell in conformance.plain_cells() if cell.clip]
     assert clipped
     assert all(min(conformance.expected(cell).norms) > cell.clip for cell in clipped)
 
@@ -40,7 +42,7 @@ def test_clipping_always_acts_where_a_cell_asks_for_it():
 def test_a_declared_gap_is_still_there(gap):
     """Else it must go from the table: upstream has closed it."""
     common = conformance.TOLERANCES[gap.precision].first_losses
-    inside = [cell for cell in conformance.cells() if (cell.model, cell.strategy, cell.precision) == gap[1:4] and cell.world == 2]
+    inside = [cell for cell in conformance.plain_cells() if (cell.model, cell.strategy, cell.precision) == gap[1:4] and cell.world == 2]
     assert inside
     found = [conformance.compare(conformance.measure(gap.backend, cell), conformance.expected(cell)).first_losses for cell in inside]
     assert max(found) > common, found

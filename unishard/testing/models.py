@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "Mlp", "Output", "TestModel", "batch", "llama", "mlp"]
+__all__ = ["MODELS", "Mlp", "Output", "TestModel", "batch", "batch_of", "llama", "mlp"]
 
 _WORD = 97
 
@@ -130,12 +130,17 @@ MODELS: dict[str, TestModel] = {"mlp": TestModel(mlp, _features), "llama": TestM
 
 
 def batch(model: str, first: int, size: int) -> dict[str, Tensor]:
+    """Samples `first` to `first + size - 1` of the global order, stacked, for the model of a name in `MODELS`."""
+    return batch_of(MODELS[model], first, size)
+
+
+def batch_of(model: TestModel, first: int, size: int) -> dict[str, Tensor]:
     """Samples `first` to `first + size - 1` of the global order, stacked.
 
     Args:
-        model: A name in `MODELS`.
+        model: Whose data.
         first: Global index of the first sample.
         size: Number of samples.
     """
-    samples = [MODELS[model].sample(index) for index in range(first, first + size)]
+    samples = [model.sample(index) for index in range(first, first + size)]
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}

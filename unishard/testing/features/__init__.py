@@ -1,0 +1,23 @@
+"""Every feature that is held to plain torch, by area: one file an area, whose cells run in the same processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unishard.testing.cells import Feature
+from unishard.testing.features import plain
+
+__all__ = ["AREAS", "FEATURES", "area_of"]
+
+AREAS: Mapping[str, tuple[Feature, ...]] = {
+    "plain": plain.FEATURES,
+}
+"""Features by area, in the order of the table."""
+
+FEATURES: Mapping[str, Feature] = {feature.name: feature for features in AREAS.values() for feature in features}
+"""By name."""
+
+
+def area_of(feature: str) -> str:
+    """The area that a feature belongs to."""
+    return next(area for area, features in AREAS.items() if feature in {each.name for each in features})

@@ -1,0 +1,10 @@
+"""The loop of the README, in every strategy, with and without accumulation and clipping."""
+
+from __future__ import annotations
+
+from unishard.testing.cells import Feature
+from unishard.testing.models import MODELS
+
+__all__ = ["FEATURES"]
+
+FEATURES = (Feature("plain", models=MODELS),)
