@@ -27,7 +27,7 @@ class Step(NamedTuple):
     updated: bool
     """Whether the parameters moved: true at the end of an accumulation window, unless the step was skipped."""
     grad_norm: float | None
-    """Global L2 norm of the averaged gradients before clipping, in fp32; None inside a window, infinite if the update was skipped."""
+    """Global L2 norm of the averaged gradients before clipping, in fp32; None inside a window, infinite if a gradient is not finite."""
     lr: float
     """Learning rate of the first parameter group: the one this update used; inside a window the one it will use."""
     skipped: bool
@@ -76,8 +76,8 @@ class Engine(Protocol):
         """Forward of one micro-batch."""
         ...
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of one micro-batch. `loss` is its mean loss (a scalar), never scaled by the caller."""
+    def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
+        """Backward of one micro-batch. `loss` is its mean loss (a scalar), never scaled by the caller, or a sum over `num_items`."""
         ...
 
     def step(self, clip_grad_norm: float | None = ...) -> Step:
@@ -94,6 +94,10 @@ class Engine(Protocol):
 
     def batches(self, loader: Iterable[Any], *, progress: bool = False) -> Iterable[Any]:
         """This rank's batches, moved to the device, grouped into accumulation windows."""
+        ...
+
+    def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None = None, progress: bool = False) -> Iterable[Sequence[Any]]:
+        """This rank's batches in accumulation windows, one for each update."""
         ...
 
     def mean(self, value: Tensor | float) -> float:

@@ -8,6 +8,7 @@
     ├── DataError             a dataset that cannot be divided between the ranks as asked
     ├── ContractError         the training loop calls the engine out of order
     ├── RankMismatchError     ranks that should agree do not
+    ├── NonFiniteError        a gradient is infinite or not a number, and ``training.nonfinite`` is ``raise``
     └── EngineMismatchError   what runs after ``prepare`` is not what was asked
 
 Each message says where, what, and what instead. The command line prints it alone, without a traceback.
@@ -25,6 +26,7 @@ __all__ = [
     "DataError",
     "EngineMismatchError",
     "ModelError",
+    "NonFiniteError",
     "Problem",
     "RankMismatchError",
     "TranslationError",
@@ -81,6 +83,10 @@ class ContractError(UnishardError, RuntimeError):
 
 class RankMismatchError(UnishardError, RuntimeError):
     """Ranks that should hold the same config or model do not."""
+
+
+class NonFiniteError(UnishardError, ArithmeticError):
+    """The gradients of an update are not finite, and ``training.nonfinite`` is ``raise``. Nothing was updated."""
 
 
 class EngineMismatchError(UnishardError, RuntimeError):

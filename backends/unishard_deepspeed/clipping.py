@@ -1,10 +1,12 @@
-"""Clips and measures the gradients of one update, on ZeRO's optimizers and at stage 0."""
+"""Divides, measures and clips the gradients of one update, on ZeRO's optimizers and at stage 0."""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from unishard_deepspeed import internals
@@ -13,58 +15,78 @@ __all__ = ["Clipping", "clipping_of"]
 
 
 class Clipping(Protocol):
-    """How an update is clipped, and how it turned out."""
+    """How the gradients of an update are divided and clipped, and how it turned out."""
 
-    def prepare(self, max_norm: float | None) -> None:
-        """Before `engine.step()`: clip it to this norm, or not at all."""
+    def prepare(self, max_norm: float | None, divisor: float) -> None:
+        """Before `engine.step()`: divide by this, and clip to this norm or not at all."""
 
-    def outcome(self) -> tuple[float, bool]:
-        """After `engine.step()`: the norm before clipping, and whether the update was made."""
+    def step(self) -> tuple[float, bool]:
+        """Call `engine.step()`: the norm before clipping, and whether the update was made."""
         ...
 
 
-def clipping_of(engine: Any) -> Clipping:
-    """What suits the optimizer that a DeepSpeed engine runs."""
-    return EngineClipping(engine) if hasattr(engine.optimizer, "clip_grad") else TorchClipping(engine)
+def clipping_of(engine: Any, *, skips: bool) -> Clipping:
+    """What suits the optimizer that a DeepSpeed engine runs.
+
+    Args:
+        engine: Of `deepspeed.initialize`.
+        skips: Whether an update that is not finite is left out.
+    """
+    return EngineClipping(engine, skips=skips) if hasattr(engine.optimizer, "clip_grad") else TorchClipping(engine, skips=skips)
 
 
 class EngineClipping:
-    """DeepSpeed's optimizer clips, keeps the norm, and leaves out an update that is not finite."""
+    """DeepSpeed's optimizer divides, clips and keeps the norm, and leaves out an update that is not finite, unless it is kept from it."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, skips: bool) -> None:
         self._engine = engine
+        self._skips = skips
+        self._undivided = 1.0
 
-    def prepare(self, max_norm: float | None) -> None:
-        """Set the optimizer's own limit; 0 switches it off."""
+    def prepare(self, max_norm: float | None, divisor: float) -> None:
+        """Set the optimizer's own limit (0 switches it off) and divisor."""
         self._engine.optimizer.clip_grad = max_norm or 0.0
+        self._undivided = internals.divide_gradients(self._engine.optimizer, divisor)
 
-    def outcome(self) -> tuple[float, bool]:
+    def step(self) -> tuple[float, bool]:
         """Read both off the engine. The norm of an update that was left out is infinite."""
-        return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
+        with nullcontext([False]) if self._skips else internals.making_every_update(self._engine.optimizer) as invalid:
+            self._engine.step()
+        internals.divide_gradients(self._engine.optimizer, 1.0)
+        norm = math.inf if any(invalid) else float(self._engine.get_global_grad_norm()) / self._undivided
+        return norm, bool(self._engine.was_step_applied()) or not self._skips
 
 
 class TorchClipping:
     """Stage 0 in fp32 runs the bare torch optimizer: clip in its step hook, between DeepSpeed's all-reduce and the update."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, skips: bool) -> None:
         internals.without_own_clipping(engine)
+        self._engine = engine
+        self._skips = skips
         self._max_norm: float | None = None
+        self._divisor = 1.0
         self._norm = math.nan
         engine.optimizer.register_step_pre_hook(self._before_update)
 
-    def prepare(self, max_norm: float | None) -> None:
-        """Remember the limit for the hook."""
-        self._max_norm = max_norm
+    def prepare(self, max_norm: float | None, divisor: float) -> None:
+        """Remember both for the hook."""
+        self._max_norm, self._divisor = max_norm, divisor
 
-    def outcome(self) -> tuple[float, bool]:
+    def step(self) -> tuple[float, bool]:
         """What the hook found."""
-        return self._norm, math.isfinite(self._norm)
+        self._engine.step()
+        return self._norm, math.isfinite(self._norm) or not self._skips
 
+    @torch.no_grad()
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._divisor != 1:
+            torch._foreach_div_(gradients, self._divisor)
+        norm = get_total_norm(gradients)
         self._norm = float(norm)
-        if not math.isfinite(self._norm):
+        if self._skips and not math.isfinite(self._norm):
             for parameter in parameters:
                 parameter.grad = None  # torch's optimizers pass over parameters without gradient
         elif self._max_norm is not None:

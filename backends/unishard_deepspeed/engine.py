@@ -25,7 +25,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
     def __init__(self, cfg: Config, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle]) -> None:
         super().__init__(cfg, engine.module, engine.optimizer, device)
         self._engine = engine
-        self._clipping = clipping_of(engine)
+        self._clipping = clipping_of(engine, skips=cfg.training.nonfinite != "ignore")
         self._hooks = hooks
         """On the model; they go with the engine."""
         self._first_window = FirstWindow(engine.module)
@@ -34,17 +34,19 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         return self._engine(*args, **kwargs)
 
     def _backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss, scale_wrt_gas=False)
+        # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss itself by the accumulation steps,
+        # as it runs before the one that `backward` sets on it (DeepSpeed 0.19.8, runtime/engine.py, _backward_prologue_per_tensor).
+        self._engine.backward(loss.view(()), scale_wrt_gas=False)
 
     def _begin_micro_batch(self, *, last: bool) -> None:
         """DeepSpeed learns of the end of a window from `step`."""
 
-    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         self._first_window.end()
-        self._clipping.prepare(max_norm)
-        self._engine.step()
+        self._clipping.prepare(max_norm, divisor)
+        outcome = self._clipping.step()
         internals.clear_stale_gradients(self._optimizer)
-        return self._clipping.outcome()
+        return outcome
 
     def placement(self) -> Placement:
         """What the engine really holds, read off its live tensors."""

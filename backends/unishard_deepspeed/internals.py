@@ -5,7 +5,9 @@ Everything else in this package goes through DeepSpeed's documented interface.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 
 __all__ = [
     "clear_stale_gradients",
+    "divide_gradients",
     "forget",
+    "making_every_update",
     "master_tensors",
     "parameter_bytes",
     "reduce_units_by_parameter",
@@ -103,6 +107,48 @@ def clear_stale_gradients(optimizer: Any) -> None:
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is not None:
         buffer.zero_()
+
+
+def divide_gradients(optimizer: Any, divisor: float) -> float:
+    """Divide the gradients of the next update, before their norm is taken; 1 switches that off again.
+
+    Returns:
+        What the norm that DeepSpeed reports must still be divided by.
+    """
+    if hasattr(optimizer, "loss_scale"):
+        optimizer.loss_scale = divisor  # divides in the update, as fp16 does; nothing multiplies the loss
+        return divisor if hasattr(optimizer, "fp32_groups") else 1.0  # runtime/fp16/unfused_optimizer.py reports the undivided norm
+    if divisor != 1:
+        torch._foreach_div_(optimizer.fp32_groups_gradients_flat, divisor)  # runtime/bf16_optimizer.py
+    return 1.0
+
+
+@contextmanager
+def making_every_update(optimizer: Any) -> Iterator[list[bool]]:
+    """Have ZeRO's optimizer make an update with gradients that are not finite, as plain torch does, instead of leaving it out.
+
+    All of them ask `is_invalid_grad_norm` of their own module (runtime/utils.py), stages 1 and 2 `check_overflow` before it.
+
+    Yields:
+        The answers that they would have got, as they ask; some take a norm of 1 or -1 for one that is not finite.
+    """
+    answers: list[bool] = []
+
+    def asked_in_vain(norm: Any) -> bool:
+        answers.append(asked(norm))
+        return False
+
+    module, checks = sys.modules[type(optimizer).__module__], hasattr(optimizer, "check_overflow")
+    asked = module.is_invalid_grad_norm
+    module.is_invalid_grad_norm = asked_in_vain  # type: ignore[attr-defined]
+    if checks:
+        optimizer.check_overflow = lambda partition_gradients=True: None
+    try:
+        yield answers
+    finally:
+        module.is_invalid_grad_norm = asked  # type: ignore[attr-defined]
+        if checks:
+            del optimizer.check_overflow
 
 
 def without_own_clipping(engine: Any) -> None:

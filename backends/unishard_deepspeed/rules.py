@@ -219,6 +219,20 @@ RULES: dict[str, Rule] = {
             ),
         ),
     ),
+    "training.nonfinite": Rule(
+        Fit.EXACT,
+        "bf16.check_grad_overflow",
+        "raise: the update is left out first; ignore: ZeRO, which always leaves it out, is kept from doing so",
+        to=lambda cfg, topology: {"bf16": {"check_grad_overflow": cfg.training.nonfinite != "ignore"}},
+        when=(
+            When(
+                "ignore with no_shard in bf16",
+                lambda cfg: cfg.training.nonfinite == "ignore" and _replicated_bf16(cfg),
+                Fit.UNSUPPORTED,
+                "stage 0 in bf16 always leaves out an update that is not finite; write skip or raise, or choose shard_optimizer",
+            ),
+        ),
+    ),
     "training.last_window": loop("divides by the true length of the last window, or leaves it out"),
     "training.seed": loop("seeds the data order, and each rank after prepare"),
     "optimizer.name": _optimizer_field(),
@@ -280,7 +294,6 @@ CONSTANTS: dict[str, tuple[Any, str]] = {
     "zero_force_ds_cpu_optimizer": (False, "an offloaded torch optimizer is not replaced by DeepSpeedCPUAdam"),
     "fp16": ({"enabled": False}, "precision.compute has no fp16"),
     "torch_autocast": ({"enabled": False}, "parameters are cast, not operations"),
-    "bf16.check_grad_overflow": (True, "an update with gradients that are not finite is left out, at every stage"),
     "bf16.immediate_grad_update": (False, "gradients are added up after backward"),
     "bf16.bf16_master_weights_and_grads": (False, "masters and accumulated gradients are fp32"),
     "bf16.bf16_optimizer_states": (False, "the optimizer state is fp32"),

@@ -18,7 +18,7 @@ from unishard.config import Config
 from unishard.engine import TrainingEngine
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
-from unishard_fsdp.gradients import clip, local, total_norm
+from unishard_fsdp.gradients import local, scale, total_norm
 
 __all__ = ["DDPEngine", "FSDPEngine"]
 
@@ -41,14 +41,13 @@ class TorchEngine(TrainingEngine):
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         gradients = [local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
-        norm = total_norm(gradients, self._device, sharded=self._sharded)
+        norm = total_norm(gradients, self._device, sharded=self._sharded) / divisor
         value = float(norm)
-        updated = math.isfinite(value)
+        updated = math.isfinite(value) or self._cfg.training.nonfinite == "ignore"
         if updated:
-            if max_norm is not None:
-                clip(gradients, norm, max_norm)
+            scale(gradients, norm, max_norm, divisor)
             self._optimizer.step()
         for parameter in self._trainable:
             parameter.grad = None
@@ -123,11 +122,11 @@ class FSDPEngine(TorchEngine):
                 "such as the weight of an embedding, stays with the root"
             ) from error
 
-    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         # A forward between backward and step leaves units gathered, and the next forward would use them as they were.
         for _, part in self._parts:
             part.reshard()
-        return super()._update(max_norm)
+        return super()._update(max_norm, divisor)
 
     def _class_name(self) -> str:
         return (FSDPModule if self._sharded else ReplicateModule).__name__
@@ -162,7 +161,7 @@ class DDPEngine(TorchEngine):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._running(*args, **kwargs)
 
-    def _update(self, max_norm: float | None) -> tuple[float, bool]:
+    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         try:
             # A parameter without a gradient leaves its bucket unreduced; DDP itself says so only in the next forward (torch 2.13).
             self._running._check_reducer_finalized()  # type: ignore[no-untyped-call]
@@ -172,7 +171,7 @@ class DDPEngine(TorchEngine):
                 f"the last backward reached no gradient of {', '.join(unused) or 'some parameters'}, and DistributedDataParallel then "
                 "reduces none of their bucket; set native.fsdp.find_unused_parameters to true, or freeze them before prepare"
             ) from error
-        return super()._update(max_norm)
+        return super()._update(max_norm, divisor)
 
     def _class_name(self) -> str:
         return type(self._running).__name__

@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients that are in parts or whole."""
+"""Norm, division and clipping of gradients that are in parts or whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-__all__ = ["clip", "local", "total_norm"]
+__all__ = ["local", "scale", "total_norm"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -29,8 +29,16 @@ def total_norm(gradients: list[Tensor], device: torch.device, *, sharded: bool) 
     return square.sqrt().float()
 
 
-def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients down to `max_norm` in place, by the formula of `torch.nn.utils.clip_grad_norm_` (torch 2.13)."""
-    if gradients:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor: float) -> None:
+    """Divide gradients, and scale them down to `max_norm` by the formula of `torch.nn.utils.clip_grad_norm_` (torch 2.13), in place.
+
+    Args:
+        gradients: Before division.
+        norm: Theirs after division.
+        max_norm: None for no clipping.
+        divisor: Mostly 1.
+    """
+    if not gradients or (max_norm is None and divisor == 1):
+        return
+    factor = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(gradients, (factor / divisor).to(gradients[0].device))

@@ -77,6 +77,7 @@ _LOOP: Mapping[str, Rule] = {
     "training.gradient_accumulation_steps": loop("`backward` divides the loss by it, `step` updates at the end of a window"),
     "training.global_batch_size": loop("compared with micro-batch x accumulation x ranks"),
     "training.gradient_clipping": loop("fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"),
+    "training.nonfinite": loop("looks at the global norm before the update, which is the same on every rank"),
     "training.last_window": loop("`batches` looks one window ahead; `step` divides by the window's true length"),
     "training.seed": loop("seeds the data order, and each rank's generators after `prepare`"),
     "optimizer.name": loop(

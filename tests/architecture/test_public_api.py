@@ -18,6 +18,7 @@ PUBLIC = [
     "EngineMismatchError",
     "Fit",
     "ModelError",
+    "NonFiniteError",
     "OptimizerFactory",
     "Placement",
     "RankMismatchError",
@@ -70,6 +71,7 @@ def test_what_an_engine_is() -> None:
         "placement",
         "step",
         "train",
+        "windows",
     }
     assert Step._fields == ("updated", "grad_norm", "lr", "skipped")
     assert Placement._fields == ("engine", "units", "master_dtypes", "master_numel", "param_bytes")

@@ -51,6 +51,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     micro_batch_size=positive,
                     gradient_accumulation_steps=positive,
                     gradient_clipping=st.none() | st.floats(1e-9, 1e9),
+                    nonfinite=st.sampled_from(("skip", "raise", "ignore")),
                     last_window=st.sampled_from(("step", "drop")),
                     seed=st.integers(0, 2**32 - 1),
                 ),

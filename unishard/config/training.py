@@ -23,6 +23,9 @@ class Training(Section):
     ranks. Leave it out and it is computed."""
     gradient_clipping: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Largest global L2 norm of the gradients; larger ones are scaled down to it. `null` for no clipping."""
+    nonfinite: Literal["skip", "raise", "ignore"] = Field(default="skip")
+    """What happens to an update whose gradients hold an infinity or a NaN on any rank: `skip` leaves it out and `raise` also
+    raises `NonFiniteError`, both without touching parameters, optimizer state or schedule; `ignore` makes it, as plain torch does."""
     last_window: Literal["step", "drop"] = Field(default="step")
     """What happens to the micro-batches at the end of the data that do not fill an accumulation window: `step` averages over
     those that are there, `drop` skips them."""

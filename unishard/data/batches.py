@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from itertools import islice
 from types import NoneType
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -16,35 +16,68 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from unishard import process_group
+from unishard.errors import ContractError
 
-__all__ = ["length_of", "to_device", "warn_of_same_samples", "windows"]
+__all__ = ["Window", "length_of", "to_device", "warn_of_same_samples", "windows"]
 
 
-def windows(loader: Iterable[Any], length: int, *, drop: bool) -> Iterator[list[Any]]:
-    """Lists of `length` consecutive batches, the last one shorter if the loader ends there. Collective.
+class Window(Sequence[Any]):
+    """The batches of one accumulation window on this rank. Each is moved to the device when it is taken out, not before."""
+
+    def __init__(self, batches: Sequence[Any], device: torch.device, watch: Callable[[Any], None] | None = None) -> None:
+        self._batches = batches
+        self._device = device
+        self._watch = watch
+
+    def watched_by(self, watch: Callable[[Any], None]) -> Window:
+        """The same window, which calls `watch` with each batch that is taken out."""
+        return Window(self._batches, self._device, watch)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Window: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return Window(self._batches[index], self._device, self._watch)
+        batch = self._batches[index]
+        if self._watch is not None:
+            self._watch(batch)
+        return to_device(batch, self._device)
+
+
+def windows(loader: Iterable[Any], lengths: Iterable[int], device: torch.device, *, drop: bool) -> Iterator[Window]:
+    """Windows of consecutive batches, the last one shorter if the loader ends there. Collective.
 
     Ranks whose loaders end at different places would wait for each other for ever, so their lengths are compared: once at
     the start where `len(loader)` is known, else before each window.
 
     Args:
         loader: Yields this rank's batches.
-        length: Batches in a full window.
+        lengths: Batches in each full window.
+        device: Where this rank computes.
         drop: Whether a last window that is not full is left out.
 
     Raises:
+        ContractError: A length is not positive.
         RankMismatchError: On every rank, naming the lengths that differ.
     """
     total = length_of(loader)
     process_group.agree({"len(loader)": total}, "numbers of batches")
     rest = iter(loader)
     yielded = 0
-    while True:
+    for length in lengths:
+        if not isinstance(length, int) or length < 1:
+            raise ContractError(f"an accumulation window needs at least 1 batch, got a length of {length!r}; yield positive whole numbers")
         window = list(islice(rest, length))
         if total is None and not _equal(len(window)):
             process_group.agree({f"batches after {yielded}": len(window)}, "numbers of batches")
         if not window or (drop and len(window) < length):
             return
-        yield window
+        yield Window(window, device)
         yielded += len(window)
         if len(window) < length:
             return

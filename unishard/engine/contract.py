@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from itertools import repeat
 from types import EllipsisType
 from typing import Any, Self
 
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 
 from unishard.backend import Placement, Step
 from unishard.config import Config
-from unishard.data.batches import to_device, warn_of_same_samples, windows
+from unishard.data.batches import Window, warn_of_same_samples, windows
 from unishard.data.progress import Progress
+from unishard.engine.items import Items
 from unishard.engine.schedule import Schedule
-from unishard.errors import ContractError
+from unishard.errors import ContractError, NonFiniteError
 
 __all__ = ["TrainingEngine"]
 
@@ -47,6 +49,7 @@ class TrainingEngine(ABC):
         self._schedule = Schedule(cfg.scheduler, optimizer.param_groups)
         self._window = cfg.training.gradient_accumulation_steps
         self._micro_batch = 0
+        self._items = Items(device)
         self._phase = _Phase.OPEN
         self._progress: Progress | None = None
 
@@ -65,12 +68,16 @@ class TrainingEngine(ABC):
         """Before the forward of a micro-batch: whether it is the last of its window, so that engines can time their collectives."""
 
     @abstractmethod
-    def _update(self, max_norm: float | None) -> tuple[float, bool]:
-        """End the window: clip to `max_norm` (None: do not), update, and zero the gradients.
+    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
+        """End the window: divide the gradients, clip them to `max_norm` (None: do not), update, and zero the gradients.
+
+        Args:
+            max_norm: Of the divided gradients.
+            divisor: What the accumulated gradients are divided by, mostly 1.
 
         Returns:
-            The global L2 norm before clipping (fp32), and whether the update was made. An update with a norm that is not
-            finite is left out and changes neither parameters nor optimizer state.
+            The global L2 norm of the divided gradients before clipping (fp32), and whether the update was made. Unless
+            `training.nonfinite` is `ignore`, one whose norm is not finite is left out and changes neither parameters nor state.
         """
 
     @abstractmethod
@@ -115,16 +122,20 @@ class TrainingEngine(ABC):
             self._phase = _Phase.FORWARD_DONE
         return self._forward(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
         """Backward of one micro-batch. Collective.
 
         Args:
-            loss: Scalar, the mean loss of this micro-batch. The engine divides it by the length of the accumulation window.
+            loss: Scalar. Without `num_items` the mean loss of this micro-batch, which the engine divides by the length of the
+                accumulation window. With it the sum of the losses of this micro-batch's items.
+            num_items: How many items (tokens, samples) `loss` sums over on this rank, 0 or more. The update then uses the gradient
+                of the mean over all items of the window and of all ranks, however unevenly they are spread. Pass it for every
+                micro-batch of a window and on every rank, or not at all.
 
         Raises:
             ContractError: `loss` is no scalar tensor with a graph, the engine is closed, it has not been called since the last
-                step (gradients of `engine.module(...)` would not be reduced), or `step` has not been called since the last
-                backward.
+                step (gradients of `engine.module(...)` would not be reduced), `step` has not been called since the last
+                backward, or `num_items` is no count or is missing for a part of the window.
         """
         self._require_open("backward")
         if self._phase is _Phase.BACKWARD_DONE:
@@ -141,9 +152,10 @@ class TrainingEngine(ABC):
             raise ContractError(
                 "backward needs a loss with a graph; it was computed under no_grad, detached, or from frozen parameters only"
             )
+        self._items.add(num_items)
         if self._progress is not None:
-            self._progress.record_loss(loss.detach())
-        self._backward(loss if self._window == 1 else loss / self._window)
+            self._progress.record_loss(loss.detach() / (1 if num_items is None else max(1, num_items)))
+        self._backward(loss if self._window == 1 or num_items is not None else loss / self._window)
         self._phase = _Phase.BACKWARD_DONE
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
@@ -156,7 +168,10 @@ class TrainingEngine(ABC):
             What was done. `grad_norm` is the norm before clipping, a Python float, the same on every rank and engine.
 
         Raises:
-            ContractError: No backward since the last step, the engine is closed, or `clip_grad_norm` is not positive.
+            ContractError: No backward since the last step, the engine is closed, `clip_grad_norm` is not positive, or the window
+                has no items.
+            NonFiniteError: On every rank: a gradient is infinite or not a number on one of them, and `training.nonfinite` is
+                `raise`. The window is over and nothing was updated.
         """
         self._require_open("step")
         if self._phase is not _Phase.BACKWARD_DONE:
@@ -166,16 +181,11 @@ class TrainingEngine(ABC):
             raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
         self._phase = _Phase.OPEN
         self._micro_batch += 1
-        lr = self.lr
-        if self._micro_batch < self._window:
-            step = Step(updated=False, grad_norm=None, lr=lr, skipped=False)
-        else:
-            norm, updated = self._update(max_norm)
-            if updated:
-                self._schedule.advance()
-            self._window, self._micro_batch = self._cfg.training.gradient_accumulation_steps, 0
-            # Where a gradient is not a number, some engines can only say that the norm is not finite.
-            step = Step(updated=updated, grad_norm=norm if updated else math.inf, lr=lr, skipped=not updated)
+        step = (
+            Step(updated=False, grad_norm=None, lr=self.lr, skipped=False)
+            if self._micro_batch < self._window
+            else self._end_window(max_norm)
+        )
         if self._progress is not None:
             self._progress.record_step(step)
         return step
@@ -205,6 +215,27 @@ class TrainingEngine(ABC):
             ContractError: A batch was not followed by backward and step, or an earlier loop stopped inside a window.
             RankMismatchError: The ranks' loaders have different lengths.
         """
+        for window in self.windows(loader, progress=progress):
+            yield from window
+
+    def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None = None, progress: bool = False) -> Iterator[Window]:
+        """This rank's batches in accumulation windows, one for each update. Collective: all ranks must iterate.
+
+        Like `batches`, for loops that want to see a whole window before its first forward, or windows of changing length.
+
+        Args:
+            loader: Yields this rank's own batches; every rank must yield the same number.
+            lengths: Batches in each window, the same on every rank; left out, `training.gradient_accumulation_steps` in each. It
+                ends the loop if it ends first.
+            progress: Show a progress bar on rank 0 (plain lines without a terminal).
+
+        Yields:
+            The batches of one window, each moved to the device when it is taken out.
+
+        Raises:
+            ContractError: As `batches`; or a length is not positive.
+            RankMismatchError: The ranks' loaders have different lengths.
+        """
         self._require_open("batches")
         warn_of_same_samples(loader)
         training, length = self._module.training, self._cfg.training.gradient_accumulation_steps
@@ -212,13 +243,10 @@ class TrainingEngine(ABC):
         bar = Progress(loader, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
         outer, self._progress = self._progress, bar
         try:
-            for window in windows(loader, length, drop=drop):
+            for window in windows(loader, repeat(length) if lengths is None else lengths, self._device, drop=drop):
                 if training:
                     self._begin_window(len(window))
-                for batch in window:
-                    if bar is not None:
-                        bar.record_batch(batch)
-                    yield to_device(batch, self._device)
+                yield window if bar is None else window.watched_by(bar.record_batch)
             if training:
                 self._begin_window(length)
         finally:
@@ -255,6 +283,23 @@ class TrainingEngine(ABC):
     def _require_open(self, call: str) -> None:
         if self._phase is _Phase.CLOSED:
             raise ContractError(f"{call} was called on a closed engine; build the model anew and prepare it")
+
+    def _end_window(self, max_norm: float | None) -> Step:
+        lr = self.lr
+        try:
+            norm, updated = self._update(max_norm, self._items.divisor())
+        finally:
+            self._window, self._micro_batch = self._cfg.training.gradient_accumulation_steps, 0
+            self._items.clear()
+        if updated:
+            self._schedule.advance()
+        elif self._cfg.training.nonfinite == "raise":
+            raise NonFiniteError(
+                "a gradient is infinite or not a number on at least one rank; nothing was updated; look at this window's batches and loss, "
+                "lower optimizer.lr, or set training.nonfinite to skip"
+            )
+        # Where a gradient is not a number, some engines can only say that the norm is not finite.
+        return Step(updated=updated, grad_norm=norm if math.isfinite(norm) else math.inf, lr=lr, skipped=not updated)
 
     def _begin_window(self, length: int) -> None:
         if self._micro_batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from unishard.backend import OptimizerFactory
 from unishard.config import Config, Optimizer, Scheduler
 
-__all__ = ["Curve", "rate", "train"]
+__all__ = ["Curve", "Summed", "rate", "train"]
 
 Batch = Mapping[str, Tensor]
+
+
+class Summed(NamedTuple):
+    """A loss that is a sum over items, and how many there are."""
+
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """Of the model on a micro-batch: a scalar."""
+    count: Callable[[Batch], int]
 
 
 class Curve(NamedTuple):
@@ -37,6 +45,7 @@ def train(
     world: int,
     clips: Sequence[float | None] | None = None,
     optimizer: OptimizerFactory | None = None,
+    summed: Summed | None = None,
 ) -> Curve:
     """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
 
@@ -47,11 +56,12 @@ def train(
         world: Number of ranks.
         clips: Gradient clipping of each update; left out, `training.gradient_clipping`.
         optimizer: Builds the optimizer from the trainable parameters; left out, `cfg.optimizer` decides.
+        summed: The loss as a sum over items; left out, the mean that the model returns.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     built = optimizer(trainable) if optimizer else _optimizer(cfg.optimizer, trainable)
     peaks = [group["lr"] for group in built.param_groups]
-    gradients = _Bf16(model) if cfg.precision.compute == "bf16" else _Fp32(model)
+    gradients = _Bf16(model, summed) if cfg.precision.compute == "bf16" else _Fp32(model, summed)
     losses, norms, lrs = [], [], []
     for update, window in enumerate(windows):
         clip = clips[update] if clips is not None else cfg.training.gradient_clipping
@@ -82,11 +92,17 @@ def rate(schedule: Scheduler, update: int) -> float:
 class _Fp32:
     """Gradients of the mean over the concatenated batch."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, summed: Summed | None) -> None:
         self.model = model
+        self.summed = summed
 
     def fill(self, window: Sequence[Batch], world: int) -> float:
         """Fill `.grad` and return the loss."""
+        if self.summed is not None:
+            total = torch.stack([self.summed.loss(self.model, batch) for batch in window]).sum()
+            mean = total / sum(self.summed.count(batch) for batch in window)
+            mean.backward()  # type: ignore[no-untyped-call]
+            return float(mean.item())
         loss = self.model(**{name: torch.cat([batch[name] for batch in window]) for name in window[0]}).loss
         loss.backward()
         return float(loss.item())
@@ -99,7 +115,8 @@ class _Bf16:
     of them the bf16 gradients round differently from those of an undivided loss.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, summed: Summed | None) -> None:
+        self.summed = summed
         self.masters = list(model.parameters())
         self.copy = copy.deepcopy(model)
         for parameter in self.copy.parameters():  # not .to(bfloat16): buffers keep their format
@@ -112,19 +129,19 @@ class _Bf16:
             low.data.copy_(master.data)
         total = 0.0
         for batch in window:
-            loss = self.copy(
-                **{name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}
-            ).loss
-            (loss / (len(window) // world)).backward()
+            inputs = {name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}
+            loss = self.copy(**inputs).loss if self.summed is None else self.summed.loss(self.copy, inputs)
+            (loss / (len(window) // world) if self.summed is None else loss).backward()
             total += loss.item()
             for low, master in zip(copies, self.masters, strict=True):
                 if low.grad is not None:
                     master.grad = low.grad.float() if master.grad is None else master.grad + low.grad.float()
                     low.grad = None
+        items = None if self.summed is None else sum(self.summed.count(batch) for batch in window)
         for master in self.masters:
             if master.grad is not None:
-                master.grad /= world
-        return total / len(window)
+                master.grad /= world if items is None else items
+        return total / (len(window) if items is None else items)
 
 
 def _optimizer(cfg: Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:

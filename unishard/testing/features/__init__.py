@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.testing.cells import Feature
-from unishard.testing.features import plain
+from unishard.testing.features import accumulation, plain
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
 AREAS: Mapping[str, tuple[Feature, ...]] = {
     "plain": plain.FEATURES,
+    "accumulation": accumulation.FEATURES,
 }
 """Features by area, in the order of the table."""
 
