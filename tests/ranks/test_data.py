@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from unishard.testing.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 SAMPLES = 50
+CPU = torch.device("cpu")
 
 
 def config(micro: int = 4, accumulate: int = 1, seed: int = 0) -> Config:
@@ -196,7 +197,7 @@ def windows_of(counts: list[int], length: int, drop: bool, sized: bool) -> list[
     """The windows of a loader with as many batches as `counts` says for this rank."""
     process_group.ensure(unishard.Topology.from_environment())
     batches = list(range(counts[dist.get_rank()]))
-    return list(windows(batches if sized else unsized(batches), length, drop=drop))
+    return [list(window) for window in windows(batches if sized else unsized(batches), repeat(length), CPU, drop=drop)]
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -223,7 +224,7 @@ def mismatch_of(counts: list[int], length: int, sized: list[bool]) -> tuple[list
     batches = list(range(counts[rank]))
     got: list[list[int]] = []
     try:
-        got.extend(windows(batches if sized[rank] else unsized(batches), length, drop=False))
+        got.extend(list(window) for window in windows(batches if sized[rank] else unsized(batches), repeat(length), CPU, drop=False))
     except RankMismatchError as error:
         return got, str(error)
     return got, ""
