@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type docs bench clean
+.PHONY: help setup demo test lint type docs parity bench clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ type: $(READY) ## Check types (strict).
 
 docs: $(READY) ## Write the generated pages anew.
 	$(BIN)/unishard docs
+
+parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
+	$(BIN)/python -m unishard.testing.parity docs/parity.md
 
 bench: $(READY) ## Measure what a step costs beyond the same loop written by hand.
 	$(BIN)/python benchmarks/overhead.py

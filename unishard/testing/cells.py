@@ -183,6 +183,8 @@ class Feature:
 
     name: str
     """Words with underscores; unique."""
+    about: str = ""
+    """What it does that the plain loop does not, for the table."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Config over that of the plain cell."""
     models: Mapping[str, TestModel] = field(default_factory=lambda: {"mlp": MODELS["mlp"]})

@@ -97,7 +97,21 @@ def _cut(batches: list[dict[str, Any]], world: int) -> Iterator[list[dict[str, A
 
 
 FEATURES = (
-    Feature("items", models=MODELS, loop=_weighted_loop, reference=_weighted_reference, accumulation=3),
-    Feature("items_4", loop=_weighted_loop, reference=_weighted_reference, precisions=("fp32",), worlds=(1, 4)),
-    Feature("changing_windows", loop=_changing_loop, reference=_changing_reference),
+    Feature(
+        "items",
+        "losses are sums over labels that are spread unevenly over micro-batches and ranks; `backward(loss_sum, num_items=n)`",
+        models=MODELS,
+        loop=_weighted_loop,
+        reference=_weighted_reference,
+        accumulation=3,
+    ),
+    Feature(
+        "items_elsewhere",
+        "the same at other numbers of ranks",
+        loop=_weighted_loop,
+        reference=_weighted_reference,
+        precisions=("fp32",),
+        worlds=(1, 4),
+    ),
+    Feature("changing_windows", "windows of 1, 2 and 3 micro-batches in turn", loop=_changing_loop, reference=_changing_reference),
 )

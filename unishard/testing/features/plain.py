@@ -7,4 +7,4 @@ from unishard.testing.models import MODELS
 
 __all__ = ["FEATURES"]
 
-FEATURES = (Feature("plain", models=MODELS),)
+FEATURES = (Feature("plain", "the loop of the README", models=MODELS),)

@@ -1,0 +1,144 @@
+"""Measures every cell of the conformance suite on every backend and writes the table of how far each is from plain torch.
+
+`python -m unishard.testing.parity docs/parity.md` runs for minutes; the page that it writes is checked by a test.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from unishard.testing import conformance
+from unishard.testing.cells import STEPS, Cell
+from unishard.testing.conformance import Deviation, Refusal
+from unishard.testing.features import AREAS, FEATURES
+from unishard.testing.tolerances import TOLERANCES, Tolerance
+
+__all__ = ["BACKENDS", "Figures", "page", "write"]
+
+BACKENDS = ("fsdp", "deepspeed")
+_FIELDS = ("first_losses", "losses", "first_norm", "norms")
+
+Figures = Mapping[tuple[str, Cell], Deviation | Refusal]
+"""What each backend does in each cell."""
+
+
+def write(path: Path) -> None:
+    """Measure every cell on CPU ranks, or on CUDA ones where there are such, and write the page.
+
+    Raises:
+        AssertionError: An engine failed in a cell.
+    """
+    path.write_text(page(dict(_measured())), encoding="utf-8")
+
+
+def _measured() -> Iterator[tuple[tuple[str, Cell], Deviation | Refusal]]:
+    for backend in BACKENDS:
+        for cell in conformance.cells():
+            answer = conformance.measure(backend, cell)
+            yield (backend, cell), answer if isinstance(answer, Refusal) else conformance.compare(answer, conformance.expected(cell))
+        sys.stderr.write(f"{backend}: {len(conformance.cells())} cells\n")
+
+
+def page(figures: Figures) -> str:
+    """The page in Markdown."""
+    blocks = [
+        "# Parity\n",
+        _introduction(),
+        "## The worst cells\n",
+        *_worst(figures),
+        "## Declared gaps\n",
+        *_gaps(figures),
+        "## Every cell\n",
+        "Largest relative deviation of the first three losses, of all losses, of the first gradient norm, and of all gradient norms.\n",
+        *(block for area in AREAS for block in _area(area, figures)),
+    ]
+    return "\n".join(blocks).rstrip() + "\n"
+
+
+def _introduction() -> str:
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
+    bounds = "\n".join(f"| {name} | {_bounds(bound)} | {bound.why} |" for name, bound in TOLERANCES.items())
+    return (
+        f"How far each engine is from plain single-process torch on the concatenated global batch, over {STEPS} updates. Written by\n"
+        f"`make parity`: torch {version('torch').partition('+')[0]}, DeepSpeed {version('deepspeed').partition('+')[0]}, {where}.\n"
+        "A cell passes within these bounds, all relative:\n\n"
+        "| compute | first 3 losses / all losses / first norm / all norms | why |\n|---|---|---|\n" + bounds + "\n"
+    )
+
+
+def _bounds(tolerance: Tolerance) -> str:
+    return " / ".join(f"{getattr(tolerance, field):.0e}" for field in _FIELDS)
+
+
+def _worst(figures: Figures) -> Iterator[str]:
+    yield "| engine | compute | what | deviation | cell |\n|---|---|---|---|---|"
+    rows = []
+    for backend in BACKENDS:
+        for precision in TOLERANCES:
+            held = {
+                cell: figure
+                for (name, cell), figure in figures.items()
+                if name == backend
+                and cell.precision == precision
+                and isinstance(figure, Deviation)
+                and conformance.tolerance(backend, cell) is TOLERANCES[precision]
+            }
+            for field in _FIELDS if held else ():
+                cell = max(held, key=lambda each: getattr(held[each], field))
+                rows.append(f"| {backend} | {precision} | {field.replace('_', ' ')} | {getattr(held[cell], field):.1e} | {cell} |")
+    yield "\n".join(rows) + "\n"
+
+
+def _gaps(figures: Figures) -> Iterator[str]:
+    yield "Cells in which upstream keeps an engine from the common bounds, and the bounds that it does keep.\n"
+    gaps = [*conformance.GAPS, *(gap for feature in FEATURES.values() for gap in feature.gaps)]
+    yield "| engine | cells | bounds | measured | why |\n|---|---|---|---|---|"
+    rows = []
+    for gap in dict.fromkeys(gaps):
+        inside = [
+            figure
+            for (backend, cell), figure in figures.items()
+            if backend == gap.backend and isinstance(figure, Deviation) and conformance.tolerance(backend, cell) is gap.tolerance
+        ]
+        measured = " / ".join(f"{max(getattr(figure, field) for figure in inside):.1e}" for field in _FIELDS) if inside else "not run"
+        rows.append(
+            f"| {gap.backend} | {gap.model}, {gap.strategy}, {gap.precision} | {_bounds(gap.tolerance)} | {measured} "
+            f"| {gap.tolerance.why} ([source]({gap.link})) |"
+        )
+    yield "\n".join(rows) + "\n"
+
+
+def _area(area: str, figures: Figures) -> Iterator[str]:
+    yield f"### {area.replace('_', ' ').capitalize()}\n"
+    cells = [cell for cell in conformance.cells() if FEATURES[cell.feature] in AREAS[area]]
+    for feature in AREAS[area]:
+        if feature.about:
+            yield f"- `{feature.name}`: {feature.about}"
+    yield ""
+    yield "| cell | " + " | ".join(BACKENDS) + " |\n|---|" + "---|" * len(BACKENDS)
+    yield "\n".join(_row(cell, [figures[backend, cell] for backend in BACKENDS]) for cell in cells) + "\n"
+
+
+def _row(cell: Cell, answers: Sequence[Deviation | Refusal]) -> str:
+    return f"| {cell} | " + " | ".join(_shown(answer) for answer in answers) + " |"
+
+
+def _shown(answer: Deviation | Refusal) -> str:
+    if isinstance(answer, Refusal):
+        return "refused: " + " ".join(answer.reason.split(": ", 1)[-1].split()).replace("|", "\\|")
+    return " / ".join(f"{getattr(answer, field):.0e}" for field in _FIELDS)
+
+
+def main(arguments: Iterable[str]) -> None:
+    """Write the page to each path."""
+    for argument in arguments:
+        write(Path(argument))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
