@@ -191,6 +191,7 @@ class Feature:
     strategies: tuple[str, ...] = STRATEGIES
     precisions: tuple[str, ...] = ("fp32", "bf16")
     worlds: tuple[int, ...] = (2,)
+    """Numbers of ranks at which every combination is measured. With 2 among them there are a few cells at 1 and at 4 as well."""
     accumulation: int = 2
     clip: float | None = CLIP
     prepare: Callable[[nn.Module, Config], unishard.Engine] = plain_prepare
@@ -202,10 +203,14 @@ class Feature:
     """Where upstream keeps an engine from the common bounds, beyond the suite's own `GAPS`."""
 
     def cells(self) -> list[Cell]:
-        """Every combination."""
+        """Every combination at `worlds`, and at 1 and 4 ranks some that have every strategy and every precision once."""
+        wanted = list(product(self.models, self.strategies, self.precisions, self.worlds))
+        if 2 in self.worlds:
+            model, turns = next(iter(self.models)), enumerate(self.strategies)
+            wanted += [(model, strategy, self.precisions[turn // 2 % len(self.precisions)], (1, 4)[turn % 2]) for turn, strategy in turns]
         return [
             Cell(model, strategy, self.accumulation, self.clip, precision, world, self.name)
-            for model, strategy, precision, world in product(self.models, self.strategies, self.precisions, self.worlds)
+            for model, strategy, precision, world in dict.fromkeys(wanted)
         ]
 
     def refuses(self, backend: str, cell: Cell) -> bool:

@@ -105,13 +105,5 @@ FEATURES = (
         reference=_weighted_reference,
         accumulation=3,
     ),
-    Feature(
-        "items_elsewhere",
-        "the same at other numbers of ranks",
-        loop=_weighted_loop,
-        reference=_weighted_reference,
-        precisions=("fp32",),
-        worlds=(1, 4),
-    ),
     Feature("changing_windows", "windows of 1, 2 and 3 micro-batches in turn", loop=_changing_loop, reference=_changing_reference),
 )
