@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from unishard.config import Config
@@ -82,6 +83,38 @@ class Engine(Protocol):
 
     def step(self, clip_grad_norm: float | None = ...) -> Step:
         """After every micro-batch; updates the parameters at the end of an accumulation window."""
+        ...
+
+    def discard(self) -> None:
+        """Drop the accumulation window, as if its backward calls had not been."""
+        ...
+
+    def grad(self, name: str) -> Tensor | None:
+        """The gradient that the coming update will use: whole, fp32, averaged, before clipping. At the end of a window."""
+        ...
+
+    def set_grad(self, name: str, value: Tensor) -> None:
+        """Replace it; norm and clipping see the new one."""
+        ...
+
+    def grad_norms(self) -> dict[str, float]:
+        """Norm of each gradient by name."""
+        ...
+
+    def parameter(self, name: str) -> Tensor:
+        """A copy of a master weight: whole, fp32."""
+        ...
+
+    def set_parameter(self, name: str, value: Tensor) -> None:
+        """Replace it, and every copy that the engine computes with."""
+        ...
+
+    def gathered(self, names: Iterable[str]) -> AbstractContextManager[dict[str, Tensor]]:
+        """Whole master weights by name, which are written back on leaving."""
+        ...
+
+    def parameter_norms(self) -> dict[str, float]:
+        """Norm of each master weight by name."""
         ...
 
     def train(self, mode: bool = True) -> Engine:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine import TrainingEngine
+from unishard.engine.parts import Part
 from unishard_deepspeed import internals
+from unishard_deepspeed.access import Access
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.unused import FirstWindow
 
@@ -26,6 +28,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         super().__init__(cfg, engine.module, engine.optimizer, device)
         self._engine = engine
         self._clipping = clipping_of(engine, skips=cfg.training.nonfinite != "ignore")
+        self._access = Access(engine)
         self._hooks = hooks
         """On the model; they go with the engine."""
         self._first_window = FirstWindow(engine.module)
@@ -44,7 +47,8 @@ class DeepSpeedTrainingEngine(TrainingEngine):
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         self._first_window.end()
         self._clipping.prepare(max_norm, divisor)
-        outcome = self._clipping.step()
+        with self._access.finished():
+            outcome = self._clipping.step()
         internals.clear_stale_gradients(self._optimizer)
         return outcome
 
@@ -59,10 +63,25 @@ class DeepSpeedTrainingEngine(TrainingEngine):
             param_bytes=internals.parameter_bytes(self._module.parameters()),
         )
 
+    def _finish_gradients(self) -> None:
+        self._access.reduce()
+
+    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Part | None:
+        return self._access.gradient(parameter)
+
+    def _master_part(self, parameter: nn.Parameter) -> Part:
+        return self._access.master(parameter)
+
+    def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        self._access.refresh(parameter, whole)
+
+    def _drop_gradients(self) -> None:
+        self._access.drop()
+
     def _release(self) -> None:
         self._first_window.remove()
         for hook in self._hooks:
             hook.remove()
         self._engine.destroy()
         internals.forget(self._engine)
-        del self._engine, self._clipping
+        del self._engine, self._clipping, self._access

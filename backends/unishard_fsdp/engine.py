@@ -16,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine import TrainingEngine
+from unishard.engine.parts import Part
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
+from unishard_fsdp.access import part_of
 from unishard_fsdp.gradients import local, scale, total_norm
+from unishard_fsdp.internals import drop_unreduced
 
 __all__ = ["DDPEngine", "FSDPEngine"]
 
@@ -76,6 +79,26 @@ class TorchEngine(TrainingEngine):
         """The trainable parameters that this rank updates."""
         return self._trainable
 
+    def _finish_gradients(self) -> None:
+        """Backward has reduced them: its last one in a window always does."""
+
+    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Part | None:
+        if parameter.grad is None:
+            if not create:
+                return None
+            parameter.grad = torch.zeros_like(parameter)
+        return part_of(parameter.grad)
+
+    def _master_part(self, parameter: nn.Parameter) -> Part:
+        return part_of(parameter)
+
+    def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """There is one copy, unless a subclass keeps another."""
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._trainable:
+            parameter.grad = None
+
     def _release(self) -> None:
         for parameter in self._trainable:
             parameter.grad = None
@@ -128,6 +151,15 @@ class FSDPEngine(TorchEngine):
             part.reshard()
         return super()._update(max_norm, divisor)
 
+    def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        for _, part in self._parts:
+            part.reshard()  # what is gathered was made from the old values
+
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
+        self._root.reset_iter_state()
+        drop_unreduced(part for _, part in self._parts)
+
     def _class_name(self) -> str:
         return (FSDPModule if self._sharded else ReplicateModule).__name__
 
@@ -161,7 +193,7 @@ class DDPEngine(TorchEngine):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._running(*args, **kwargs)
 
-    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
+    def _finish_gradients(self) -> None:
         try:
             # A parameter without a gradient leaves its bucket unreduced; DDP itself says so only in the next forward (torch 2.13).
             self._running._check_reducer_finalized()  # type: ignore[no-untyped-call]
@@ -171,6 +203,9 @@ class DDPEngine(TorchEngine):
                 f"the last backward reached no gradient of {', '.join(unused) or 'some parameters'}, and DistributedDataParallel then "
                 "reduces none of their bucket; set native.fsdp.find_unused_parameters to true, or freeze them before prepare"
             ) from error
+
+    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
+        self._finish_gradients()
         return super()._update(max_norm, divisor)
 
     def _class_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Defects of FSDP2 in torch 2.13 that can only be mended at private names, gathered here."""
+"""What can only be done to FSDP2 of torch 2.13 at private names, gathered here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["mend_post_backward"]
+__all__ = ["drop_unreduced", "mend_post_backward"]
+
+
+def drop_unreduced(parts: Iterable[Any]) -> None:
+    """Forget the gradients that have been accumulated but not reduced (_fully_shard/_fsdp_param.py); `reset_iter_state` keeps them."""
+    for part in parts:
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
 
 def mend_post_backward(parts: Iterable[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import repeat
@@ -18,6 +18,7 @@ from unishard.backend import Placement, Step
 from unishard.config import Config
 from unishard.data.batches import Window, warn_of_same_samples, windows
 from unishard.data.progress import Progress
+from unishard.engine.access import ParameterAccess
 from unishard.engine.items import Items
 from unishard.engine.schedule import Schedule
 from unishard.errors import ContractError, NonFiniteError
@@ -34,23 +35,25 @@ class _Phase(Enum):
     CLOSED = "closed"
 
 
-class TrainingEngine(ABC):
+class TrainingEngine(ParameterAccess):
     """Implements `unishard.backend.Engine`: division by accumulation, clipping, the schedule, zero_grad and their order.
 
-    A backend subclasses it and supplies the six abstract methods, each of which does one thing on its engine. A new engine's
+    A backend subclasses it and supplies the abstract methods, each of which does one thing on its engine. A new engine's
     author may also implement the protocol from nothing.
     """
 
     def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
+        super().__init__(module, device)
         self._cfg = cfg
         self._module = module
         self._optimizer = optimizer
-        self._device = device
         self._schedule = Schedule(cfg.scheduler, optimizer.param_groups)
         self._window = cfg.training.gradient_accumulation_steps
         self._micro_batch = 0
         self._items = Items(device)
         self._phase = _Phase.OPEN
+        self._graph = False
+        self._discarded = False
         self._progress: Progress | None = None
 
     # -- what an engine supplies ------------------------------------------------------------------------------------------
@@ -120,6 +123,7 @@ class TrainingEngine(ABC):
         self._begin_micro_batch(last=self._micro_batch + 1 == self._window)
         if self._phase is _Phase.OPEN:
             self._phase = _Phase.FORWARD_DONE
+        self._graph = self._graph or torch.is_grad_enabled()
         return self._forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
@@ -156,7 +160,7 @@ class TrainingEngine(ABC):
         if self._progress is not None:
             self._progress.record_loss(loss.detach() / (1 if num_items is None else max(1, num_items)))
         self._backward(loss if self._window == 1 or num_items is not None else loss / self._window)
-        self._phase = _Phase.BACKWARD_DONE
+        self._phase, self._graph = _Phase.BACKWARD_DONE, False
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
         """After every micro-batch. Updates the parameters at the end of an accumulation window, else only counts. Collective.
@@ -179,7 +183,7 @@ class TrainingEngine(ABC):
         max_norm = self._cfg.training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
             raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
-        self._phase = _Phase.OPEN
+        self._phase, self._graph = _Phase.OPEN, False
         self._micro_batch += 1
         step = (
             Step(updated=False, grad_norm=None, lr=self.lr, skipped=False)
@@ -189,6 +193,24 @@ class TrainingEngine(ABC):
         if self._progress is not None:
             self._progress.record_step(step)
         return step
+
+    def discard(self) -> None:
+        """Drop the accumulation window: its gradients are forgotten as if its backward calls had not been. Collective.
+
+        Nothing is updated and the schedule stays. The next backward begins a new window, and a loop over `batches` goes on with
+        the first batch of the next one. Works at any point of a window, also after a forward without a backward; where nothing
+        is pending it does nothing.
+
+        Raises:
+            ContractError: The engine is closed.
+        """
+        self._require_open("discard")
+        if not (self._micro_batch or self._graph or self._phase is _Phase.BACKWARD_DONE):
+            return
+        self._drop_gradients()
+        self._items.clear()
+        self._phase, self._graph, self._micro_batch = _Phase.OPEN, False, 0
+        self._settled, self._discarded = False, True
 
     def train(self, mode: bool = True) -> Self:
         """Put the model in training mode."""
@@ -215,8 +237,12 @@ class TrainingEngine(ABC):
             ContractError: A batch was not followed by backward and step, or an earlier loop stopped inside a window.
             RankMismatchError: The ranks' loaders have different lengths.
         """
+        training = self._module.training
         for window in self.windows(loader, progress=progress):
-            yield from window
+            for batch in window:
+                yield batch
+                if training and self._discarded:
+                    break  # the rest of a window that was dropped
 
     def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None = None, progress: bool = False) -> Iterator[Window]:
         """This rank's batches in accumulation windows, one for each update. Collective: all ranks must iterate.
@@ -291,6 +317,7 @@ class TrainingEngine(ABC):
         finally:
             self._window, self._micro_batch = self._cfg.training.gradient_accumulation_steps, 0
             self._items.clear()
+            self._settled = False
         if updated:
             self._schedule.advance()
         elif self._cfg.training.nonfinite == "raise":
@@ -301,10 +328,30 @@ class TrainingEngine(ABC):
         # Where a gradient is not a number, some engines can only say that the norm is not finite.
         return Step(updated=updated, grad_norm=norm if math.isfinite(norm) else math.inf, lr=lr, skipped=not updated)
 
+    def _gradient_divisor(self) -> float:
+        return self._items.divisor()
+
     def _begin_window(self, length: int) -> None:
         if self._micro_batch:
             raise ContractError(
                 f"a new accumulation window starts after {self._micro_batch} of {self._window} micro-batches of the last one; "
                 "call backward and step for every batch, and leave a loop only when step().updated or step().skipped is true"
             )
-        self._window = length
+        self._window, self._discarded = length, False
+
+    def _require_end_of_window(self, call: str) -> None:
+        self._require_open(call)
+        if self._phase is not _Phase.BACKWARD_DONE or self._micro_batch + 1 < self._window:
+            done = self._micro_batch + (self._phase is _Phase.BACKWARD_DONE)
+            raise ContractError(
+                f"{call} was called after {done} of {self._window} backward calls of the window, where the gradients are not finished; "
+                "call it between the last backward of a window and engine.step()"
+            )
+
+    def _require_no_graph(self, call: str) -> None:
+        self._require_open(call)
+        if self._graph:
+            raise ContractError(
+                f"{call} would change a parameter that a forward has used and its backward still needs; call it after backward, "
+                "or drop the forward with engine.discard(); a forward under torch.no_grad() is no hindrance"
+            )

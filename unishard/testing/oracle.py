@@ -16,6 +16,8 @@ from unishard.config import Config, Optimizer, Scheduler
 __all__ = ["Curve", "Summed", "rate", "train"]
 
 Batch = Mapping[str, Tensor]
+Edit = Callable[[int, nn.Module], None]
+"""Changes a model in place: which update it is, counted from 0, and the model."""
 
 
 class Summed(NamedTuple):
@@ -46,6 +48,8 @@ def train(
     clips: Sequence[float | None] | None = None,
     optimizer: OptimizerFactory | None = None,
     summed: Summed | None = None,
+    before_update: Edit | None = None,
+    after_update: Edit | None = None,
 ) -> Curve:
     """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
 
@@ -57,6 +61,8 @@ def train(
         clips: Gradient clipping of each update; left out, `training.gradient_clipping`.
         optimizer: Builds the optimizer from the trainable parameters; left out, `cfg.optimizer` decides.
         summed: The loss as a sum over items; left out, the mean that the model returns.
+        before_update: Edits the `.grad` of the model's parameters, averaged and not yet clipped.
+        after_update: Edits the parameters.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     built = optimizer(trainable) if optimizer else _optimizer(cfg.optimizer, trainable)
@@ -70,9 +76,13 @@ def train(
             group["lr"] = peak * part
         built.zero_grad()
         losses.append(gradients.fill(window, world))
+        if before_update:
+            before_update(update, model)
         norms.append(nn.utils.clip_grad_norm_(trainable, math.inf if clip is None else clip).item())
         built.step()
         lrs.append(peaks[0] * part)
+        if after_update:
+            after_update(update, model)
     return Curve(tuple(losses), tuple(norms), tuple(lrs))
 
 

@@ -1,0 +1,225 @@
+"""The private names of DeepSpeed 0.19.8 by which gradients and parameters are reached, beside those of `internals`.
+
+| engine                          | gradients, once they are reduced                | masters                            |
+|---------------------------------|-------------------------------------------------|------------------------------------|
+| stage 0, the bare torch one     | whole, `.grad`                                  | the parameters                     |
+| stage 0, FP16_UnfusedOptimizer  | whole, `.grad` in bf16                          | whole, `fp32_groups`               |
+| stage 1, BF16_Optimizer         | whole, `fp32_groups_gradients`                  | flat partitions                    |
+| stages 1 and 2                  | flat partitions, `averaged_gradients`           | flat partitions                    |
+| the same, offloaded             | flat partitions, `.grad` of the masters         | flat partitions, in host memory    |
+| stage 3                         | one part of each parameter, padded at the end   | one part of each parameter, padded |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unishard.engine.parts import Part
+from unishard_deepspeed.internals import _replicated_masters
+
+__all__ = [
+    "already_reduced",
+    "drop_gradients",
+    "gradient_parts",
+    "low_precision_copy",
+    "master_part",
+    "measure_offloaded",
+    "reduce_gradients",
+]
+
+
+# -- reducing before the step ---------------------------------------------------------------------------------------------------------
+
+
+def reduce_gradients(engine: Any) -> None:
+    """What `engine.step()` does first (runtime/engine.py, step): reduce at stages 0 and 1, finish the window at 2 and 3. Collective."""
+    engine._running_engine_step = True  # is_gradient_accumulation_boundary() answers with it
+    try:
+        if engine.zero_optimization_partition_gradients():
+            engine.optimizer.finalize_gradient_accumulation_boundary()
+        else:
+            engine.allreduce_gradients()
+    finally:
+        engine._running_engine_step = False
+
+
+@contextmanager
+def already_reduced(engine: Any) -> Iterator[None]:
+    """Inside, `engine.step()` does not do it again."""
+    optimizer, reduces = engine.optimizer, engine.enable_backward_allreduce
+    finishes = hasattr(optimizer, "finalize_gradient_accumulation_boundary")
+    engine.enable_backward_allreduce = False
+    if finishes:
+        optimizer.finalize_gradient_accumulation_boundary = lambda: None
+    try:
+        yield
+    finally:
+        engine.enable_backward_allreduce = reduces
+        if finishes:
+            del optimizer.finalize_gradient_accumulation_boundary
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------------------------
+
+
+def gradient_parts(engine: Any) -> dict[nn.Parameter, Part]:
+    """What this rank holds of each reduced gradient. A trainable parameter that was not used has zeros."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # runtime/zero/stage3.py
+        parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
+        return {parameter: _stage_3_part(optimizer, parameter, _stage_3_gradient(optimizer, parameter)) for parameter in parameters}
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):  # runtime/zero/stage_1_and_2.py
+        return _partitioned_gradients(optimizer)
+    if hasattr(optimizer, "fp32_groups_gradients"):  # runtime/bf16_optimizer.py
+        return _whole_fp32_gradients(optimizer)
+    parts = {}
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parts[parameter] = Part(parameter.shape, parameter.grad)
+    return parts
+
+
+def _stage_3_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    values: Tensor = optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)[0]
+    return values
+
+
+def _stage_3_part(optimizer: Any, parameter: Any, padded: Tensor) -> Part:
+    start = min(padded.numel() * optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
+    values = padded.detach().view(-1)[: parameter.ds_numel - start]
+    return Part(parameter.ds_shape, values, start, dist.group.WORLD)
+
+
+def _partitioned_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
+    parts = {parameter: _nothing_of(parameter) for group in optimizer.bit16_groups for parameter in group}
+    for index, group in enumerate(optimizer.params_in_partition):
+        if optimizer.cpu_offload:
+            stretches = [_offloaded_gradient(optimizer, parameter) for parameter in group]
+        else:
+            # As in get_grad_norm_direct: padding between parameters is marked, padding at the end has no parameter.
+            stretches = [values for values in optimizer.averaged_gradients[index] if not getattr(values, "_zero_padding", False)]
+        for parameter, values in zip(group, stretches, strict=False):
+            parts[parameter] = Part(parameter.shape, values.detach().view(-1), _start_of(parameter), dist.group.WORLD)
+    return parts
+
+
+def _offloaded_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    group, _, start, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    values: Tensor = optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, numel)
+    return values
+
+
+def _start_of(parameter: Any) -> int:
+    start: int = parameter._hp_mapping.lp_fragment_address.start  # utils/tensor_fragment.py
+    return start
+
+
+def _nothing_of(parameter: nn.Parameter) -> Part:
+    return Part(parameter.shape, torch.empty(0, dtype=torch.float32, device=parameter.device), 0, dist.group.WORLD)
+
+
+def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
+    """Every rank averages all of them; only those that count as present enter the norm, and all are applied."""
+    parts = {}
+    for index, group in enumerate(optimizer.bf16_groups):
+        optimizer.fp32_groups_has_gradients[index] = [True] * len(group)  # an unused one is zero and adds nothing
+        for parameter, values in zip(group, optimizer.fp32_groups_gradients[index], strict=True):
+            parts[parameter] = Part(parameter.shape, values.view(parameter.shape))
+    return parts
+
+
+def measure_offloaded(optimizer: Any) -> None:
+    """Take the norms of offloaded gradients again, and whether all are finite: DeepSpeed does it when they arrive, before an edit."""
+    if getattr(optimizer, "offload_optimizer", False):  # runtime/zero/stage3.py
+        for group in optimizer.fp16_groups:
+            for parameter in group:
+                values = _stage_3_gradient(optimizer, parameter)
+                optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = optimizer._constant_buffered_norm2(values)
+    elif getattr(optimizer, "cpu_offload", False):  # runtime/zero/stage_1_and_2.py
+        optimizer.local_overflow = False
+        for group in optimizer.params_in_partition:
+            for parameter in group:
+                values = _offloaded_gradient(optimizer, parameter)
+                optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = values.double().norm(2)
+                optimizer.update_offload_overflow_tracker(values)
+
+
+# -- masters --------------------------------------------------------------------------------------------------------------------------
+
+
+def master_part(optimizer: Any, parameter: Any) -> Part:
+    """What this rank holds of a master; of a frozen parameter, of the parameter itself."""
+    if hasattr(parameter, "ds_id"):
+        if not parameter.requires_grad:
+            return _stage_3_part(optimizer, parameter, parameter.ds_tensor)
+        return _stage_3_part(optimizer, parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
+    if hasattr(parameter, "_hp_mapping"):
+        if parameter._hp_mapping is None:  # all of it belongs to other ranks
+            return _nothing_of(parameter)
+        return Part(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), dist.group.WORLD)
+    return Part(parameter.shape, _replicated_masters(optimizer).get(parameter, parameter.detach()))
+
+
+def low_precision_copy(optimizer: Any, parameter: Any, value: Tensor) -> None:
+    """Bring what the model computes with up to a master that was edited; every rank has the whole value."""
+    if not hasattr(parameter, "ds_id"):
+        parameter.data.copy_(value)
+        return
+    part = _stage_3_part(optimizer, parameter, parameter.ds_tensor.data)
+    part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
+    if parameter.data.numel() == parameter.ds_numel:  # gathered now
+        parameter.data.copy_(value)
+
+
+# -- forgetting a window --------------------------------------------------------------------------------------------------------------
+
+
+def drop_gradients(engine: Any) -> None:
+    """Forget all gradients, as `optimizer.step()` does after an overflow, and how many backward calls there were."""
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    engine._unmanaged_backward_count = 0
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        _drop_stage_3(optimizer)
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        _drop_partitioned(optimizer)
+    elif hasattr(optimizer, "fp32_groups_gradients"):
+        optimizer.zero_grad()
+    clear_offloaded(optimizer)
+
+
+def _drop_stage_3(optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer._pre_step()
+    optimizer._partition_all_parameters()
+    optimizer.grad_partitions_flat_buffer.zero_()
+    optimizer.averaged_gradients = {}
+    optimizer.reset_cpu_buffers()
+
+
+def _drop_partitioned(optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer.micro_step_id = -1  # INITIAL_MICRO_STEP_ID
+    optimizer._offload_accumulated_param_ids = set()
+    optimizer._epilogue_ran_this_backward = False
+    for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        for index in gradients:
+            gradients[index] = None
+    optimizer.reset_cpu_buffers()
+
+
+def clear_offloaded(optimizer: Any) -> None:
+    """Offloaded gradients are overwritten only where a parameter was used; the rest would be applied again."""
+    offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", None) or getattr(optimizer, "single_partition_of_fp32_groups", [])
+    for master in masters if offloaded else ():
+        if master.grad is not None:
+            master.grad.zero_()
