@@ -13,7 +13,7 @@ from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine import TrainingEngine
 from unishard.engine.parts import Part
-from unishard_deepspeed import internals
+from unishard_deepspeed import internals, internals_parts
 from unishard_deepspeed.access import Access
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.unused import FirstWindow
@@ -50,6 +50,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         with self._access.finished():
             outcome = self._clipping.step()
         internals.clear_stale_gradients(self._optimizer)
+        internals_parts.clear_offloaded(self._optimizer)
         return outcome
 
     def placement(self) -> Placement:

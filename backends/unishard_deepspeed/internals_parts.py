@@ -25,6 +25,7 @@ from unishard_deepspeed.internals import _replicated_masters
 
 __all__ = [
     "already_reduced",
+    "clear_offloaded",
     "drop_gradients",
     "gradient_parts",
     "low_precision_copy",
@@ -217,7 +218,11 @@ def _drop_partitioned(optimizer: Any) -> None:
 
 
 def clear_offloaded(optimizer: Any) -> None:
-    """Offloaded gradients are overwritten only where a parameter was used; the rest would be applied again."""
+    """Offloaded gradients are overwritten only where a parameter was used; without this the rest is applied again in every update.
+
+    (runtime/zero/stage_1_and_2.py, _finalize_cpu_offload_gradient_accumulation; runtime/zero/stage3.py,
+    _finalize_offload_gradient_accumulation; neither is in the norm.)
+    """
     offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", None) or getattr(optimizer, "single_partition_of_fp32_groups", [])
     for master in masters if offloaded else ():

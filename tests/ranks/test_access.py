@@ -1,0 +1,456 @@
+"""Gradients and parameters by name: what a user reads is what plain torch has, what a user writes is what the update uses."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from playing import STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, values
+from recording import Recorder
+from torch import nn
+from torch.nn import functional
+
+import unishard
+from unishard.testing import oracle
+from unishard.testing.models import MODELS, Output
+
+BACKENDS = ("fsdp", "deepspeed")
+EXTRAS = {
+    "plain": {},
+    "owners": {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
+    "offload": {"offload": {"optimizer": "cpu"}},
+    "offload all": {"offload": "cpu"},
+}
+PLACES = (
+    ("fsdp", "no_shard", "fp32", "plain"),
+    ("fsdp", "no_shard", "bf16", "plain"),
+    ("fsdp", "shard_optimizer", "bf16", "plain"),
+    ("fsdp", "shard_optimizer", "fp32", "owners"),
+    ("fsdp", "shard_grad_op", "fp32", "plain"),
+    ("fsdp", "shard_grad_op", "bf16", "offload"),
+    ("fsdp", "full_shard", "bf16", "plain"),
+    ("fsdp", "full_shard", "fp32", "offload all"),
+    ("deepspeed", "no_shard", "fp32", "plain"),
+    ("deepspeed", "no_shard", "bf16", "plain"),
+    ("deepspeed", "shard_optimizer", "fp32", "plain"),
+    ("deepspeed", "shard_optimizer", "bf16", "plain"),
+    ("deepspeed", "shard_optimizer", "bf16", "offload"),
+    ("deepspeed", "shard_grad_op", "fp32", "plain"),
+    ("deepspeed", "shard_grad_op", "bf16", "plain"),
+    ("deepspeed", "shard_grad_op", "fp32", "offload"),
+    ("deepspeed", "full_shard", "bf16", "plain"),
+    ("deepspeed", "full_shard", "fp32", "offload"),
+    ("deepspeed", "full_shard", "bf16", "offload all"),
+)
+"""Every form that an engine takes: backend, strategy, precision, what else is set."""
+NAMES = [name for name, _ in MODELS["mlp"].build().named_parameters()]
+
+
+def configured(place, accumulation=2, **sections):
+    backend, strategy, precision, extra = place
+    sections.setdefault("training", {"gradient_accumulation_steps": accumulation})
+    return config(backend, strategy, precision=precision, **EXTRAS[extra], **sections)
+
+
+def whole_window(engine, micro_batches):
+    """Everything of a window but the last step."""
+    for micro_batch in micro_batches[:-1]:
+        engine.backward(engine(**micro_batch).loss)
+        engine.step()
+    engine.backward(engine(**micro_batches[-1]).loss)
+
+
+# -- what is read ---------------------------------------------------------------------------------------------------------------------
+
+
+def read(*place):
+    """In the second window of two: gradients, their norms and that of the step; after it masters and their norms."""
+    with prepare(configured(place)) as engine:
+        micro_batches = own_share(4)
+        whole_window(engine, micro_batches[:2])
+        engine.step()
+        whole_window(engine, micro_batches[2:])
+        gradients = {name: engine.grad(name) for name in NAMES}
+        again = {name: engine.grad(name) for name in NAMES}
+        norms = engine.grad_norms()
+        step = engine.step(clip_grad_norm=0.5)
+        masters = {name: engine.parameter(name) for name in NAMES}
+        kinds = {(tensor.dtype, tensor.device.type, tensor.is_contiguous()) for tensor in (*gradients.values(), *masters.values())}
+        return {
+            "gradients": gradients,
+            "repeatable": all(torch.equal(gradients[name], again[name]) for name in NAMES),
+            "norms": norms,
+            "step": step.grad_norm,
+            "masters": masters,
+            "master norms": engine.parameter_norms(),
+            "kinds": kinds,
+        }
+
+
+READ = {2: PLACES, 1: PLACES[4:7] + PLACES[14:17], 4: PLACES[4:7:2] + PLACES[14:17:2]}
+WORLDS = [(world, place) for world, places in READ.items() for place in places]
+
+
+@cache
+def expected(precision, world):
+    """Gradients before the second update, and masters after it."""
+    found = {}
+
+    def before(update, model):
+        found["gradients"] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model = MODELS["mlp"].build()
+    windows = [everyones(0, 2, world=world), everyones(2, 4, world=world)]
+    oracle.train(model, windows, config("fsdp", precision=precision), world=world, clips=[None, 0.5], before_update=before)
+    return found["gradients"], {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def worst(found, wanted):
+    """Largest difference, relative to the norm of each tensor."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+
+
+def bound(backend, strategy, precision, *_):
+    """DeepSpeed's stage 0 adds up in bf16; after an update that differs in the last place, a bf16 copy may round otherwise."""
+    if precision == "fp32":
+        return 5e-6
+    return 3e-2 if (backend, strategy) == ("deepspeed", "no_shard") else 5e-3
+
+
+def outcome(scenario, place, world=2):
+    """What every rank returned; all that 2 ranks play they play in the same processes."""
+    return values(play(AT_TWO if world == 2 else tuple((read, each) for each in READ[world]), world)[scenario, place])
+
+
+@pytest.mark.parametrize(("world", "place"), WORLDS, ids=str)
+def test_gradients_and_masters_are_those_of_plain_torch_whole_and_in_fp32(world, place):
+    gradients, masters = expected(place[2], world)
+    for found in outcome(read, place, world):
+        assert worst(found["gradients"], gradients) < bound(*place)
+        assert worst(found["masters"], masters) < bound(*place)
+        assert found["repeatable"]
+        assert found["kinds"] == {(torch.float32, "cpu", True)}
+
+
+@pytest.mark.parametrize(("world", "place"), WORLDS, ids=str)
+def test_norms_are_those_of_the_tensors_and_add_up_to_the_step(world, place):
+    ranks = outcome(read, place, world)
+    for found in ranks:
+        assert list(found["norms"]) == list(found["master norms"]) == NAMES
+        assert found["norms"] == {name: pytest.approx(float(found["gradients"][name].norm()), rel=1e-5) for name in NAMES}
+        assert found["master norms"] == {name: pytest.approx(float(found["masters"][name].norm()), rel=1e-5) for name in NAMES}
+        assert math.hypot(*found["norms"].values()) == pytest.approx(found["step"], rel=1e-5)
+        assert found["norms"] == ranks[0]["norms"]
+        assert all(type(norm) is float for norm in found["norms"].values())
+
+
+def counted(*place):
+    """Collectives of per-parameter norms, of gradients and of masters: kind, and elements."""
+    with prepare(configured(place, accumulation=1)) as engine:
+        whole_window(engine, own_share(1))
+        engine.grad(NAMES[0])
+        recorder = Recorder()
+        with recorder:
+            recorder.phase = "gradients"
+            engine.grad_norms()
+            recorder.phase = "masters"
+            engine.parameter_norms()
+        engine.step()
+        return [(event.phase, event.kind, event.numel) for event in recorder.events if event.numel]
+
+
+COUNTED = [(backend, strategy, "bf16", "plain") for backend in BACKENDS for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize("place", COUNTED, ids=str)
+def test_norms_cost_at_most_one_collective_of_a_number_for_each_parameter(place):
+    found = outcome(counted, place)[0]
+    assert set(found) <= {(phase, "all_reduce", len(NAMES)) for phase in ("gradients", "masters")}
+    assert len(found) == len(set(found))
+    assert bool(found) == (place[1] != "no_shard")
+
+
+# -- what is written ------------------------------------------------------------------------------------------------------------------
+
+
+def written(*place):
+    """Every gradient zeroed; an infinite one replaced; one made infinite; then every rank writes another value, in other formats."""
+    rank, found = my_rank(), {}
+    optimizer = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}
+    with prepare(configured(place, accumulation=1, optimizer=optimizer)) as engine:
+        batches = own_share(5)
+        whole_window(engine, batches[:1])
+        engine.step()
+        before = {name: engine.parameter(name) for name in NAMES}
+        whole_window(engine, batches[1:2])
+        for name in NAMES:
+            engine.set_grad(name, torch.zeros_like(engine.grad(name)))
+        found["zeroed"] = engine.step()
+        found["moved"] = max(float((engine.parameter(name) - before[name]).abs().max()) for name in NAMES)
+        loss = engine(**batches[2]).loss
+        engine.backward(loss * math.inf if rank == 1 else loss)
+        for name in NAMES:
+            engine.set_grad(name, torch.ones_like(engine.grad(name)))
+        found["replaced"] = engine.step()
+        whole_window(engine, batches[3:4])
+        engine.set_grad(NAMES[-1], engine.grad(NAMES[-1]).fill_(math.inf))
+        found["put in"] = engine.step()
+        whole_window(engine, batches[4:])
+        engine.set_grad(NAMES[0], torch.full_like(engine.grad(NAMES[0]), rank + 1.0, dtype=torch.bfloat16))
+        engine.set_parameter(NAMES[0], torch.full_like(engine.parameter(NAMES[0]), rank + 2.0, dtype=torch.float64))
+        with engine.gathered([NAMES[1]]) as tensors:
+            tensors[NAMES[1]].fill_(rank + 3.0)
+        tensors = (engine.grad(NAMES[0]), engine.parameter(NAMES[0]), engine.parameter(NAMES[1]))
+        return found | {"own": [tensor.unique().tolist() for tensor in tensors]}
+
+
+def evaluated_in_between(*place):
+    """Gradients are read, and set to what they are; then a forward; then the step."""
+    done = []
+    with prepare(configured(place)) as engine:
+        batches = own_share(6)
+        for turn in range(0, 6, 2):
+            losses = []
+            for micro_batch in batches[turn : turn + 2]:
+                loss = engine(**micro_batch).loss
+                engine.backward(loss)
+                losses.append(engine.mean(loss))
+                if len(losses) == 2:
+                    engine.set_grad(NAMES[0], engine.grad(NAMES[0]))
+                    with torch.no_grad():
+                        engine.eval()(**micro_batch)
+                    engine.train()
+                    engine.set_parameter(NAMES[0], engine.parameter(NAMES[0]))
+                step = engine.step()
+            done.append((sum(losses) / 2, step))
+        return curve(done)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_zeroing_every_gradient_makes_the_engine_stand_still(place):
+    for found in outcome(written, place):
+        assert found["moved"] == 0.0
+        assert found["zeroed"] == unishard.Step(updated=True, grad_norm=0.0, lr=0.1, skipped=False)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_what_rank_0_writes_counts_on_every_rank_in_any_format(place):
+    assert [found["own"] for found in outcome(written, place)] == [[[1.0], [2.0], [3.0]]] * 2
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_whether_an_update_is_skipped_is_decided_by_the_gradients_as_they_were_written(place):
+    elements = sum(parameter.numel() for parameter in MODELS["mlp"].build().parameters())
+    for found in outcome(written, place):
+        assert (found["replaced"].updated, found["replaced"].skipped) == (True, False)
+        assert found["replaced"].grad_norm == pytest.approx(math.sqrt(elements), rel=1e-5)
+        assert (found["put in"].updated, found["put in"].skipped) == (False, True)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_reading_writing_back_and_evaluating_before_the_step_changes_nothing(place):
+    windows = [everyones(turn, turn + 2, world=2) for turn in (0, 2, 4)]
+    wanted = oracle.train(MODELS["mlp"].build(), windows, config("fsdp", precision=place[2]), world=2)
+    for found in outcome(evaluated_in_between, place):
+        assert found.losses == pytest.approx(wanted.losses, rel=bound(*place))
+        assert found.norms == pytest.approx(wanted.norms, rel=bound(*place) * 5)
+
+
+# -- tied, frozen and unused parameters -----------------------------------------------------------------------------------------------
+
+
+class Kinds(nn.Module):
+    """A tied head, a frozen layer, a branch that runs when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.frozen = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.sometimes = nn.Linear(7, 7)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x, both=False):
+        hidden = self.frozen(self.embedding(x))
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        logits = self.head(hidden + self.sometimes(hidden) if both else hidden)
+        return Output(functional.cross_entropy(logits.float(), x), logits)
+
+
+def kinds(*place):
+    torch.manual_seed(5)
+    x = torch.arange(my_rank(), my_rank() + 6)
+    native = {"fsdp": {"find_unused_parameters": True}} if place[:3] == ("fsdp", "no_shard", "fp32") else {}
+    with unishard.prepare(Kinds(), configured(place, accumulation=1, native=native)) as engine:
+        engine.backward(engine(x, both=True).loss)
+        tied = torch.equal(engine.grad("head.weight"), engine.grad("embedding.weight"))
+        seen = {"names": list(engine.grad_norms()), "all names": list(engine.parameter_norms()), "tied": tied}
+        seen["frozen"] = engine.grad("frozen.weight")
+        engine.step()
+        engine.backward(engine(x).loss)
+        unused = engine.grad("sometimes.weight")
+        seen["unused"] = None if unused is None else unused.abs().max().item()
+        seen["unused norm"] = engine.grad_norms().get("sometimes.weight", "left out")
+        engine.set_grad("sometimes.weight", torch.ones(7, 7))
+        seen["norm with it"] = math.hypot(*engine.grad_norms().values()) / engine.step().grad_norm
+        with engine.gathered(["embedding.weight", "head.weight", "frozen.weight"]) as tensors:
+            seen["shared"] = tensors["embedding.weight"] is tensors["head.weight"]
+            tensors["head.weight"].fill_(0.5)
+            tensors["frozen.weight"].fill_(0.25)
+        engine.set_parameter("frozen.bias", torch.full((7,), 1.5))
+        seen["written"] = [engine.parameter(name).unique().tolist() for name in ("embedding.weight", "frozen.weight", "frozen.bias")]
+        with torch.no_grad():
+            logits = engine.eval()(x).logits.float()
+            seen["spread"] = float(logits.max() - logits.min())
+        return seen
+
+
+KINDS = [place for place in PLACES if place[3] != "owners"]  # whose DDP would have to look for unused parameters
+
+
+@pytest.mark.parametrize("place", KINDS, ids=str)
+def test_tied_frozen_and_unused_parameters(place):
+    trainable = ["embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]
+    for seen in outcome(kinds, place):
+        assert seen["names"] == [*trainable, "sometimes.weight", "sometimes.bias"]
+        assert set(seen["all names"]) == {*seen["names"], "frozen.weight", "frozen.bias"}
+        assert seen["tied"] is seen["shared"] is True
+        assert seen["frozen"] is None
+        assert (seen["unused"], seen["unused norm"]) == ((None, "left out") if place[0] == "fsdp" else (0.0, 0.0))
+        assert seen["norm with it"] == pytest.approx(1.0, rel=1e-5)
+        assert seen["written"] == [[0.5], [0.25], [1.5]]
+        assert seen["spread"] < 1e-4, "the head and the embedding are constant, so every logit must be the same"
+
+
+# -- dropping a window ----------------------------------------------------------------------------------------------------------------
+
+
+def dropped(*place):
+    """What a loop by hand sees: steps after each discard, and losses of what follows beside those without what was dropped."""
+    with prepare(configured(place)) as engine:
+        engine.discard()  # nothing is pending
+        batches = own_share(6)
+        engine(**batches[4])
+        engine.discard()
+        engine.backward(engine(**batches[5]).loss * math.inf)
+        engine.step()
+        engine.discard()
+        try:
+            engine.step()
+        except unishard.ContractError as refused:
+            said = str(refused)
+        steps = []
+        for micro_batch in batches[:2]:
+            engine.backward(engine(**micro_batch).loss)
+            steps.append(engine.step())
+        return said, [step.updated for step in steps], steps[-1].grad_norm, engine.lr, {name: engine.parameter(name) for name in NAMES}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_after_a_discard_the_next_window_is_clean_and_whole(place):
+    wanted = MODELS["mlp"].build()
+    norm = oracle.train(wanted, [everyones(0, 2, world=2)], config("fsdp", precision=place[2]), world=2).norms[0]
+    masters = {name: parameter.detach() for name, parameter in wanted.named_parameters()}
+    for said, updated, found, lr, parameters in outcome(dropped, place):
+        assert said.startswith("step was called without a backward")
+        assert updated == [False, True]
+        assert found == pytest.approx(norm, rel=bound(*place))
+        assert lr == 0.1
+        assert worst(parameters, masters) < bound(*place)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------------
+
+
+def attempt(call, *arguments):
+    try:
+        call(*arguments)
+    except unishard.ContractError as refused:
+        return str(refused)
+
+
+def edit(engine, names, change):
+    with engine.gathered(names) as tensors:
+        change(tensors)
+
+
+def refused(backend, strategy):
+    said = {}
+    with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 2})) as engine:
+        first, second = own_share(2)
+        shape = engine.parameter("head.weight").shape
+        said["before"] = attempt(engine.grad, "head.weight")
+        loss = engine(**first).loss
+        said["graph"] = attempt(engine.set_parameter, "head.weight", torch.zeros(shape))
+        engine.backward(loss)
+        said["inside"] = attempt(engine.set_grad, "head.weight", torch.zeros(shape))
+        engine.step()
+        said["norms"] = attempt(engine.grad_norms)
+        engine.backward(engine(**second).loss)
+        said["name"] = attempt(engine.grad, "head.wieght")
+        said["far"] = attempt(engine.parameter, "zzz")
+        said["shape"] = attempt(engine.set_grad, "head.weight", torch.zeros(2, 2))
+        said["kind"] = attempt(engine.set_grad, "head.weight", 0.0)
+        said["integers"] = attempt(engine.set_parameter, "head.weight", torch.zeros(shape, dtype=torch.int64))
+        said["one name"] = attempt(edit, engine, "head.weight", dict.clear)
+        said["names"] = attempt(edit, engine, ["head.weight"], dict.clear)
+        said["replaced"] = attempt(edit, engine, ["head.weight"], lambda tensors: tensors.update({"head.weight": torch.zeros(3)}))
+        engine.step()
+        said["after"] = attempt(engine.grad, "head.weight")
+    for call in ("grad", "parameter"):
+        said[f"closed {call}"] = attempt(getattr(engine, call), "head.weight")
+    for call in ("grad_norms", "parameter_norms", "discard"):
+        said[f"closed {call}"] = attempt(getattr(engine, call))
+    return said
+
+
+REFUSED = [(backend, strategy) for backend in BACKENDS for strategy in ("no_shard", "full_shard")]
+WORDS = {
+    "before": "grad was called after 0 of 2 backward calls",
+    "graph": "call it after backward, or drop the forward with engine.discard()",
+    "inside": "set_grad was called after 1 of 2 backward calls",
+    "norms": "call it between the last backward of a window and engine.step()",
+    "name": "grad: the model has no parameter 'head.wieght'; did you mean head.weight",
+    "far": "parameter: the model has no parameter 'zzz'; the first of",
+    "shape": "set_grad: head.weight has the shape (11, 23), got (2, 2)",
+    "kind": "set_grad: head.weight needs a floating-point tensor, got float",
+    "integers": "set_parameter: head.weight needs a floating-point tensor, got torch.int64",
+    "one name": "write gathered(['head.weight'])",
+    "names": "edit the tensors that are in it",
+    "replaced": "gathered: head.weight has the shape (11, 23), got (3,)",
+    "after": "grad was called after 0 of 2 backward calls",
+    **{f"closed {call}": "closed engine" for call in ("grad", "parameter", "grad_norms", "parameter_norms", "discard")},
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+@pytest.mark.parametrize("place", REFUSED, ids="-".join)
+def test_calls_that_have_no_meaning_are_refused_with_what_to_do_instead(place, case):
+    for said in outcome(refused, place):
+        assert WORDS[case] in said[case]
+
+
+def frozen_gradient(backend):
+    with unishard.prepare(Kinds(), config(backend)) as engine:
+        engine.backward(engine(torch.arange(6), both=True).loss)
+        engine.set_grad("frozen.weight", torch.ones(7, 7))
+
+
+AT_TWO = (
+    *((scenario, place) for scenario in (read, written, evaluated_in_between, dropped) for place in PLACES),
+    *((counted, place) for place in COUNTED),
+    *((kinds, place) for place in KINDS),
+    *((refused, place) for place in REFUSED),
+    *((frozen_gradient, (backend,)) for backend in BACKENDS),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_for_a_frozen_parameter_is_refused(backend):
+    assert error(play(AT_TWO)[frozen_gradient, (backend,)]).startswith("ContractError: set_grad: frozen.weight is frozen")
