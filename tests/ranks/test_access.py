@@ -259,6 +259,40 @@ def test_reading_writing_back_and_evaluating_before_the_step_changes_nothing(pla
         assert found.norms == pytest.approx(wanted.norms, rel=bound(*place) * 5)
 
 
+def weighted(*place):
+    """Gradients of a window whose losses are sums over items, before and after one is doubled, and the norm of the step."""
+    rank = my_rank()
+    with prepare(configured(place)) as engine:
+        for turn, micro_batch in enumerate(own_share(2)):
+            logits = engine(**micro_batch).logits.float()
+            counts = 1 if rank == turn else 2
+            loss = functional.cross_entropy(logits[:counts], micro_batch["labels"][:counts], reduction="sum")
+            engine.backward(loss, num_items=counts)
+            if turn == 0:
+                engine.step()
+        before = {name: engine.grad(name) for name in NAMES}
+        engine.set_grad(NAMES[0], before[NAMES[0]] * 2)
+        doubled, norms = engine.grad(NAMES[0]), engine.grad_norms()
+        return before, doubled, math.hypot(*norms.values()), engine.step().grad_norm
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(place):
+    model = MODELS["mlp"].build()
+    kept = [(turn, rank) for turn in range(2) for rank in range(2)]
+    batches = everyones(0, 2, world=2)
+    losses = []
+    for (turn, rank), batch in zip(kept, batches, strict=True):
+        counts = 1 if rank == turn else 2
+        losses.append(functional.cross_entropy(model(**batch).logits[:counts], batch["labels"][:counts], reduction="sum"))
+    (sum(losses) / 6).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for before, doubled, norm, step in outcome(weighted, place):
+        assert worst(before, wanted) < (5e-6 if place[2] == "fp32" else 3e-2)
+        assert torch.allclose(doubled, before[NAMES[0]] * 2, rtol=1e-2 if place[1:3] == ("no_shard", "bf16") else 1e-6)
+        assert norm == pytest.approx(step, rel=1e-5)
+
+
 # -- tied, frozen and unused parameters -----------------------------------------------------------------------------------------------
 
 
@@ -443,7 +477,7 @@ def frozen_gradient(backend):
 
 
 AT_TWO = (
-    *((scenario, place) for scenario in (read, written, evaluated_in_between, dropped) for place in PLACES),
+    *((scenario, place) for scenario in (read, written, evaluated_in_between, weighted, dropped) for place in PLACES),
     *((counted, place) for place in COUNTED),
     *((kinds, place) for place in KINDS),
     *((refused, place) for place in REFUSED),
