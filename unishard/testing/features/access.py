@@ -129,11 +129,15 @@ def _dropping_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg:
 
 
 FEATURES = (
-    Feature("edited_gradients", loop=_gradients_loop, reference=_gradients_reference),
-    Feature("edited_parameters", loop=_parameters_loop, reference=_parameters_reference),
-    Feature("discarded_windows", loop=_dropping_loop, reference=_dropping_reference),
+    Feature(
+        "edited_gradients",
+        "between backward and step one gradient is tripled, one zeroed, one made noisy; `engine.grad`, `engine.set_grad`",
+        loop=_gradients_loop,
+        reference=_gradients_reference,
+    ),
     Feature(
         "edited_gradients_by_owners",
+        "the same under ZeroRedundancyOptimizer",
         {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
         strategies=("shard_optimizer",),
         precisions=("fp32",),
@@ -142,23 +146,39 @@ FEATURES = (
     ),
     Feature(
         "edited_gradients_offloaded",
+        "the same with masters and optimizer state in host memory",
         {"offload": {"optimizer": "cpu"}},
         strategies=("shard_optimizer", "shard_grad_op"),
         loop=_gradients_loop,
         reference=_gradients_reference,
     ),
     Feature(
-        "discarded_windows_offloaded",
-        {"offload": {"optimizer": "cpu"}},
-        strategies=("shard_optimizer", "shard_grad_op"),
-        loop=_dropping_loop,
-        reference=_dropping_reference,
-    ),
-    Feature(
-        "all_offloaded",
+        "edited_gradients_all_offloaded",
+        "the same with parameters in host memory as well",
         {"offload": "cpu"},
         strategies=("full_shard",),
         loop=_gradients_loop,
         reference=_gradients_reference,
+    ),
+    Feature(
+        "edited_parameters",
+        "master weights are replaced and edited after each update; `engine.set_parameter`, `engine.gathered`",
+        loop=_parameters_loop,
+        reference=_parameters_reference,
+    ),
+    Feature(
+        "discarded_windows",
+        "windows are dropped inside, after a forward, at their end, and there after a gradient was read; `engine.discard`",
+        loop=_dropping_loop,
+        reference=_dropping_reference,
+    ),
+    Feature(
+        "discarded_windows_offloaded",
+        "the same with masters and optimizer state in host memory",
+        {"offload": {"optimizer": "cpu"}},
+        strategies=("shard_optimizer", "shard_grad_op"),
+        precisions=("bf16",),
+        loop=_dropping_loop,
+        reference=_dropping_reference,
     ),
 )
