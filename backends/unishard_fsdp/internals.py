@@ -1,4 +1,4 @@
-"""Defects of FSDP2 in torch 2.13 that can only be mended at private names, gathered here."""
+"""Defects of torch 2.13 that can only be mended at private names, gathered here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["mend_post_backward"]
+__all__ = ["count_as_stepped", "mend_post_backward"]
+
+
+def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep a scheduler from warning that its optimizer is never stepped, where another object of its class is (optim/lr_scheduler.py)."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def mend_post_backward(parts: Iterable[Any]) -> None:
