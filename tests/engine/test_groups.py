@@ -76,5 +76,5 @@ def test_a_pattern_without_effect_is_an_error(fields: dict[str, Any], message: s
 
 def test_all_patterns_without_a_match_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        groups(no_decay=["x", "bias", "y"], groups=[{"params": ["z"], "lr": 0.1}])
-    assert [problem.what.split()[0] for problem in caught.value.problems] == ["'x'", "'y'", "'z'"]
+        groups(no_decay=["xx", "bias", "yy"], groups=[{"params": ["zz"], "lr": 0.1}])
+    assert [problem.what.split()[0] for problem in caught.value.problems] == ["'xx'", "'yy'", "'zz'"]

@@ -190,7 +190,7 @@ def test_state_before_the_first_step_is_made_anew() -> None:
 def test_what_ranks_must_agree_on() -> None:
     on = model()
     described = description_of(torch.optim.SGD(on.parameters(), lr=torch.tensor(0.5), momentum=0.9), on)
-    wanted = {"optimizer": "SGD", "parameters of group 0": "0.weight, 0.bias, 1.weight, 1.bias", "lr of group 0": "0.5"}
+    wanted = {"optimizer": "SGD", "parameters of group 0": "0.weight, 0.bias, 1.weight, 1.bias", "lr of group 0": 0.5}
     assert wanted.items() <= described.items()
     assert description_of(None, on) == {"optimizer": "that of the config"}
     assert description_of(3, None) == {"optimizer": "int"}

@@ -141,9 +141,9 @@ def adopt(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharded: bool) 
     return move
 
 
-def description_of(optimizer: object, model: object) -> dict[str, str]:
+def description_of(optimizer: object, model: object) -> dict[str, Any]:
     """What must be the same on every rank: the class, and the parameters and plain options of each group. Raises nothing."""
-    described = {"optimizer": "that of the config" if optimizer is None else type(optimizer).__name__}
+    described: dict[str, Any] = {"optimizer": "that of the config" if optimizer is None else type(optimizer).__name__}
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(model, nn.Module):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for index, group in enumerate(optimizer.param_groups):
@@ -151,7 +151,7 @@ def description_of(optimizer: object, model: object) -> dict[str, str]:
             for option, value in group.items():
                 plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
                 if isinstance(plain, int | float | str | tuple | None):
-                    described[f"{option} of group {index}"] = repr(plain)
+                    described[f"{option} of group {index}"] = plain
     return described
 
 
