@@ -83,7 +83,7 @@ def test_lion_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
             "factory took 1 parameters that it was not given",
         ),
         (lambda params: torch.optim.Adafactor(params), "Adafactor works on whole tensors, and engines hand it parts; choose no_shard"),
-        (lambda params: torch.optim.LBFGS(params), "LBFGS works on whole tensors"),
+        (lambda params: torch.optim.LBFGS(params), "LBFGS computes the loss again within a step"),
         (lambda params: torch.optim.SGD(params, lr=1.0, differentiable=True), "SGD has differentiable=True, and nothing goes backward"),
         (lambda params: torch.optim.Adam(params, lr=1.0, capturable=True), "Adam has capturable=True, and the update is not captured"),
     ],

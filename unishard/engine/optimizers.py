@@ -17,7 +17,7 @@ from unishard.errors import ConfigError, Problem
 
 __all__ = ["adopt", "checked", "description_of", "factory"]
 
-_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update of one element depends on others of its tensor, so that of a shard would be another (torch 2.13)."""
 
 _NOT_FUSED_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
@@ -184,6 +184,8 @@ def _unfit(optimizer: torch.optim.Optimizer, model: nn.Module, names: dict[int, 
 def _misfits(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[str]:
     """Why an optimizer would not train as in plain torch."""
     kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        yield "LBFGS computes the loss again within a step, which no engine can; choose another optimizer"
     if sharded and isinstance(optimizer, _WHOLE_TENSORS):
         yield f"{kind} works on whole tensors, and engines hand it parts; choose no_shard or another optimizer"
     for option, why in (
