@@ -79,14 +79,24 @@ def _scheduler_function(model: nn.Module, data: list[list[dict[str, Any]]], cfg:
 
 
 FEATURES = (
-    Feature("adam", {"optimizer": {"name": "adam", "lr": 3e-3, "weight_decay": 0.1, "no_decay": ["bias", "norm", "scale"]}}),
+    Feature(
+        "adam",
+        "Adam, whose weight decay is part of the gradient, and parameters without it",
+        {"optimizer": {"name": "adam", "lr": 3e-3, "weight_decay": 0.1, "no_decay": ["bias", "norm", "scale"]}},
+    ),
     Feature(
         "adagrad",
+        "Adagrad with another learning rate for the head",
         {"optimizer": {"name": "adagrad", "lr": 1e-2, "weight_decay": 0.1, "groups": [{"params": ["^head"], "lr": 1e-3}]}},
     ),
-    Feature("lion", {"optimizer": {"name": "lion", "lr": 1e-4, "weight_decay": 0.1, "no_decay": ["bias"]}}),
+    Feature(
+        "lion",
+        "Lion, biases without weight decay",
+        {"optimizer": {"name": "lion", "lr": 1e-4, "weight_decay": 0.1, "no_decay": ["bias"]}},
+    ),
     Feature(
         "groups",
+        "SGD with Nesterov's momentum, three learning rates and three weight decays",
         {
             "optimizer": {
                 "name": "sgd",
@@ -98,31 +108,43 @@ FEATURES = (
                 "groups": [{"params": [r"^blocks\.[01]\."], "lr": 0.02}, {"params": ["^head"], "lr": 0.05, "weight_decay": 0.2}],
             }
         },
-        worlds=(1, 2, 4),
     ),
     Feature(
         "llama_no_decay",
-        {
-            "optimizer": {
-                "name": "adamw",
-                "lr": 3e-3,
-                "weight_decay": 0.1,
-                "no_decay": ["norm"],
-                "groups": [{"params": ["embed"], "lr": 1e-3}],
-            }
-        },
+        "AdamW on a Llama, norms without weight decay, another learning rate for the embedding",
+        {"optimizer": {"lr": 3e-3, "weight_decay": 0.1, "no_decay": ["norm"], "groups": [{"params": ["embed"], "lr": 1e-3}]}},
         models={"llama": MODELS["llama"]},
         precisions=("fp32",),
     ),
-    Feature("optimizer_object", {"optimizer": None}, prepare=_with_object, reference=_object),
-    Feature("adagrad_object", {"optimizer": None}, prepare=_with_adagrad, reference=_adagrad, precisions=("fp32",)),
+    Feature(
+        "optimizer_object",
+        "an AdamW object with amsgrad and two groups, made before sharding",
+        {"optimizer": None},
+        prepare=_with_object,
+        reference=_object,
+    ),
+    Feature(
+        "adagrad_object",
+        "an Adagrad object, which has state before its first step",
+        {"optimizer": None},
+        prepare=_with_adagrad,
+        reference=_adagrad,
+        precisions=("fp32",),
+    ),
     Feature(
         "scheduler_object",
+        "a torch scheduler made on an optimizer object",
         {"optimizer": None, "scheduler": None},
         prepare=_with_scheduler,
         reference=_scheduler,
         precisions=("fp32",),
-        worlds=(1, 2, 4),
     ),
-    Feature("scheduler_function", {"scheduler": None}, prepare=_with_scheduler_function, reference=_scheduler_function),
+    Feature(
+        "scheduler_function",
+        "a torch scheduler made by a function, over the optimizer of the config",
+        {"scheduler": None},
+        prepare=_with_scheduler_function,
+        reference=_scheduler_function,
+        precisions=("fp32",),
+    ),
 )
