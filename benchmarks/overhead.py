@@ -113,7 +113,7 @@ def torch_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     else:
         running = nn.parallel.DistributedDataParallel(module.to(device), bucket_cap_mb=native.bucket_cap_mb, gradient_as_bucket_view=True)
     parameters = list(module.parameters())
-    optimizer = factory(cfg.optimizer)(parameters)
+    optimizer = factory(cfg.optimizer, module)(module.named_parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate(cfg))
     accumulation = cfg.training.gradient_accumulation_steps
 
@@ -145,7 +145,7 @@ def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     units = [unit.name for unit in find_units(module, cfg.sharding)]
     settings = building.adapted(unishard.translate(cfg, topology=topology).native, module, units)
     settings["gradient_clipping"] = CLIP
-    optimizer = factory(cfg.optimizer)(module.to(device).parameters())
+    optimizer = factory(cfg.optimizer, module)(module.to(device).named_parameters())
     with start.hushed():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     internals.reduce_units_by_parameter(engine.optimizer)  # else the engines would differ, not only the loops

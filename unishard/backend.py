@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
     from unishard.engine.units import Unit
 
-__all__ = ["Backend", "Engine", "OptimizerFactory", "Placement", "Step"]
+__all__ = ["Backend", "Engine", "OptimizerBuilder", "OptimizerFactory", "Placement", "Step"]
 
 OptimizerFactory = Callable[[Iterable[Any]], Any]
 """Builds a `torch.optim.Optimizer` from the trainable parameters that the engine hands it."""
+
+OptimizerBuilder = Callable[[Iterable[tuple[str, Any]]], Any]
+"""What a backend is given: builds a `torch.optim.Optimizer` from pairs of name and trainable parameter, all of them, as
+`model.named_parameters()` yields them; the names are those of the model before it was sharded."""
 
 
 class Step(NamedTuple):
@@ -137,6 +141,10 @@ class Engine(Protocol):
         """Mean of a scalar over the ranks."""
         ...
 
+    def follow(self, scheduler: Any) -> None:
+        """Let a torch scheduler write the learning rates, once for each real update. `prepare` calls it, before the first step."""
+        ...
+
     def placement(self) -> Placement:
         """What the engine really holds, read off its live tensors."""
         ...
@@ -189,7 +197,7 @@ class Backend(Protocol):
         translation: Translation,
         topology: Topology,
         units: Sequence[Unit],
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerBuilder,
     ) -> Engine:
         """Shard the model and build its engine. Imports the engine. Collective.
 
@@ -199,6 +207,6 @@ class Backend(Protocol):
             translation: What `translate` made of it; its native config is what runs.
             topology: The ranks. The process group is up.
             units: Modules whose parameters are to be gathered together.
-            optimizer: Builds the optimizer from the trainable parameters.
+            optimizer: Builds the optimizer from the named trainable parameters.
         """
         ...

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from unishard import registry
 from unishard.backend import Backend
-from unishard.config import Config, Section, leaves
+from unishard.config import Config, Section, items_of, leaves
 from unishard.rules import Fit, Rule
 from unishard.wording import bare, expected
 
@@ -88,6 +88,9 @@ def reference() -> str:
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             parts += [f"## {name}", inspect.getdoc(kind) or "", *_shorthand(name, kind), _fields(kind)]
+            for inner, below in kind.model_fields.items():
+                if item := items_of(below.annotation):
+                    parts += [f"### {name}.{inner}", f"Each section of the list. {inspect.getdoc(item)}", _fields(item)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -105,8 +108,14 @@ def _fields(section: type[Section]) -> str:
         if isinstance(kind, type) and issubclass(kind, Section):
             rows.append((f"`{name}`", "section", "", f"{field.description} See [{name}](#{name})."))
         else:
-            rows.append((f"`{name}`", expected(field), _code(field.get_default(call_default_factory=True)), field.description or ""))
+            rows.append((f"`{name}`", expected(field), _default(section, name, field), field.description or ""))
     return _table(("Field", "Type", "Default", "Description"), rows)
+
+
+def _default(section: type[Section], name: str, field: FieldInfo) -> str:
+    if field.default_factory_takes_validated_data:  # it depends on the fields before it
+        return _code(getattr(section(), name))
+    return _code(field.get_default(call_default_factory=True))
 
 
 def _code(value: Any) -> str:

@@ -6,15 +6,18 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from unishard import process_group, registry
 from unishard.backend import Engine, OptimizerFactory
 from unishard.config import Config, expect_config, leaves, value_at
+from unishard.engine import optimizers
 from unishard.engine.model import description_of, facts_of
-from unishard.engine.optimizers import checked, factory
+from unishard.engine.recipe import Recipe
+from unishard.engine.schedulers import SchedulerFactory
 from unishard.engine.units import find_units
 from unishard.engine.verify import verify
-from unishard.errors import BackendError, ConfigError, ModelError, Problem
+from unishard.errors import BackendError, ModelError
 from unishard.topology import Topology
 from unishard.translation import translate
 
@@ -24,7 +27,12 @@ _prepared: WeakSet[nn.Module] = WeakSet()
 """Models that have been sharded in place, which cannot be done twice."""
 
 
-def prepare(model: nn.Module, cfg: Config, optimizer: OptimizerFactory | None = None) -> Engine:
+def prepare(
+    model: nn.Module,
+    cfg: Config,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+    scheduler: SchedulerFactory | LRScheduler | None = None,
+) -> Engine:
     """Shard a model over all ranks and build its engine. Collective: call it on every rank with the same arguments.
 
     Starts the process group from torchrun's or srun's environment, or as a group of one. Parameters and buffers of rank 0
@@ -33,18 +41,23 @@ def prepare(model: nn.Module, cfg: Config, optimizer: OptimizerFactory | None = 
     Args:
         model: Any module, whole, on any device and in fp32. It is sharded in place.
         cfg: What to run.
-        optimizer: Builds a torch optimizer from the trainable parameters it is given, all of them; left out, the config's
-            `optimizer` section decides, which must be absent otherwise. Where parameters are sharded it sees parts of them, so
-            its update must work element by element, as those of SGD and the Adam family do.
+        optimizer: Left out, the config's `optimizer` section decides; else that section must be absent. Either an optimizer made
+            from the model's own parameters and not stepped yet: it keeps its groups and options, and is moved to the sharded
+            parameters, so that only the engine steps it from then on. Or a function that builds one from the trainable
+            parameters it is given, all of them. Where parameters are sharded it sees parts of them, so its update must work
+            element by element, as those of SGD and the Adam family do.
+        scheduler: Left out, the config's `scheduler` section decides; else that section must be absent. Either a scheduler of torch or
+            transformers, made on the `optimizer` that is passed, or a function from the optimizer to one. The engine steps it.
 
     Returns:
         The engine. Use it as a context manager or call `close()`.
 
     Raises:
         BackendError: The backend is unknown, or its packages are not installed.
-        ConfigError: The config cannot be honoured on this backend or this number of ranks, or has an optimizer beside the factory.
+        ConfigError: The config cannot be honoured on this backend or this number of ranks, or has an optimizer or a scheduler
+            beside the one that is passed, or the latter would not train the model as asked.
         ModelError: The model cannot be sharded as asked.
-        RankMismatchError: Ranks hold different configs or models.
+        RankMismatchError: Ranks hold different configs, models or optimizers.
         EngineMismatchError: What the backend built is not what was asked.
     """
     expect_config(cfg)
@@ -52,6 +65,7 @@ def prepare(model: nn.Module, cfg: Config, optimizer: OptimizerFactory | None = 
     # First of all: whatever is refused below is then refused on every rank, and none is left waiting.
     process_group.agree({path: value_at(cfg, path) for path, _ in leaves(Config)}, "configs")
     process_group.agree(description_of(model), "models")
+    process_group.agree(optimizers.description_of(optimizer, model), "optimizers")
     backend = registry.get(cfg.backend)
     if install := registry.missing(backend):
         raise BackendError(f"backend {cfg.backend!r} needs packages that are not installed; {install}")
@@ -62,12 +76,12 @@ def prepare(model: nn.Module, cfg: Config, optimizer: OptimizerFactory | None = 
     facts = facts_of(model, cfg.sharding)
     sharded = cfg.sharding.strategy != "no_shard"
     units = find_units(model, cfg.sharding) if sharded else []
-    if optimizer is not None and "optimizer" in cfg.model_fields_set:
-        raise ConfigError([Problem("optimizer", "is in the config, and prepare was given a factory as well; remove one of the two")])
-    build = factory(cfg.optimizer) if optimizer is None else checked(optimizer, sharded=sharded and topology.world_size > 1)
+    recipe = Recipe(cfg, model, optimizer, scheduler)
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     _prepared.add(model)
-    engine = backend.prepare(model, cfg, translation, topology, units, build)
+    engine = backend.prepare(model, cfg, translation, topology, units, recipe)
+    if recipe.scheduler is not None:
+        engine.follow(recipe.scheduler)
     verify(engine.placement(), facts, cfg, engine.device, engine=translation.engine, units=[unit.name for unit in units])
     torch.manual_seed(cfg.training.seed + topology.rank)
     return engine

@@ -41,6 +41,8 @@ def type_in_words(kind: Any, metadata: Iterable[Any] = (), *, plural: bool = Fal
     if kind in _NUMBERS:
         return _NUMBERS[kind][plural] + _bounds(metadata)
     if isinstance(kind, type) and issubclass(kind, Section):
+        if plural:
+            return f"sections ({', '.join(kind.model_fields)})"
         return f"a section of fields ({', '.join(kind.model_fields)})"
     if kind is str and plural:
         return "names"
@@ -91,6 +93,8 @@ def shown(value: Any) -> str:
             text = repr(value)
         case list() | tuple():
             text = f"[{', '.join(bare(item) for item in value)}]"
+        case Section():
+            return shown(value.model_dump(exclude_unset=True))
         case Mapping():
             text = f"{{{', '.join(f'{key}: {bare(item)}' for key, item in value.items())}}}"
         case _:

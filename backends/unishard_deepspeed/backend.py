@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unishard.backend import Engine, OptimizerFactory
+from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
 from unishard.errors import ConfigError
 from unishard.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
@@ -67,7 +67,7 @@ class DeepSpeedBackend:
         translation: Translation,
         topology: Topology,
         units: Sequence[Unit],
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerBuilder,
     ) -> Engine:
         """Shard the model and build its engine. Imports DeepSpeed. Collective."""
         from unishard_deepspeed.build import build

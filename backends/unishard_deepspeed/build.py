@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from unishard.backend import OptimizerFactory
+from unishard.backend import OptimizerBuilder
 from unishard.config import Config, Sharding
 from unishard.engine.replica import broadcast
 from unishard.engine.units import find_units
@@ -22,7 +23,7 @@ __all__ = ["adapted", "build"]
 
 
 def build(
-    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: Sequence[str], optimizer: OptimizerFactory
+    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: Sequence[str], optimizer: OptimizerBuilder
 ) -> DeepSpeedTrainingEngine:
     """Shard a model in place and build its engine. Collective.
 
@@ -32,19 +33,20 @@ def build(
         native: The JSON for `deepspeed.initialize`, not changed.
         topology: The ranks. The process group is up.
         units: Names of the modules that are gathered on their own at stage 3.
-        optimizer: Builds the optimizer from the trainable parameters.
+        optimizer: Builds the optimizer from the named trainable parameters.
     """
     deepspeed = start.load(topology)
     device = device_of(topology)
     model.to(device)
     broadcast([*model.parameters(), *model.buffers()])
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     # DeepSpeed puts bf16 tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
-    originals = [(parameter, parameter.data) for parameter in trainable] if cfg.precision.compute == "bf16" else []
-    settings, client_optimizer = adapted(native, model, units), optimizer(trainable)
+    originals = [(parameter, parameter.data) for _, parameter in named] if cfg.precision.compute == "bf16" else []
+    settings, client_optimizer = adapted(native, model, units), optimizer(named)
     # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
     casting = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
-    with start.hushed():
+    keeping = internals.keeping_groups(client_optimizer) if native["zero_optimization"]["stage"] else nullcontext()
+    with start.hushed(), keeping:
         engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False)
     internals.undo_first_step(engine.optimizer)
     internals.set_masters(engine.optimizer, originals)

@@ -17,6 +17,7 @@ __all__ = [
     "clear_stale_gradients",
     "divide_gradients",
     "forget",
+    "keeping_groups",
     "making_every_update",
     "master_tensors",
     "parameter_bytes",
@@ -78,6 +79,26 @@ def undo_first_step(optimizer: Any) -> None:
     """
     if hasattr(optimizer, "fp32_groups"):
         optimizer.state.clear()
+
+
+@contextmanager
+def keeping_groups(client: Any) -> Iterator[None]:
+    """Keep ZeRO from replacing an Adagrad, while it is built, by one with a single group and the default rate for all.
+
+    It does so since Adagrad has state from its construction on (runtime/zero/stage_1_and_2.py and stage3.py,
+    initialize_optimizer_states), and what it links afterwards belongs to the first group alone (_link_all_hp_params).
+    The state is cleared instead; Adagrad makes it anew in the first step (torch 2.13, optim/adagrad.py, _init_group).
+    """
+    if not isinstance(client, torch.optim.Adagrad):
+        yield
+        return
+    client.state.clear()
+    kind = type(client)
+    client.__class__ = torch.optim.Optimizer  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        client.__class__ = kind
 
 
 def reduce_units_by_parameter(optimizer: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unishard.backend import Engine, OptimizerFactory
+from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
 from unishard.rules import Line, Report, Rule, Translation, apply, merge, nested
 from unishard.topology import Topology
@@ -70,7 +70,7 @@ class FSDPBackend:
         translation: Translation,
         topology: Topology,
         units: Sequence[Unit],
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerBuilder,
     ) -> Engine:
         """Shard the model as `translation.native` says and build its engine. Imports torch. Collective.
 

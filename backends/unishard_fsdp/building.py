@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -11,12 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unishard import process_group
-from unishard.backend import Engine, OptimizerFactory
+from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config, Sharding
 from unishard.engine.units import Unit, find_units
 from unishard.topology import Topology
 from unishard_fsdp import options, sharding
 from unishard_fsdp.engine import DDPEngine, FSDPEngine
+from unishard_fsdp.internals import count_as_stepped
 
 __all__ = ["build"]
 
@@ -27,7 +29,7 @@ def build(
     native: options.Options,
     topology: Topology,
     units: Sequence[Unit],
-    optimizer: OptimizerFactory,
+    optimizer: OptimizerBuilder,
 ) -> Engine:
     """Shard a model in place and build its engine. Collective.
 
@@ -46,7 +48,7 @@ def build(
             gradient_as_bucket_view=native.gradient_as_bucket_view,
             forward_sync_buffers=native.forward_sync_buffers,
         )
-        built = optimizer(_trainable(model))
+        built = optimizer(_named(model))
         if not native.zero_redundancy_optimizer:
             return DDPEngine(cfg, model, built, device, native=native, replica=replica)
         built = _in_parts(built)
@@ -56,17 +58,26 @@ def build(
         sharding.apply_replicate(model, find_units(model, Sharding()), device, native)
     else:
         sharding.apply_fully_shard(model, units, device, native)
-    return FSDPEngine(cfg, model, optimizer(_trainable(model)), device, native=native, root=cast(FSDPModule, model))
+    return FSDPEngine(cfg, model, optimizer(_named(model)), device, native=native, root=cast(FSDPModule, model))
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _in_parts(optimizer: Any) -> Any:
-    """A ZeroRedundancyOptimizer of the same class and groups as an optimizer that has no state yet."""
+    """A ZeroRedundancyOptimizer around a copy of an optimizer that has no state yet, on this rank's parameters."""
     with warnings.catch_warnings():
         # Importing it runs code that nobody here uses through torch's own deprecated torch.jit (torch 2.13).
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer([dict(group) for group in optimizer.param_groups], optimizer_class=type(optimizer))
+
+    def part(groups: list[dict[str, Any]], **unused: Any) -> Any:
+        own = object.__new__(type(optimizer))
+        vars(own).update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
+        vars(own).pop("step", None)  # a scheduler has put one there that is bound to `optimizer`
+        return own
+
+    count_as_stepped(optimizer)
+    # The very dicts of the groups, so that a scheduler made on the optimizer goes on writing the learning rates of this one.
+    return ZeroRedundancyOptimizer(list(optimizer.param_groups), optimizer_class=part)  # type: ignore[arg-type]  # torch only calls it

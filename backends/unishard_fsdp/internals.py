@@ -1,4 +1,4 @@
-"""What can only be done to FSDP2 of torch 2.13 at private names, gathered here."""
+"""What can only be done to torch 2.13 at private names, gathered here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["drop_unreduced", "mend_post_backward"]
+__all__ = ["count_as_stepped", "drop_unreduced", "mend_post_backward"]
 
 
 def drop_unreduced(parts: Iterable[Any]) -> None:
@@ -19,6 +19,11 @@ def drop_unreduced(parts: Iterable[Any]) -> None:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+
+def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep a scheduler from warning that its optimizer is never stepped, where another object of its class is (optim/lr_scheduler.py)."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def mend_post_backward(parts: Iterable[Any]) -> None:

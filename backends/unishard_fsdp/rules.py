@@ -81,13 +81,18 @@ _LOOP: Mapping[str, Rule] = {
     "training.last_window": loop("`batches` looks one window ahead; `step` divides by the window's true length"),
     "training.seed": loop("seeds the data order, and each rank's generators after `prepare`"),
     "optimizer.name": loop(
-        "`torch.optim.AdamW` (fused) or `torch.optim.SGD`, built after sharding; a shard is updated as the whole would be"
+        "torch's own, or Lion of lion-pytorch, built after sharding; a shard is updated as the whole would be. AdamW and Adam are fused, "
+        "SGD where parameters are whole"
     ),
-    "optimizer.lr": loop("argument of the torch optimizer"),
-    "optimizer.betas": loop("argument of the torch optimizer"),
-    "optimizer.eps": loop("argument of the torch optimizer"),
-    "optimizer.momentum": loop("argument of the torch optimizer"),
-    "optimizer.weight_decay": loop("argument of the torch optimizer"),
+    "optimizer.lr": loop("argument of the optimizer"),
+    "optimizer.betas": loop("argument of the optimizer"),
+    "optimizer.eps": loop("argument of the optimizer"),
+    "optimizer.amsgrad": loop("argument of the optimizer"),
+    "optimizer.momentum": loop("argument of the optimizer"),
+    "optimizer.nesterov": loop("argument of the optimizer"),
+    "optimizer.weight_decay": loop("argument of the optimizer"),
+    "optimizer.no_decay": loop("parameter groups, by the names that parameters have before sharding"),
+    "optimizer.groups": loop("parameter groups, by the names that parameters have before sharding"),
     "scheduler.name": loop("closed form, written into the parameter groups after each update"),
     "scheduler.warmup_steps": loop("counts updates"),
     "scheduler.total_steps": loop("counts updates"),

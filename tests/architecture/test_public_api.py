@@ -68,6 +68,7 @@ def test_what_an_engine_is() -> None:
         "gathered",
         "grad",
         "grad_norms",
+        "follow",
         "lr",
         "mean",
         "module",
@@ -97,7 +98,8 @@ def test_signatures() -> None:
         "(cfg: 'Config', *, backend: 'str | None' = None, topology: 'Topology | None' = None) -> 'Translation'"
     )
     assert str(inspect.signature(unishard.prepare)) == (
-        "(model: 'nn.Module', cfg: 'Config', optimizer: 'OptimizerFactory | None' = None) -> 'Engine'"
+        "(model: 'nn.Module', cfg: 'Config', optimizer: 'OptimizerFactory | torch.optim.Optimizer | None' = None, "
+        "scheduler: 'SchedulerFactory | LRScheduler | None' = None) -> 'Engine'"
     )
 
 

@@ -1,54 +1,196 @@
-"""The optimizer of the config, and what is refused of a caller's factory."""
+"""The optimizer of the config, and what is refused of a caller's factory or object."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import lion_pytorch
 import pytest
 import torch
 from torch import nn
 
+from unishard.backend import OptimizerBuilder
 from unishard.config import Optimizer
-from unishard.engine.optimizers import checked, factory
+from unishard.engine import optimizers
+from unishard.engine.optimizers import adopt, checked, description_of, factory
 from unishard.errors import ConfigError
 
-PARAMETERS = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
 
 
-def test_the_config_s_own() -> None:
-    adamw = factory(Optimizer(lr=0.1, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2))(PARAMETERS)
-    assert type(adamw) is torch.optim.AdamW
-    wanted = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.2, "fused": True}
-    assert wanted.items() <= adamw.param_groups[0].items()
-    sgd = factory(Optimizer.model_validate({"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.2}))(iter(PARAMETERS))
-    assert type(sgd) is torch.optim.SGD
-    assert {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "fused": True}.items() <= sgd.param_groups[0].items()
+def built(build: OptimizerBuilder, on: nn.Module) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = build((name, p) for name, p in on.named_parameters() if p.requires_grad)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "options"),
+    [
+        (
+            {"name": "adamw", "betas": [0.5, 0.6], "eps": 1e-3, "weight_decay": 0.2, "amsgrad": True},
+            torch.optim.AdamW,
+            {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.2, "amsgrad": True, "fused": True},
+        ),
+        (
+            {"name": "adam", "betas": [0.5, 0.6], "eps": 1e-3, "weight_decay": 0.2},
+            torch.optim.Adam,
+            {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.2, "amsgrad": False, "fused": True, "decoupled_weight_decay": False},
+        ),
+        (
+            {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.2},
+            torch.optim.SGD,
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.2, "dampening": 0, "fused": True},
+        ),
+        ({"name": "adagrad", "eps": 1e-3, "weight_decay": 0.2}, torch.optim.Adagrad, {"eps": 1e-3, "weight_decay": 0.2, "lr_decay": 0}),
+        ({"name": "lion", "betas": [0.5, 0.6], "weight_decay": 0.2}, lion_pytorch.Lion, {"betas": (0.5, 0.6), "weight_decay": 0.2}),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) and "name" in value else "",
+)
+def test_the_config_s_own(fields: dict[str, Any], kind: type, options: dict[str, Any]) -> None:
+    on = model()
+    optimizer = built(factory(Optimizer.model_validate({"lr": 0.1, **fields}), on), on)
+    assert type(optimizer) is kind
+    (group,) = optimizer.param_groups
+    assert {"lr": 0.1, **options}.items() <= group.items()
+    assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in on.parameters()]
+
+
+def test_groups_of_the_config() -> None:
+    on = model()
+    cfg = Optimizer.model_validate({"lr": 0.1, "weight_decay": 0.2, "no_decay": ["bias"], "groups": [{"params": ["^1"], "lr": 0.3}]})
+    optimizer = built(factory(cfg, on), on)
+    names = {id(parameter): name for name, parameter in on.named_parameters()}
+    found = [(group["lr"], group["weight_decay"], [names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+    assert found == [(0.1, 0.2, ["0.weight"]), (0.1, 0.0, ["0.bias"]), (0.3, 0.2, ["1.weight"]), (0.3, 0.0, ["1.bias"])]
+
+
+def test_lion_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"optimizer\.name: lion needs a package that is not installed; pip install 'unishard\[opt"):
+        factory(Optimizer.model_validate({"name": "lion"}), model())
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda params: None, "factory returned NoneType; it must return a torch.optim.Optimizer"),
-        (lambda params: torch.optim.SGD([params[0]], lr=1.0), r"factory left out 1 of 2 trainable parameters; freeze those"),
+        (lambda params: torch.optim.SGD([params[0]], lr=1.0), r"factory left out 3 of 4 trainable parameters; freeze those"),
         (
             lambda params: torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=1.0),
             "factory took 1 parameters that it was not given",
         ),
-        (lambda params: torch.optim.Adafactor(params), "Adafactor works on whole tensors, and each rank holds a part; choose no_shard"),
-        (lambda params: torch.optim.LBFGS(params), "LBFGS works on whole tensors"),
+        (lambda params: torch.optim.Adafactor(params), "Adafactor works on whole tensors, and engines hand it parts; choose no_shard"),
+        (lambda params: torch.optim.LBFGS(params), "LBFGS computes the loss again within a step"),
+        (lambda params: torch.optim.SGD(params, lr=1.0, differentiable=True), "SGD has differentiable=True, and nothing goes backward"),
+        (lambda params: torch.optim.Adam(params, lr=1.0, capturable=True), "Adam has capturable=True, and the update is not captured"),
     ],
-    ids=["nothing", "too few", "foreign", "factored", "line search"],
+    ids=["nothing", "too few", "foreign", "factored", "line search", "differentiable", "capturable"],
 )
 def test_refused(build: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"optimizer: {message}"):
-        checked(build, sharded=True)(PARAMETERS)
+        built(checked(build, sharded=True), model())
 
 
-def test_an_optimizer_is_no_factory() -> None:
-    with pytest.raises(ConfigError, match="optimizer: is a SGD; pass a function that builds one, such as lambda params"):
-        checked(torch.optim.SGD(PARAMETERS, lr=1.0), sharded=False)  # type: ignore[arg-type]
+def test_no_factory() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer: is a str; pass a new torch\.optim\.Optimizer over model\.parameters\(\), or"):
+        checked("adamw", sharded=False)  # type: ignore[arg-type]
 
 
 def test_whole_tensors_may_be_factored() -> None:
-    assert type(checked(torch.optim.Adafactor, sharded=False)(PARAMETERS)) is torch.optim.Adafactor
+    assert type(built(checked(torch.optim.Adafactor, sharded=False), model())) is torch.optim.Adafactor
+
+
+def stepped(on: nn.Module, kind: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(on.parameters(), lr=0.1, **options)
+    on(torch.ones(1, 2)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def loaded(on: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(on.parameters())
+    optimizer.load_state_dict(stepped(model(), torch.optim.AdamW).state_dict())
+    return optimizer
+
+
+def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
+    on[1].requires_grad_(False)  # type: ignore[index]
+    return torch.optim.SGD([{"params": list(part.parameters())} for part in on.children()], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda on: stepped(on, torch.optim.AdamW),
+            "AdamW has state of 4 parameters already, which sharding would lose; pass one that",
+        ),
+        (lambda on: stepped(on, torch.optim.SGD, momentum=0.9), "SGD has state of 4 parameters already"),
+        (lambda on: stepped(on, torch.optim.Adagrad), "Adagrad has state of 4 parameters already"),
+        (loaded, "AdamW has state of 4 parameters already"),
+        (
+            lambda on: torch.optim.SGD(model().parameters(), lr=0.1),
+            r"SGD holds 4 parameters that are not among Sequential's; make it from model.parameters\(\), after the last change",
+        ),
+        (
+            lambda on: torch.optim.SGD(on[0].parameters(), lr=0.1),
+            r"SGD leaves out 2 trainable parameters \(1.weight, 1.bias\); freeze those with requires_grad_\(False\) or add them to a group",
+        ),
+        (partly_frozen, "group 1 of SGD holds only frozen parameters; leave it out"),
+        (lambda on: torch.optim.Adafactor(on.parameters()), "Adafactor works on whole tensors, and engines hand it parts"),
+        (lambda on: torch.optim.Adam(on.parameters(), capturable=True), "Adam has capturable=True"),
+    ],
+    ids=["stepped", "momentum", "eager state", "loaded", "foreign", "left out", "frozen group", "whole tensors", "capturable"],
+)
+def test_an_object_that_cannot_be_moved(make: Callable[[nn.Module], torch.optim.Optimizer], message: str) -> None:
+    on = model()
+    with pytest.raises(ConfigError, match=f"optimizer: {message}"):
+        adopt(make(on), on, sharded=True)
+
+
+def test_an_object_keeps_its_groups_on_other_parameters() -> None:
+    on, after = model(), model()
+    named = dict(on.named_parameters())
+    on[1].bias.requires_grad_(False)  # type: ignore[union-attr,operator]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [("1.bias", named["1.bias"]), ("1.weight", named["1.weight"])], "lr": torch.tensor(0.25), "weight_decay": 0.0},
+            {"params": [("0.weight", named["0.weight"]), ("0.bias", named["0.bias"])]},
+        ],
+        lr=0.5,
+        amsgrad=True,
+        maximize=True,
+    )
+    groups = list(optimizer.param_groups)
+    build = adopt(optimizer, on, sharded=True)
+    assert built(build, after) is optimizer
+    assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
+    moved = dict(after.named_parameters())
+    assert [[id(p) for p in group["params"]] for group in groups] == [[id(moved["1.weight"])], [id(moved["0.weight"]), id(moved["0.bias"])]]
+    assert [group["param_names"] for group in groups] == [["1.weight"], ["0.weight", "0.bias"]]
+    assert [group["lr"] for group in groups] == [0.25, 0.5]
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.01]
+    assert all(group["amsgrad"] and group["maximize"] for group in groups)
+
+
+def test_state_before_the_first_step_is_made_anew() -> None:
+    on, after = model(), model()
+    optimizer = torch.optim.Adagrad(on.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    built(adopt(optimizer, on, sharded=True), after)
+    after(torch.ones(1, 2)).square().sum().backward()
+    gradient = after[0].bias.grad.clone()  # type: ignore[index,union-attr]
+    optimizer.step()
+    assert set(optimizer.state) == set(after.parameters())
+    torch.testing.assert_close(optimizer.state[after[0].bias]["sum"], 0.5 + gradient.square())  # type: ignore[index]
+
+
+def test_what_ranks_must_agree_on() -> None:
+    on = model()
+    described = description_of(torch.optim.SGD(on.parameters(), lr=torch.tensor(0.5), momentum=0.9), on)
+    wanted = {"optimizer": "SGD", "parameters of group 0": "0.weight, 0.bias, 1.weight, 1.bias", "lr of group 0": 0.5}
+    assert wanted.items() <= described.items()
+    assert description_of(None, on) == {"optimizer": "that of the config"}
+    assert description_of(3, None) == {"optimizer": "int"}

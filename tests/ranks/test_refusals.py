@@ -84,9 +84,32 @@ def a_path_for_a_config(backend):
     unishard.prepare(mlp(), "configs/llama_tiny.yaml")
 
 
-def an_optimizer_for_a_factory(backend):
+def an_optimizer_of_another_model(backend):
+    unishard.prepare(mlp(), config(backend, optimizer=None), optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1))
+
+
+def different_optimizers(backend):
     model = mlp()
-    unishard.prepare(model, config(backend, optimizer=None), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    rate = 0.1 + my_rank()
+    unishard.prepare(model, config(backend, optimizer=None), optimizer=torch.optim.SGD(model.parameters(), lr=rate))
+
+
+def optimizer_on_one_rank(backend):
+    model = mlp()
+    unishard.prepare(model, config(backend, optimizer=None), torch.optim.SGD(model.parameters(), lr=0.1) if my_rank() else None)
+
+
+def a_pattern_without_match(backend):
+    unishard.prepare(mlp(), config(backend, optimizer={"weight_decay": 0.1, "no_decay": ["LayerNorm"]}))
+
+
+def scheduler_given_twice(backend):
+    cfg = config(backend, scheduler={"name": "constant"})
+    unishard.prepare(mlp(), cfg, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+def a_scheduler_that_needs_a_metric(backend):
+    unishard.prepare(mlp(), config(backend), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 def meta_on_one_rank(backend):
@@ -129,11 +152,19 @@ REFUSED = {
         "is 16, but micro_batch_size 2 x gradient_accumulation_steps 3 x 2 ranks is 12",
     ),
     low_precision_model: ("ModelError", "trainable parameters must be fp32", "call model.float()"),
-    optimizer_given_twice: ("ConfigError", "optimizer: is in the config, and prepare was given a factory as well; remove one"),
+    optimizer_given_twice: ("ConfigError", "optimizer: is in the config, and prepare was given one as well; remove one of the two"),
     wrapped_already: ("ModelError", "DistributedDataParallel is wrapped already; pass the module inside, model.module"),
     prepared_twice: ("ModelError", "this Mlp has been prepared before; build the model anew"),
     a_path_for_a_config: ("ConfigError", "a unishard.Config is needed, got str; load one with unishard.load(path)"),
-    an_optimizer_for_a_factory: ("ConfigError", "optimizer: is a SGD; pass a function that builds one"),
+    an_optimizer_of_another_model: ("ConfigError", "optimizer: SGD holds 25 parameters that are not among Mlp's"),
+    different_optimizers: ("RankMismatchError", "different optimizers", "lr of group 0: rank 0 has 0.1, rank 1 has 1.1"),
+    optimizer_on_one_rank: ("RankMismatchError", "optimizer: rank 0 has 'that of the config', rank 1 has 'SGD'"),
+    a_pattern_without_match: (
+        "ConfigError",
+        "optimizer.no_decay: 'LayerNorm' matches no parameter; write a part of a name such as inp",
+    ),
+    scheduler_given_twice: ("ConfigError", "scheduler: is in the config, and prepare was given one as well; remove one of the two"),
+    a_scheduler_that_needs_a_metric: ("ConfigError", "scheduler: ReduceLROnPlateau needs a metric"),
     meta_on_one_rank: ("RankMismatchError", "rank 1 has '(23, 13) torch.float32 on meta'"),
     not_installed: ("BackendError", "pip install 'unishard["),
 }

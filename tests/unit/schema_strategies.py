@@ -43,7 +43,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "sharding": draw(st.sampled_from((strategy, strategy.upper()))) if len(sharding) == 1 else sharding,
         "precision": precision,
         "offload": offload,
-        "optimizer": draw(_optimizers),
+        "optimizer": draw(_optimizers()),
         "scheduler": draw(_schedulers()),
         **draw(
             some(
@@ -62,10 +62,32 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-_optimizers = st.one_of(
-    some(name=st.just("adamw"), lr=rate, betas=st.lists(fraction, min_size=2, max_size=2), eps=rate, weight_decay=rate),
-    st.builds(lambda rest: {"name": "sgd", **rest}, some(lr=rate, momentum=rate, weight_decay=rate)),
-)
+patterns = st.lists(st.sampled_from(("bias", "norm", r"^head\.", "[0-3]", "a|b")), min_size=1, max_size=2)
+positive_rate = st.floats(1e-9, 1e6)
+_betas = st.lists(fraction, min_size=2, max_size=2)
+_OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "adamw": {"betas": _betas, "eps": rate, "amsgrad": st.booleans()},
+    "adam": {"betas": _betas, "eps": rate, "amsgrad": st.booleans()},
+    "sgd": {"momentum": rate},
+    "adagrad": {"eps": rate},
+    "lion": {"betas": _betas},
+}
+
+
+def _groups(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[str, Any]]]:
+    one = st.one_of(*(st.fixed_dictionaries({"params": patterns, name: field}) for name, field in fields.items()))
+    return st.lists(one, max_size=2)
+
+
+@st.composite
+def _optimizers(draw: st.DrawFn) -> dict[str, Any]:
+    name = draw(st.sampled_from(tuple(_OWN)))
+    optimizer = {"name": name} | draw(some(lr=positive_rate, groups=_groups(lr=positive_rate, weight_decay=rate), **_OWN[name]))
+    if optimizer.get("momentum"):
+        optimizer |= draw(some(nesterov=st.booleans()))
+    if draw(st.booleans()):
+        optimizer |= {"weight_decay": draw(positive_rate)} | draw(some(no_decay=patterns))
+    return optimizer
 
 
 @st.composite

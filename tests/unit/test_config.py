@@ -54,7 +54,7 @@ def test_leaves_are_the_fields_that_hold_values() -> None:
     assert len(paths) == len(set(paths))
     cfg = Config()
     for path, field in leaves(Config):
-        assert value_at(cfg, path) == field.get_default(call_default_factory=True)
+        assert value_at(cfg, path) == field.get_default(call_default_factory=True, validated_data={"name": "adamw"})
 
 
 def test_frozen() -> None:
@@ -75,6 +75,15 @@ def test_frozen() -> None:
         {"offload": {"pin_memory": False}},
         {"optimizer": {"name": "sgd", "betas": [0.9, 0.9]}},
         {"optimizer": {"name": "adamw", "momentum": 0.9}},
+        {"optimizer": {"name": "adagrad", "amsgrad": True}},
+        {"optimizer": {"name": "lion", "eps": 1e-8}},
+        {"optimizer": {"name": "sgd", "nesterov": True}},
+        {"optimizer": {"name": "lion", "lr": 0.0}},
+        {"optimizer": {"name": "sgd", "no_decay": ["bias"]}},
+        {"optimizer": {"no_decay": [""]}},
+        {"optimizer": {"no_decay": ["("]}},
+        {"optimizer": {"groups": [{"params": ["a"]}]}},
+        {"optimizer": {"groups": [{"lr": 0.1}]}},
         {"scheduler": "cosine"},
         {"scheduler": {"name": "linear", "total_steps": 5, "warmup_steps": 5}},
         {"scheduler": {"name": "constant", "total_steps": 5}},
@@ -95,8 +104,28 @@ def test_contradictions_are_refused(given: dict[str, object]) -> None:
         {"precision": {"compute": "bf16", "reduce": "bf16"}},
         {"scheduler": {"warmup_steps": 10}},
         {"optimizer": {"name": "sgd", "momentum": 0.9}},
+        {"optimizer": {"name": "sgd", "momentum": 0.9, "nesterov": True}},
+        {"optimizer": {"name": "lion", "betas": [0.9, 0.99]}},
+        {"optimizer": {"name": "adam", "amsgrad": True, "eps": 1e-6}},
+        {"optimizer": {"name": "adagrad", "eps": 1e-6, "weight_decay": 0.1, "no_decay": ["bias"]}},
+        {"optimizer": {"groups": [{"params": ["^a$"], "lr": 0.1}, {"params": ["b"], "weight_decay": 0.0}]}},
     ],
     ids=str,
 )
 def test_what_makes_sense_is_accepted(given: dict[str, object]) -> None:
     Config.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "betas", "eps", "weight_decay"),
+    [
+        ("adamw", (0.9, 0.999), 1e-8, 0.01),
+        ("adam", (0.9, 0.999), 1e-8, 0.0),
+        ("sgd", (0.9, 0.999), 1e-8, 0.0),
+        ("adagrad", (0.9, 0.999), 1e-10, 0.0),
+        ("lion", (0.9, 0.99), 1e-8, 0.0),
+    ],
+)
+def test_each_optimizer_has_the_defaults_of_its_library(name: str, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    optimizer = Config.model_validate({"optimizer": name}).optimizer
+    assert (optimizer.betas, optimizer.eps, optimizer.weight_decay) == (betas, eps, weight_decay)

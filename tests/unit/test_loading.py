@@ -385,8 +385,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "betas of sgd",
         "optimizer:\n  name: sgd\n  betas: [0.9, 0.99]\n  eps: 1e-6\n",
         [
-            "c.yaml:3: optimizer.betas: belongs to adamw, not to sgd; remove it or set optimizer.name to adamw",
-            "c.yaml:4: optimizer.eps: belongs to adamw, not to sgd; remove it or set optimizer.name to adamw",
+            "c.yaml:3: optimizer.betas: belongs to adamw, adam and lion, not to sgd; remove it or set optimizer.name to adamw",
+            "c.yaml:4: optimizer.eps: belongs to adamw, adam and adagrad, not to sgd; remove it or set optimizer.name to adamw",
         ],
     ),
     (

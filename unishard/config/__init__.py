@@ -11,9 +11,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from unishard.config.communication import Communication
 from unishard.config.offload import Offload
-from unishard.config.optimization import Optimizer, Scheduler
+from unishard.config.optimizer import Optimizer, ParameterGroup
 from unishard.config.precision import Precision
-from unishard.config.section import CROSS_FIELD, Section, leaves, refuse, value_at
+from unishard.config.scheduler import Scheduler
+from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
 from unishard.config.sharding import Sharding
 from unishard.config.training import Training
 from unishard.errors import ConfigError, Problem
@@ -24,12 +25,14 @@ __all__ = [
     "Config",
     "Offload",
     "Optimizer",
+    "ParameterGroup",
     "Precision",
     "Scheduler",
     "Section",
     "Sharding",
     "Training",
     "expect_config",
+    "items_of",
     "leaves",
     "value_at",
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["CROSS_FIELD", "Section", "leaves", "refuse", "value_at"]
+__all__ = ["CROSS_FIELD", "Section", "items_of", "leaves", "refuse", "value_at"]
 
 CROSS_FIELD = "cross_field"
 
@@ -55,6 +55,12 @@ def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield from leaves(kind, f"{prefix}{name}.")
         else:
             yield prefix + name, field
+
+
+def items_of(kind: Any) -> type[Section] | None:
+    """The section that a list holds many of; None for every other type."""
+    (item,) = get_args(kind) if get_origin(kind) is list else (None,)
+    return item if isinstance(item, type) and issubclass(item, Section) else None
 
 
 def value_at(section: Section, path: str) -> Any:

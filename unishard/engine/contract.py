@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.backend import Placement, Step
 from unishard.config import Config
@@ -21,6 +22,7 @@ from unishard.data.progress import Progress
 from unishard.engine.access import ParameterAccess
 from unishard.engine.items import Items
 from unishard.engine.schedule import Schedule
+from unishard.engine.schedulers import TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
 
 __all__ = ["TrainingEngine"]
@@ -47,7 +49,8 @@ class TrainingEngine(ParameterAccess):
         self._cfg = cfg
         self._module = module
         self._optimizer = optimizer
-        self._schedule = Schedule(cfg.scheduler, optimizer.param_groups)
+        self._device = device
+        self._schedule: Schedule | TorchSchedule = Schedule(cfg.scheduler, optimizer.param_groups)
         self._window = cfg.training.gradient_accumulation_steps
         self._micro_batch = 0
         self._items = Items(device)
@@ -211,6 +214,15 @@ class TrainingEngine(ParameterAccess):
         self._items.clear()
         self._phase, self._graph, self._micro_batch = _Phase.OPEN, False, 0
         self._settled, self._discarded = False, True
+
+    def follow(self, scheduler: LRScheduler) -> None:
+        """Let a torch scheduler write the learning rates, once for each real update. `prepare` calls it, before the first step.
+
+        Args:
+            scheduler: Of an optimizer whose group dicts are those of `optimizer`.
+        """
+        self._require_open("follow")
+        self._schedule = TorchSchedule(scheduler, self._optimizer.param_groups)
 
     def train(self, mode: bool = True) -> Self:
         """Put the model in training mode."""

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import ErrorType
 from ruamel.yaml import YAML
 
-from unishard.config import CROSS_FIELD, Config, Section
+from unishard.config import CROSS_FIELD, Config, Section, items_of
 from unishard.loading.origins import Keys, Place
 from unishard.wording import choices, expected, shown, type_in_words
 
@@ -61,6 +61,8 @@ def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
             for name, what in raw["ctx"]["problems"]:
                 yield Finding((*raw["loc"], *name.split(".")), what)
             continue
+        if raw["type"] == "default_factory_not_called":
+            continue  # a default that depends on a field beside it, which has a finding of its own
         path, kind = _resolve(raw["loc"])
         if path in seen:
             continue
@@ -76,13 +78,18 @@ def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
 def _resolve(loc: Keys) -> tuple[Keys, FieldInfo | type[Section] | None]:
     """The path of the field that a location of the validator lies in, and the field, the section, or None if there is none."""
     section: type[Section] = Config
-    for depth, name in enumerate(loc, start=1):
-        field = section.model_fields.get(str(name))
+    depth = 0
+    while depth < len(loc):
+        field = section.model_fields.get(str(loc[depth]))
+        depth += 1
         if field is None:
             return loc[:depth], None
-        if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+        if (item := items_of(field.annotation)) and depth < len(loc):
+            section, depth = item, depth + 1
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            section = field.annotation
+        else:
             return loc[:depth], field
-        section = field.annotation
     return loc, section
 
 
@@ -91,8 +98,9 @@ def _given(data: Any, path: Keys) -> Any:
     section: Any = Config
     for name in path:
         data = data[name]
-        section = section.model_fields[name].annotation
-        if isinstance(section, type) and issubclass(section, Section):
+        section = section if isinstance(name, int) else section.model_fields[name].annotation
+        section = items_of(section) or section
+        if isinstance(section, type) and issubclass(section, Section) and not isinstance(data, list):
             data = section.expand(data)
     return data
 
@@ -169,11 +177,16 @@ def unknown(section: Keys, name: str) -> str:
     """That a section has no such field, and which one may be meant."""
     kind: Any = Config
     for key in section:
-        kind = kind.model_fields[key].annotation
+        if not isinstance(key, int):
+            kind = kind.model_fields[key].annotation
+            kind = items_of(kind) or kind
     word, paths = name.lower(), list(_paths(Config))
-    meant = [path for path in paths if path.rpartition(".")[2] == word]
+    meant = get_close_matches(word, kind.model_fields, 1, _CLOSE) if any(isinstance(key, int) for key in section) else []
+    if not meant:
+        meant = [path for path in paths if path.rpartition(".")[2] == word]
     if not meant and word in _ELSEWHERE:
-        meant = [_ELSEWHERE[word]]
+        here = _ELSEWHERE[word].rpartition(".")[2]
+        meant = [here if here in kind.model_fields else _ELSEWHERE[word]]
     if not meant:
         meant = get_close_matches(word, kind.model_fields, 1, _CLOSE)
     if not meant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,8 +65,9 @@ def train(
         before_update: Edits the `.grad` of the model's parameters, averaged and not yet clipped.
         after_update: Edits the parameters.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    built = optimizer(trainable) if optimizer else _optimizer(cfg.optimizer, trainable)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trainable = [parameter for _, parameter in named]
+    built = optimizer(trainable) if optimizer else _optimizer(cfg.optimizer, named)
     peaks = [group["lr"] for group in built.param_groups]
     gradients = _Bf16(model, summed) if cfg.precision.compute == "bf16" else _Fp32(model, summed)
     losses, norms, lrs = [], [], []
@@ -154,7 +156,52 @@ class _Bf16:
         return total / (len(window) if items is None else items)
 
 
-def _optimizer(cfg: Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
-    if cfg.name == "sgd":
-        return torch.optim.SGD(parameters, cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay)
-    return torch.optim.AdamW(parameters, cfg.lr, cfg.betas, cfg.eps, cfg.weight_decay, fused=True)
+def _optimizer(cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [parameter], **_settings(cfg, name)}
+        for name, parameter in sorted(named, key=lambda pair: _settings(cfg, pair[0]) != _plain(cfg))
+    ]
+    match cfg.name:
+        case "sgd":
+            return torch.optim.SGD(groups, momentum=cfg.momentum, nesterov=cfg.nesterov)
+        case "adagrad":
+            return torch.optim.Adagrad(groups, eps=cfg.eps)
+        case "lion":
+            return _Lion(groups, cfg.betas)
+        case "adam":
+            return torch.optim.Adam(groups, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
+    return torch.optim.AdamW(groups, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
+
+
+def _plain(cfg: Optimizer) -> dict[str, float]:
+    return {"lr": cfg.lr, "weight_decay": cfg.weight_decay}
+
+
+def _settings(cfg: Optimizer, name: str) -> dict[str, float]:
+    """What one parameter is trained with; the oracle gives each a group of its own, those without exceptions first."""
+    settings = _plain(cfg)
+    if any(re.search(pattern, name) for pattern in cfg.no_decay):
+        settings["weight_decay"] = 0.0
+    for section in cfg.groups:
+        if any(re.search(pattern, name) for pattern in section.params):
+            given = {"lr": section.lr, "weight_decay": section.weight_decay}
+            return settings | {option: value for option, value in given.items() if value is not None}
+    return settings
+
+
+class _Lion(torch.optim.Optimizer):
+    """Algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (Chen et al. 2023), written out."""
+
+    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update."""
+        for group in self.param_groups:
+            slow, slower = group["betas"]
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                direction = (slow * momentum + (1 - slow) * parameter.grad).sign()
+                parameter.copy_(parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction)
+                momentum.copy_(slower * momentum + (1 - slower) * parameter.grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.testing.cells import Feature
-from unishard.testing.features import access, accumulation, plain
+from unishard.testing.features import access, accumulation, optimizers, plain
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
@@ -13,6 +13,7 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "plain": plain.FEATURES,
     "accumulation": accumulation.FEATURES,
     "access": access.FEATURES,
+    "optimizers": optimizers.FEATURES,
 }
 """Features by area, in the order of the table."""
 

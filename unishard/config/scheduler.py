@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate over time."""
+"""The learning rate over time."""
 
 from __future__ import annotations
 
@@ -9,48 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from unishard.config.section import Section, refuse
 from unishard.config.spelling import Spellings
 
-__all__ = ["Optimizer", "Scheduler"]
-
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+__all__ = ["Scheduler"]
 
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
-
-
-def _pair(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-_ONLY = {"betas": "adamw", "eps": "adamw", "momentum": "sgd"}
-
-
-class Optimizer(Section):
-    """The torch optimizer that `prepare` builds, unless it is given a factory of its own."""
-
-    shorthand: ClassVar[tuple[str, ...]] = ("name",)
-
-    name: Annotated[Literal["adamw", "sgd"], BeforeValidator(_lower), Spellings()] = Field(default="adamw")
-    """`adamw` is `torch.optim.AdamW` (decoupled weight decay), `sgd` is `torch.optim.SGD`; fused where torch has it."""
-    lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
-    """Learning rate, before the schedule."""
-    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair)] = Field(default=(0.9, 0.999))
-    """AdamW's decay rates of the first and second moment."""
-    eps: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
-    """AdamW's term added to the denominator."""
-    momentum: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """SGD's momentum factor."""
-    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    """Weight decay, of every trainable parameter."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        refuse(
-            (field, f"belongs to {name}, not to {self.name}; remove it or set optimizer.name to {name}")
-            for field, name in _ONLY.items()
-            if field in self.model_fields_set and name != self.name
-        )
-        return self
 
 
 class Scheduler(Section):

@@ -1,0 +1,96 @@
+"""Which scheduler objects are taken, and when they step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+from unishard.config import Config
+from unishard.engine.recipe import Recipe
+from unishard.engine.schedulers import TorchSchedule, check, made
+from unishard.errors import ConfigError
+
+
+def optimizer(lr: Any = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+ONE = optimizer()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (3, r"is a int; pass a torch\.optim\.lr_scheduler\.LRScheduler, or a function from an optimizer to one"),
+        (ReduceLROnPlateau(ONE), r"ReduceLROnPlateau needs a metric, which an update does not have; leave it out and set group\['lr'\]"),
+        (StepLR(optimizer(), 1), "StepLR was made on an optimizer that prepare was not given; pass that one too, or pass a function"),
+    ],
+    ids=["number", "needs a metric", "another optimizer"],
+)
+def test_refused(scheduler: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"scheduler: {message}"):
+        check(scheduler, ONE)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda built: None, "function returned NoneType; it must return a torch"),
+        (ReduceLROnPlateau, "ReduceLROnPlateau needs a metric"),
+        (lambda built: StepLR(optimizer(), 1), "function returned a StepLR of another optimizer; build it from its argument"),
+    ],
+    ids=["nothing", "needs a metric", "another optimizer"],
+)
+def test_a_function_that_returns_something_else(build: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"scheduler: {message}"):
+        made(build, ONE)
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_nothing_is_given_twice(section: str) -> None:
+    cfg = Config.model_validate({"sharding": "no_shard", section: {"name": "adamw" if section == "optimizer" else "constant"}})
+    model = torch.nn.Linear(1, 1)
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = {"optimizer": (own, None), "scheduler": (None, lambda built: StepLR(built, 1))}[section]
+    with pytest.raises(ConfigError, match=f"{section}: is in the config, and prepare was given one as well; remove one of the two"):
+        Recipe(cfg, model, *given)
+
+
+def test_an_object_on_an_object_and_a_function_on_the_config_s() -> None:
+    model = torch.nn.Linear(1, 1)
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = StepLR(own, 1)
+    recipe = Recipe(Config.model_validate({}), model, own, scheduler)
+    assert recipe(model.named_parameters()) is own
+    assert recipe.scheduler is scheduler
+    recipe = Recipe(Config.model_validate({}), model, None, lambda built: StepLR(built, 1))
+    assert recipe.scheduler is None
+    built = recipe(model.named_parameters())
+    assert recipe.scheduler is not None
+    assert recipe.scheduler.optimizer is built
+
+
+def test_steps_once_for_each_update() -> None:
+    own = optimizer()
+    parts = [LambdaLR(own, lambda i: (i + 1) / 2), StepLR(own, 1, 0.5)]
+    schedule = TorchSchedule(SequentialLR(own, parts, milestones=[2]), own.param_groups)
+    rates = []
+    for _ in range(5):
+        rates.append(schedule.lr)
+        own.step()
+        schedule.advance()
+    assert rates == [0.5, 1.0, 1.0, 0.5, 0.25]
+
+
+def test_rates_stay_numbers() -> None:
+    own = optimizer(torch.tensor(1.0))
+    scheduler = LambdaLR(own, lambda i: 1 / (i + 1))
+    own.param_groups[0]["lr"] = 1.0
+    schedule = TorchSchedule(scheduler, own.param_groups)
+    own.step()
+    schedule.advance()
+    assert own.param_groups[0]["lr"] == 0.5
+    assert isinstance(own.param_groups[0]["lr"], float)

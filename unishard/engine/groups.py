@@ -1,0 +1,85 @@
+"""Parameter groups of the config: from patterns to the names of a model's parameters, before anything is sharded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from unishard import config
+from unishard.errors import ConfigError, Problem
+
+__all__ = ["Group", "groups_of"]
+
+_SHOWN = 12
+
+
+class Group(NamedTuple):
+    """Parameters that share a learning rate and a weight decay."""
+
+    names: tuple[str, ...]
+    """In the order of the model."""
+    lr: float
+    weight_decay: float
+
+
+def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[str] = ()) -> list[Group]:
+    """The groups of an optimizer: what no section takes comes first, then the sections, each split where `no_decay` exempts a part.
+
+    Args:
+        cfg: With `no_decay` and `groups`.
+        trainable: Names of the trainable parameters, in the order of the model.
+        frozen: Names of the others, for messages.
+
+    Raises:
+        ConfigError: A pattern matches no trainable parameter, or a section gets none; names the candidates.
+    """
+    claims = {name: _claim(cfg, name) for name in trainable}
+    if problems := _problems(cfg, claims, set(frozen)):
+        raise ConfigError(problems)
+    found: dict[tuple[int, bool], list[str]] = {}
+    for name in trainable:
+        found.setdefault((claims[name], _matches(cfg.no_decay, name)), []).append(name)
+    groups = []
+    for (claim, exempt), names in sorted(found.items()):
+        section = cfg.groups[claim] if claim >= 0 else config.ParameterGroup.model_construct()
+        decay = section.weight_decay if section.weight_decay is not None else 0.0 if exempt else cfg.weight_decay
+        groups.append(Group(tuple(names), cfg.lr if section.lr is None else section.lr, decay))
+    return groups
+
+
+def _claim(cfg: config.Optimizer, name: str) -> int:
+    """The section that takes a parameter; -1 for none."""
+    return next((index for index, section in enumerate(cfg.groups) if _matches(section.params, name)), -1)
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _problems(cfg: config.Optimizer, claims: Mapping[str, int], frozen: set[str]) -> list[Problem]:
+    problems = [
+        Problem(path, _without_match(pattern, claims, frozen))
+        for path, patterns in (
+            ("optimizer.no_decay", cfg.no_decay),
+            *((f"optimizer.groups[{index}].params", section.params) for index, section in enumerate(cfg.groups)),
+        )
+        for pattern in patterns
+        if not any(re.search(pattern, name) for name in claims)
+    ]
+    if not problems:
+        problems = [
+            Problem(f"optimizer.groups[{index}].params", "matches only parameters that an earlier section takes; put this one before it")
+            for index in range(len(cfg.groups))
+            if index not in claims.values()
+        ]
+    return problems
+
+
+def _without_match(pattern: str, trainable: Iterable[str], frozen: set[str]) -> str:
+    if any(re.search(pattern, name) for name in frozen):
+        return f"{pattern!r} matches only frozen parameters; remove it or set requires_grad on them before prepare"
+    # Blocks that repeat are told once.
+    candidates = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in trainable))
+    more = ", ..." if len(candidates) > _SHOWN else ""
+    return f"{pattern!r} matches no parameter; write a part of a name such as {', '.join(candidates[:_SHOWN])}{more}"

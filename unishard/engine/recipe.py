@@ -1,0 +1,67 @@
+"""What steps the parameters: optimizer and schedule, from whatever `prepare` was given, checked before anything is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from unishard.backend import OptimizerBuilder, OptimizerFactory
+from unishard.config import Config
+from unishard.engine.optimizers import adopt, checked, factory
+from unishard.engine.schedulers import SchedulerFactory, check, made
+from unishard.errors import ConfigError, Problem
+
+__all__ = ["Recipe"]
+
+
+class Recipe:
+    """An `OptimizerBuilder` that also makes the scheduler, if the caller has one."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        model: nn.Module,
+        optimizer: OptimizerFactory | torch.optim.Optimizer | None,
+        scheduler: SchedulerFactory | LRScheduler | None,
+    ) -> None:
+        """Check everything; build nothing.
+
+        Raises:
+            ConfigError: Something is given twice, or would not train the model as asked.
+        """
+        problems = [
+            Problem(section, f"is in the config, and prepare was given one as well; remove one of the two: {section}={given}")
+            for section, given in (("optimizer", _word(optimizer)), ("scheduler", _word(scheduler)))
+            if given and section in cfg.model_fields_set
+        ]
+        if problems:
+            raise ConfigError(problems)
+        if scheduler is not None:
+            check(scheduler, optimizer)
+        self._build = _builder(cfg, model, optimizer)
+        self._scheduler = scheduler
+        self.scheduler: LRScheduler | None = scheduler if isinstance(scheduler, LRScheduler) else None
+        """That of the caller, once the optimizer is built."""
+
+    def __call__(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        """The optimizer over these trainable parameters."""
+        optimizer: torch.optim.Optimizer = self._build(named)
+        if self._scheduler is not None and self.scheduler is None:
+            self.scheduler = made(self._scheduler, optimizer)  # type: ignore[arg-type]  # no object, so a function
+        return optimizer
+
+
+def _word(given: object) -> str:
+    return "" if given is None else type(given).__name__
+
+
+def _builder(cfg: Config, model: nn.Module, given: OptimizerFactory | torch.optim.Optimizer | None) -> OptimizerBuilder:
+    sharded = cfg.sharding.strategy != "no_shard"
+    if given is None:
+        return factory(cfg.optimizer, model)
+    if isinstance(given, torch.optim.Optimizer):
+        return adopt(given, model, sharded=sharded)
+    return checked(given, sharded=sharded)
