@@ -84,6 +84,10 @@ class Engine(Protocol):
         """After every micro-batch; updates the parameters at the end of an accumulation window."""
         ...
 
+    def set_trainable(self, names: str | Iterable[str], trainable: bool = True) -> None:
+        """Freeze parameters, or let those train that were trainable in `prepare`, from the next accumulation window on."""
+        ...
+
     def train(self, mode: bool = True) -> Engine:
         """Put the model in training mode."""
         ...

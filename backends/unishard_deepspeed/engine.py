@@ -14,7 +14,7 @@ from unishard.config import Config
 from unishard.engine import TrainingEngine
 from unishard_deepspeed import internals
 from unishard_deepspeed.clipping import clipping_of
-from unishard_deepspeed.unused import FirstWindow
+from unishard_deepspeed.unused import Unused
 
 __all__ = ["DeepSpeedTrainingEngine"]
 
@@ -28,7 +28,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         self._clipping = clipping_of(engine, skips=cfg.training.nonfinite != "ignore")
         self._hooks = hooks
         """On the model; they go with the engine."""
-        self._first_window = FirstWindow(engine.module)
+        self._unused = Unused(engine.optimizer, device)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -42,9 +42,10 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         """DeepSpeed learns of the end of a window from `step`."""
 
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
-        self._first_window.end()
+        self._unused.end_window()
         self._clipping.prepare(max_norm, divisor)
         outcome = self._clipping.step()
+        self._unused.updated()
         internals.clear_stale_gradients(self._optimizer)
         return outcome
 
@@ -60,9 +61,9 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         )
 
     def _release(self) -> None:
-        self._first_window.remove()
+        self._unused.remove()
         for hook in self._hooks:
             hook.remove()
         self._engine.destroy()
         internals.forget(self._engine)
-        del self._engine, self._clipping
+        del self._engine, self._clipping, self._unused

@@ -46,6 +46,7 @@ def train(
     clips: Sequence[float | None] | None = None,
     optimizer: OptimizerFactory | None = None,
     summed: Summed | None = None,
+    before: Callable[[int], None] | None = None,
 ) -> Curve:
     """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
 
@@ -57,6 +58,7 @@ def train(
         clips: Gradient clipping of each update; left out, `training.gradient_clipping`.
         optimizer: Builds the optimizer from the trainable parameters; left out, `cfg.optimizer` decides.
         summed: The loss as a sum over items; left out, the mean that the model returns.
+        before: Called with the number of each update, from 0, before it; may toggle `requires_grad` of the model's parameters.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     built = optimizer(trainable) if optimizer else _optimizer(cfg.optimizer, trainable)
@@ -64,6 +66,8 @@ def train(
     gradients = _Bf16(model, summed) if cfg.precision.compute == "bf16" else _Fp32(model, summed)
     losses, norms, lrs = [], [], []
     for update, window in enumerate(windows):
+        if before is not None:
+            before(update)
         clip = clips[update] if clips is not None else cfg.training.gradient_clipping
         part = rate(cfg.scheduler, update)
         for group, peak in zip(built.param_groups, peaks, strict=True):
@@ -127,6 +131,7 @@ class _Bf16:
         copies = list(self.copy.parameters())
         for low, master in zip(copies, self.masters, strict=True):
             low.data.copy_(master.data)
+            low.requires_grad_(master.requires_grad)
         total = 0.0
         for batch in window:
             inputs = {name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}

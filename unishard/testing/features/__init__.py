@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.testing.cells import Feature
-from unishard.testing.features import accumulation, plain
+from unishard.testing.features import accumulation, lora, plain
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
 AREAS: Mapping[str, tuple[Feature, ...]] = {
     "plain": plain.FEATURES,
     "accumulation": accumulation.FEATURES,
+    "lora": lora.FEATURES,
 }
 """Features by area, in the order of the table."""
 
