@@ -69,6 +69,7 @@ def test_what_an_engine_is() -> None:
         "module",
         "optimizer",
         "placement",
+        "set_trainable",
         "step",
         "train",
         "windows",
