@@ -106,7 +106,7 @@ NEW_TOKENS = (3, 9)
 
 
 def prompt(rank):
-    return batch("llama", rank, 2)["input_ids"][:, : 4 + rank]
+    return batch("llama", rank, 2)["input_ids"][:, : 4 + rank].contiguous()
 
 
 def t5():
@@ -254,7 +254,7 @@ MISUSE = {
     nested_lockstep: "ContractError: lockstep was entered inside lockstep",
     training_in_lockstep: "ContractError: the model was put in training mode inside engine.lockstep()",
     backward_in_evaluation: "ContractError: backward was called without a forward of the engine; compute the loss from",
-    generate_without: "ContractError: Mlp has no method generate",
+    generate_without: "ContractError: the model has no method generate",
     other_structure: "rank 1 is in engine.gather_for_metrics (update 1, micro-batch 1 of 1, logits: float32[*, 4])",
     not_one_row_a_sample: "ContractError: gather_for_metrics cannot leave out the samples that fill up",
     not_a_tensor: "ContractError: gather_for_metrics takes tensors and lists of strings or numbers, in dicts, lists and tuples, but",

@@ -7,11 +7,8 @@ others and raises. Nobody is left inside a collective, which on gloo nothing can
 
 from __future__ import annotations
 
-import atexit
-import logging
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Communication
-from unishard.engine.places import Places, describe, stack_of
+from unishard.engine.places import Places, describe
+from unishard.engine.watch import watch
 from unishard.errors import RankMismatchError
 
 __all__ = ["DesyncCheck", "Member", "join", "meet"]
@@ -36,7 +34,6 @@ _ANSWER = 3.0
 _ABSENT = 2**40
 """A digest that no call has: who gets it raises."""
 
-_logger = logging.getLogger("unishard")
 _current: DesyncCheck | None = None
 
 
@@ -104,54 +101,67 @@ class DesyncCheck:
         self.world = dist.group.WORLD
         self.timeout = timeout
         self.members = self.active = 0
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=LATE)  # gloo also beside NCCL: nothing here waits for a device
         store = dist.distributed_c10d._get_default_store()  # torch 2.13 has no public name for it
-        self._places = Places(store, self._group.group_name, self._rank, self._size)
-        self._rounds = list(_rounds(self._size))
-        self._number = 0
-        self._place = self._last = "before the first call"
+        self.places = Places(store, self._group.group_name, self.rank, self.size)
+        self._rounds = list(_rounds(self.size))
+        self.number = 0
+        self.place = self.last = "is before its first call"
         self._sent: list[_Sent] = []
-        self._failed = ""
-        self._waiting = False
-        self._blocked_since: float | None = None
-        self._warned = 0
-        self._thread = threading.get_ident()
-        self._moved = time.monotonic()
+        self.failed = ""
+        self.waiting = False
+        self.thread = threading.get_ident()
+        self.moved = time.monotonic()
         self._lock = threading.Lock()
-        _watch(self)
+        watch(self)
 
     def enter(self, place: str) -> None:
         """See `Member.enter`."""
-        if self._failed:
-            raise RankMismatchError(self._failed)
-        self._settle()
-        with self._lock:  # against the watch, which may speak for this rank while it is elsewhere
-            self._begin(place)
-            self._waiting = True
+        if self.failed:
+            raise RankMismatchError(self.failed)
         try:
+            self._begin_call(place)
             agreed = self._exchange(zlib.crc32(place.encode()))
+        except RankMismatchError:
+            raise
         except RuntimeError:  # gloo: the other end is gone, or late beyond LATE
             self._fail(place)
         finally:
-            self._waiting = False
-            self._moved = time.monotonic()
+            self.waiting = False
+            self.moved = time.monotonic()
         if not agreed:
-            raise RankMismatchError(self._report(self._number, place))
+            raise RankMismatchError(self._report(self.number, place))
 
     def leave(self, place: str, why: str) -> None:
         """See `Member.leave`."""
         self.active -= 1
-        if self._failed or self.world is not dist.group.WORLD:
+        if self.failed or self.world is not dist.group.WORLD:
             return
         with self._lock:
             self._begin(place)
             self._send(zlib.crc32(place.encode()), place + why)
 
+    def speak(self, number: int, place: str) -> None:
+        """From the watch: this rank will never come to a check, and the others need not wait."""
+        with self._lock:
+            if self.number + 1 == number:
+                self._begin(place)
+                self._send(_ABSENT, place)
+
+    def _begin_call(self, place: str) -> None:
+        while True:
+            self._settle()
+            with self._lock:  # against the watch, which may speak for this rank meanwhile
+                if not self._sent:
+                    self._begin(place)
+                    self.waiting = True
+                    return
+
     def _begin(self, place: str) -> None:
-        self._number += 1
-        self._last, self._place = self._place, place
-        self._thread, self._moved = threading.get_ident(), time.monotonic()
+        self.number += 1
+        self.last, self.place = self.place, place
+        self.thread, self.moved = threading.get_ident(), time.monotonic()
 
     def _exchange(self, digest: int) -> bool:
         """Whether all ranks hold the same digest. Two integers travel from rank to rank, the least and the largest digest."""
@@ -168,7 +178,7 @@ class DesyncCheck:
 
     def _send(self, digest: int, text: str) -> None:
         """Send a digest to whom this rank sends in any round, and wait for nobody."""
-        self._places.tell(self._number, "place", text)
+        self.places.tell(self.number, "place", text)
         sending, receiving = [], []
         mine = torch.tensor([digest, digest], dtype=torch.int64, device="cpu")
         try:
@@ -178,10 +188,10 @@ class DesyncCheck:
                 receiving += back
         except RuntimeError:  # another rank is gone already, and its own end says why
             pass
-        self._sent.append(_Sent(self._number, digest, sending, receiving))
+        self._sent.append(_Sent(self.number, digest, sending, receiving))
 
     def _stage(self, stage: int, distances: list[int], mine: Tensor) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
-        rank, size, group = self._rank, self._size, self._group
+        rank, size, group = self.rank, self.size, self._group
         sending = [(dist.isend(mine, (rank + distance) % size, group, stage), mine) for distance in distances]
         receiving = []
         for distance in distances:
@@ -193,73 +203,28 @@ class DesyncCheck:
         """Hear what the others did when this rank went on without them."""
         while self._sent:
             number, digest, sending, receiving = self._sent.pop(0)
+            self.waiting, self.moved = True, time.monotonic()
             try:
                 for work, _ in (*receiving, *sending):
                     work.wait()
             except RuntimeError:
-                self._fail(self._place)
+                self._fail(self.place)
             if digest == _ABSENT or any(value != digest for _, theirs in receiving for value in theirs.tolist()):
                 raise RankMismatchError(self._report(number, None))
 
     def _fail(self, place: str) -> NoReturn:
         """A rank is gone. The rendezvous is of no use any more."""
-        self._failed = self._report(self._number, place)
+        self.failed = self._report(self.number, place)
         self._send(_ABSENT, place)
-        raise RankMismatchError(self._failed) from None
+        raise RankMismatchError(self.failed) from None
 
     def _report(self, number: int, place: str | None) -> str:
         """Tell the others where this rank is (None: it has), and say where they are."""
         if place is not None:
-            self._places.tell(number, "place", place)
-        found = self._places.read(number, "place", _ANSWER)
-        where = describe(found, set(range(self._size)) - set(found), self._last.removeprefix("is ").removeprefix("has "))
+            self.places.tell(number, "place", place)
+        found = self.places.read(number, "place", _ANSWER)
+        where = describe(found, set(range(self.size)) - set(found), self.last)
         return f"ranks do not make the same calls, and would wait for each other for ever: {where}"
-
-    # -- what the watch does, once a second, on a thread of its own -------------------------------------------------------
-
-    def look(self) -> None:
-        """Name ranks that are late, and speak for this one where it waits in a collective that the others will never join."""
-        still = time.monotonic() - self._moved
-        if self._failed or not self.active or still < self.timeout / 2:
-            self._blocked_since = None
-        elif self._waiting:
-            self._look_for_late_ranks(self._number, still)
-        else:
-            self._answer(self._number + 1, still)
-
-    def _look_for_late_ranks(self, number: int, still: float) -> None:
-        self._places.ask(number)
-        self._places.tell(number, "seen", self._place)
-        if still >= self.timeout and self._warned != number:
-            self._warned = number
-            found = self._places.read(number, "seen", 0.0)
-            where = describe(found, set(range(self._size)) - set(found), self._last.removeprefix("is "))
-            _logger.warning("rank %d has waited %.0f s for other ranks: %s", self._rank, still, where)
-
-    def _answer(self, number: int, still: float) -> None:
-        where, inside, collective = stack_of(self._thread)
-        if not self._places.asked(number):
-            self._blocked_since = None
-            if inside and still >= 6 * self.timeout and self._warned != number:
-                self._warned = number
-                _logger.warning("rank %d %s for %.0f s, at %s", self._rank, self._place.replace("is", "has been", 1), still, where)
-            return
-        if not collective:
-            self._blocked_since = None
-            self._places.tell(number, "seen", f"{self._place} at {where}" if inside else f"is at {where}, outside unishard")
-            return
-        place = f"waits in torch.distributed at {where}, outside unishard"
-        self._places.tell(number, "seen", place)
-        now = time.monotonic()
-        self._blocked_since = self._blocked_since or now
-        if now - self._blocked_since < self.timeout / 4:
-            return
-        seen = self._places.read(number, "seen", 0.0)
-        if len(seen) == self._size and not any(" at " in text and "torch.distributed" not in text for text in seen.values()):
-            with self._lock:
-                if self._number + 1 == number:
-                    self._begin(place)
-                    self._send(_ABSENT, place)
 
 
 def _headline(error: BaseException) -> str:
@@ -274,26 +239,3 @@ def _rounds(size: int) -> Iterator[list[int]]:
     while step < size:
         yield [step * turn for turn in range(1, _RADIX) if step * turn < size]
         step *= _RADIX
-
-
-def _watch(check: DesyncCheck) -> None:
-    """Look once a second, for as long as the check lives."""
-    reference, ended = weakref.ref(check), threading.Event()
-
-    def run() -> None:
-        while not ended.wait(min(1.0, check_timeout / 10)):
-            check = reference()
-            if check is None or check.world is not dist.group.WORLD:
-                return
-            check.look()
-            del check
-
-    check_timeout = check.timeout
-    thread = threading.Thread(target=run, name="unishard-desync", daemon=True)
-    thread.start()
-
-    def end() -> None:  # a thread inside torch while the interpreter finalises would abort the process
-        ended.set()
-        thread.join(5.0)
-
-    atexit.register(end)

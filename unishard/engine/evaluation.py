@@ -61,9 +61,7 @@ class Evaluation(ABC):
         """
         self._require_open("generate")
         if not callable(getattr(self._module, "generate", None)):
-            raise ContractError(
-                f"{type(self._module).__name__} has no method generate; write the loop over engine(...) inside engine.lockstep()"
-            )
+            raise ContractError("the model has no method generate; write the loop over engine(...) inside engine.lockstep()")
         if self._forward_is_collective and dist.get_world_size() > 1:
             kwargs.setdefault("synced_gpus", True)
         return self._evaluate("generate", args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -53,11 +54,11 @@ class Places:
             return False
 
     def read(self, check: int, kind: str, seconds: float) -> dict[int, str]:
-        """What the ranks have written, waiting this long for each that has not; those that stay silent are left out."""
-        found = {}
+        """What the ranks have written, waiting this long for those that have not; who stays silent is left out."""
+        found, end = {}, time.monotonic() + seconds
         for rank in range(self._world):
             try:
-                self._store.wait([f"{kind}/{check}/{rank}"], timedelta(seconds=max(seconds, 0.001)))
+                self._store.wait([f"{kind}/{check}/{rank}"], timedelta(seconds=max(end - time.monotonic(), 0.001)))
                 found[rank] = self._store.get(f"{kind}/{check}/{rank}").decode(errors="replace")
             except RuntimeError:  # DistStoreError: it did not come, or the store is gone
                 continue
@@ -71,7 +72,7 @@ def describe(places: Mapping[int, str], silent: Iterable[int], last: str) -> str
         together.setdefault(place, []).append(rank)
     lines = [f"{_ranks(ranks)} {_of_several(place) if len(ranks) > 1 else place}" for place, ranks in together.items()]
     if missing := sorted(silent):
-        lines.append(f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} gone or gave no answer, last seen {last}")
+        lines.append(f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} gone or gave no answer, last seen {last.partition(' ')[2]}")
     return "; ".join(lines)
 
 
