@@ -206,7 +206,8 @@ def config(backend: str, strategy: str, model: str, accumulation: int) -> unisha
 
 def unchecked(model: str, cfg: unishard.Config, count: int) -> Update:
     """Through unishard as well, without the check of the ranks' calls."""
-    return through_unishard(model, unishard.Config.model_validate(cfg.model_dump() | {"communication": {"desync_check": False}}), count)
+    communication = cfg.communication.model_copy(update={"desync_check": False})
+    return through_unishard(model, cfg.model_copy(update={"communication": communication}), count)
 
 
 def measure(

@@ -211,7 +211,7 @@ def test_a_rank_that_returns_from_the_loop_is_named():
     seconds, kind, message = play((scenario,), world=3)[scenario][2].value
     assert seconds < LIMIT
     assert kind == "RankMismatchError"
-    assert "ranks 0, 2 is in engine.forward (update 2" in message
+    assert "ranks 0, 2 are in engine.forward (update 2" in message
     assert "rank 1 has closed the engine" in message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ class Evaluation(ABC):
 
     _module: nn.Module
     _device: torch.device
-    _forward_is_collective: bool
+    _forward_is_collective: bool = True
     """Whether a forward without a graph needs the other ranks."""
     _turns: Turns | None = None
     """While a `lockstep` block runs."""
@@ -50,7 +51,8 @@ class Evaluation(ABC):
         """The model's own `generate`, such as that of transformers, without a graph. Collective.
 
         Each rank gives its own inputs and gets its own sequences, as long as they come out. Where parameters are sharded, ranks
-        that are done go on computing until all are (`synced_gpus`).
+        that are done go on computing until all are, if `generate` takes `synced_gpus` as that of transformers does; one that does
+        not must make the same number of forwards on every rank.
 
         Args:
             args: For the model's `generate`.
@@ -62,7 +64,7 @@ class Evaluation(ABC):
         self._require_open("generate")
         if not callable(getattr(self._module, "generate", None)):
             raise ContractError("the model has no method generate; write the loop over engine(...) inside engine.lockstep()")
-        if self._forward_is_collective and dist.get_world_size() > 1:
+        if self._forward_is_collective and dist.get_world_size() > 1 and _takes_synced_gpus(self._module.generate):
             kwargs.setdefault("synced_gpus", True)
         return self._evaluate("generate", args, kwargs)
 
@@ -161,3 +163,9 @@ class Evaluation(ABC):
             finally:
                 self._tail = None
             batch = following
+
+
+def _takes_synced_gpus(generate: Any) -> bool:
+    """Adapters hand on whatever they get by keyword."""
+    parameters = inspect.signature(generate).parameters
+    return "synced_gpus" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
