@@ -31,16 +31,8 @@ class Places:
     def __init__(self, store: Store, prefix: str, rank: int, world: int) -> None:
         self._store = PrefixStore(f"unishard/desync/{prefix}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs of torch 2.13
         self._rank, self._world = rank, world
-
-    def tell(self, check: int, kind: str, text: str) -> None:
-        """Write where this rank is."""
-        self._set(f"{kind}/{check}/{self._rank}", text)
-
-    def _set(self, key: str, text: str) -> None:
-        try:
-            self._store.set(key, text)
-        except RuntimeError:  # the rank that serves the store is gone; whoever reads will find that out
-            return
+        self._ended = False
+        """Whether the rank that serves the store is gone; torch complains of every request after that."""
 
     def ask(self, check: int) -> None:
         """Let every rank that is not at this check say where it is."""
@@ -48,10 +40,25 @@ class Places:
 
     def asked(self, check: int) -> bool:
         """Whether a rank waits at this check and has asked where the others are."""
+        if self._ended:
+            return False
         try:
             return bool(self._store.check([f"asked/{check}"]))
         except RuntimeError:
+            self._ended = True
             return False
+
+    def tell(self, check: int, kind: str, text: str) -> None:
+        """Write where this rank is."""
+        self._set(f"{kind}/{check}/{self._rank}", text)
+
+    def _set(self, key: str, text: str) -> None:
+        if self._ended:
+            return
+        try:
+            self._store.set(key, text)
+        except RuntimeError:
+            self._ended = True
 
     def read(self, check: int, kind: str, seconds: float) -> dict[int, str]:
         """What the ranks have written, waiting this long for those that have not; who stays silent is left out."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import unishard
 from unishard.testing.cells import Cell, Feature, Recorder
-from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
 
 __all__ = ["FEATURES"]
@@ -32,8 +31,6 @@ FEATURES = (
     Feature(
         "evaluation",
         "between forward and backward each rank evaluates another number of batches in `engine.lockstep()`, and one more after each step",
-        models=MODELS,
         loop=_evaluating_loop,
-        accumulation=3,
     ),
 )
