@@ -200,11 +200,9 @@ class TrainingEngine(Evaluation, ParameterAccess):
         max_norm = self._cfg.training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
             raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
-        self._enter("step", "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}")
-        self._phase, self._graph = _Phase.OPEN, False
         if self._micro_batch + 1 == self._window:  # inside a window nothing is sent, and the next forward notices a missing step
             self._enter("step", "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}")
-        self._phase = _Phase.OPEN
+        self._phase, self._graph = _Phase.OPEN, False
         self._micro_batch += 1
         step = (
             Step(updated=False, grad_norm=None, lr=self.lr, skipped=False)
