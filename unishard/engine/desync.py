@@ -192,11 +192,11 @@ class DesyncCheck:
 
     def _stage(self, stage: int, distances: list[int], mine: Tensor) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
         rank, size, group = self.rank, self.size, self._group
-        sending = [(dist.isend(mine, (rank + distance) % size, group, stage), mine) for distance in distances]
+        sending = [(group.send([mine], (rank + distance) % size, stage), mine) for distance in distances]
         receiving = []
         for distance in distances:
             theirs = torch.empty(2, dtype=torch.int64, device="cpu")
-            receiving.append((dist.irecv(theirs, (rank - distance) % size, group, stage), theirs))
+            receiving.append((group.recv([theirs], (rank - distance) % size, stage), theirs))
         return sending, receiving
 
     def _settle(self) -> None:
