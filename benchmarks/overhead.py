@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                      # both engines, tiny and medium model, 2 ranks
     python benchmarks/overhead.py --backend deepspeed --model tiny --pairs 300 --json overhead.json
+    python benchmarks/overhead.py --desync             # the same loop with and without communication.desync_check
 
 Both loops live in the same processes and the same process group, and take turns: the ratio of two neighbouring steps is free of
 what else the machine is doing. Printed is the median of these ratios with its 95 % interval (order statistics, no distribution
@@ -203,12 +204,20 @@ def config(backend: str, strategy: str, model: str, accumulation: int) -> unisha
     )
 
 
-def measure(backend: str, strategy: str, model: str, pairs: int, accumulation: int) -> tuple[list[tuple[float, float]], int]:
-    """(by hand, through unishard) milliseconds of each pair, and the number of parameters."""
+def unchecked(model: str, cfg: unishard.Config, count: int) -> Update:
+    """Through unishard as well, without the check of the ranks' calls."""
+    communication = cfg.communication.model_copy(update={"desync_check": False})
+    return through_unishard(model, cfg.model_copy(update={"communication": communication}), count)
+
+
+def measure(
+    backend: str, strategy: str, model: str, pairs: int, accumulation: int, desync: bool = False
+) -> tuple[list[tuple[float, float]], int]:
+    """(by hand, through unishard) milliseconds of each pair, and the number of parameters; with `desync` (unchecked, checked)."""
     ensure(unishard.Topology.from_environment())
     cfg = config(backend, strategy, model, accumulation)
     ours = through_unishard(model, cfg, pairs + WARM_UP)
-    theirs = BY_HAND[backend](model, cfg, pairs + WARM_UP)
+    theirs = (unchecked if desync else BY_HAND[backend])(model, cfg, pairs + WARM_UP)
     for _ in range(WARM_UP):
         norm, expected = ours(), theirs()
         if math.isfinite(expected) and abs(norm - expected) > 1e-4 * expected:
@@ -248,15 +257,18 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help="pairs of steps; default: 300 for tiny, 120 for medium")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--world", type=int, default=2, help="ranks")
+    parser.add_argument("--desync", action="store_true", help="compare with unishard without communication.desync_check instead")
     parser.add_argument("--json", help="also write the results to this file")
     given = parser.parse_args()
     results = []
-    print(f"{'backend':10} {'strategy':11} {'model':7} {'parameters':>11} {'by hand':>10} {'unishard':>10} {'overhead':>9}  95 % interval")
+    other = "unchecked" if given.desync else "by hand"
+    print(f"{'backend':10} {'strategy':11} {'model':7} {'parameters':>11} {other:>10} {'unishard':>10} {'overhead':>9}  95 % interval")
     for backend in given.backend or BY_HAND:
         for strategy in given.strategy or STRATEGIES:
             for model in given.model or MODELS:
                 pairs = given.pairs or PAIRS[model]
-                measured, parameters = run_ranks(given.world, measure, backend, strategy, model, pairs, given.accumulation, timeout=600)[0]
+                asked = (backend, strategy, model, pairs, given.accumulation, given.desync)
+                measured, parameters = run_ranks(given.world, measure, *asked, timeout=600)[0]
                 result = summary(backend, strategy, model, measured, parameters)
                 results.append(result)
                 print(

@@ -149,6 +149,18 @@ class Engine(Protocol):
         """Let a torch scheduler write the learning rates, once for each real update. `prepare` calls it, before the first step."""
         ...
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, without a graph."""
+        ...
+
+    def lockstep(self) -> AbstractContextManager[None]:
+        """A block in evaluation mode in which ranks may make different numbers of forwards, or of `generate`."""
+        ...
+
+    def gather_for_metrics(self, data: Any, *, pad: float | None = None) -> Any:
+        """What all ranks computed for a batch, in the order of the dataset, without the samples that fill up."""
+        ...
+
     def placement(self) -> Placement:
         """What the engine really holds, read off its live tensors."""
         ...

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unishard import process_group, registry
 from unishard.backend import Engine, OptimizerFactory
 from unishard.config import Config, expect_config, leaves, value_at
-from unishard.engine import optimizers
+from unishard.engine import desync, optimizers
 from unishard.engine.model import description_of, facts_of
 from unishard.engine.recipe import Recipe
 from unishard.engine.schedulers import SchedulerFactory
@@ -62,6 +62,7 @@ def prepare(
     """
     expect_config(cfg)
     topology = process_group.ensure(Topology.from_environment())
+    desync.meet("unishard.prepare")
     # First of all: whatever is refused below is then refused on every rank, and none is left waiting.
     process_group.agree({path: value_at(cfg, path) for path, _ in leaves(Config)}, "configs")
     process_group.agree(description_of(model), "models")

@@ -32,6 +32,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         self._hooks = hooks
         """On the model; they go with the engine."""
         self._unused = Unused(engine.optimizer, device)
+        self._forward_is_collective = engine.zero_optimization_stage() == 3
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)

@@ -286,6 +286,8 @@ RULES: dict[str, Rule] = {
             ),
         ),
     ),
+    "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
+    "communication.desync_timeout": loop("seconds of patience of that check"),
     "strict": loop("decides about the report of this table"),
     "native": Rule(
         Fit.EXACT,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule  # private path; the only one in torch 2.13
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from unishard.backend import Placement
@@ -120,7 +120,7 @@ class FSDPEngine(TorchEngine):
         super().__init__(cfg, module, optimizer, device)
         self._root = root
         self._parts = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
-        self._sharded = not isinstance(root, ReplicateModule)
+        self._sharded = self._forward_is_collective = not isinstance(root, ReplicateModule)
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
 
@@ -144,6 +144,19 @@ class FSDPEngine(TorchEngine):
                 f"{', '.join(self._units()[:8])}: name the classes of the blocks in sharding.units, so that what is used elsewhere, "
                 "such as the weight of an embedding, stays with the root"
             ) from error
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        # Gathers what lies in no unit: an encoder, or the model inside an adapter, runs without the forward of the root.
+        module = self._module
+        before = vars(module).get("generate")
+        register_fsdp_forward_method(module, "generate")
+        try:
+            return super()._generate(*args, **kwargs)
+        finally:
+            if before is None:
+                vars(module).pop("generate", None)
+            else:
+                vars(module)["generate"] = before
 
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         # A forward between backward and step leaves units gathered, and the next forward would use them as they were.
@@ -191,6 +204,7 @@ class DDPEngine(TorchEngine):
         self._owned = owned
         self._wrap = wrap
         self._replica: DistributedDataParallel | None = wrap()
+        self._forward_is_collective = native.forward_sync_buffers
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
 
     def _begin_micro_batch(self, *, last: bool) -> None:

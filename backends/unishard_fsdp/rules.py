@@ -264,6 +264,8 @@ RULES: Mapping[str, Rule] = {
             When("false", lambda cfg: not cfg.communication.overlap, Fit.EQUIVALENT, "overlapped all the same; the results do not differ"),
         ),
     ),
+    "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
+    "communication.desync_timeout": loop("seconds of patience of that check"),
     "strict": loop("an approximation is refused"),
     "native": Rule(
         Fit.EXACT,

@@ -108,7 +108,7 @@ MISUSE = {
     (loss_that_is_the_output, ()): "a scalar loss tensor, got Output; pass the loss itself",
     (batch_without_backward, ()): "after 2 of 3 micro-batches of the last one",
     (last_batch_without_backward, ()): "after 2 of 3 micro-batches of the last one",
-    (loss_of_the_bare_module, ()): "without a forward of the engine; compute the loss from engine(...), not engine.module",
+    (loss_of_the_bare_module, ()): "without a forward of the engine; compute the loss from engine(...) in training mode, not engine.module",
     (loop_left_inside_a_window, ()): "after 1 of 3 micro-batches of the last one",
     **{(closed, (call,)): f"{call} was called on a closed engine" for call in ("forward", "backward", "step", "batches", "train")},
     **{(bad_clip, (value,)): f"clip_grad_norm must be a positive number, got {value!r}" for value in (0, -1.0, math.nan, "1")},

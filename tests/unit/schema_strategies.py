@@ -33,7 +33,12 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "params": draw(st.sampled_from(("none", "cpu") if strategy == "full_shard" else ("none",))),
         "optimizer": draw(st.sampled_from(("none", "cpu") if strategy != "no_shard" else ("none",))),
     }
-    sizes = {"reduce_bucket_size": positive, "overlap": st.booleans()}
+    sizes = {
+        "reduce_bucket_size": positive,
+        "overlap": st.booleans(),
+        "desync_check": st.booleans(),
+        "desync_timeout": st.floats(0.1, 1800),
+    }
     if strategy == "full_shard":
         sizes["prefetch_bucket_size"] = st.integers(0, 2**40)
     if "cpu" in offload.values():

@@ -18,3 +18,9 @@ class Communication(Section):
     """Elements of parameter that may be gathered ahead of their use (`full_shard`); 0 for no prefetch."""
     overlap: bool = Field(default=True)
     """Whether gradients are reduced while backward goes on, where the engine leaves the choice."""
+    desync_check: bool = Field(default=True)
+    """Whether the ranks compare notes before each collective call of an engine, so that different calls are one error that names
+    who is where, and no hang."""
+    desync_timeout: float = Field(default=10.0, gt=0, le=1800)
+    """Seconds within which that error comes. A rank that is only late, outside unishard, is named in a warning after them and
+    waited for."""

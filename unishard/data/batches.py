@@ -20,6 +20,9 @@ from unishard.errors import ContractError
 
 __all__ = ["Window", "length_of", "to_device", "warn_of_same_samples", "windows"]
 
+Enter = Callable[[str, str], None]
+"""Told before each comparison of the ranks: the name of the call, and where in it."""
+
 
 class Window(Sequence[Any]):
     """The batches of one accumulation window on this rank. Each is moved to the device when it is taken out, not before."""
@@ -49,7 +52,13 @@ class Window(Sequence[Any]):
         return to_device(batch, self._device)
 
 
-def windows(loader: Iterable[Any], lengths: Iterable[int], device: torch.device, *, drop: bool) -> Iterator[Window]:
+def _ignore(call: str, detail: str) -> None:
+    """The default `Enter`."""
+
+
+def windows(
+    loader: Iterable[Any], lengths: Iterable[int], device: torch.device, *, drop: bool, enter: Enter | None = _ignore
+) -> Iterator[Window]:
     """Windows of consecutive batches, the last one shorter if the loader ends there. Collective.
 
     Ranks whose loaders end at different places would wait for each other for ever, so their lengths are compared: once at
@@ -60,21 +69,26 @@ def windows(loader: Iterable[Any], lengths: Iterable[int], device: torch.device,
         lengths: Batches in each full window.
         device: Where this rank computes.
         drop: Whether a last window that is not full is left out.
+        enter: Called before each comparison of the ranks; None if they are not to be compared.
 
     Raises:
         ContractError: A length is not positive.
         RankMismatchError: On every rank, naming the lengths that differ.
     """
     total = length_of(loader)
-    process_group.agree({"len(loader)": total}, "numbers of batches")
+    if enter is not None:
+        enter("batches", "")
+        process_group.agree({"len(loader)": total}, "numbers of batches")
     rest = iter(loader)
     yielded = 0
     for length in lengths:
         if not isinstance(length, int) or length < 1:
             raise ContractError(f"an accumulation window needs at least 1 batch, got a length of {length!r}; yield positive whole numbers")
         window = list(islice(rest, length))
-        if total is None and not _equal(len(window)):
-            process_group.agree({f"batches after {yielded}": len(window)}, "numbers of batches")
+        if total is None and enter is not None:
+            enter("batches", f", after {yielded} batches")
+            if not _equal(len(window)):
+                process_group.agree({f"batches after {yielded}": len(window)}, "numbers of batches")
         if not window or (drop and len(window) < length):
             return
         yield Window(window, device)

@@ -69,6 +69,10 @@ class ParameterAccess(ABC):
         """Raise ContractError on a closed engine."""
 
     @abstractmethod
+    def _enter(self, call: str, detail: str = "") -> None:
+        """Raise RankMismatchError on every rank where another one is in another call. Collective."""
+
+    @abstractmethod
     def _require_end_of_window(self, call: str) -> None:
         """Raise ContractError unless the last backward of a window has run, and `step` has not."""
 
@@ -131,6 +135,8 @@ class ParameterAccess(ABC):
         Raises:
             ContractError: The window is not at its end, or the engine is closed.
         """
+        self._require_end_of_window("grad_norms")
+        self._enter("grad_norms")
         self._settle("grad_norms")
         parts = {}
         for name, parameter in self._each():
@@ -212,6 +218,7 @@ class ParameterAccess(ABC):
             raise ContractError("gathered: names were added to its dict or removed; edit the tensors that are in it")
         edited = {parameter: name for name, parameter in found.items() if tensors[name] is not wholes[parameter]}
         names_of = {parameter: name for name, parameter in found.items()} | edited
+        self._enter("gathered", ", writing back")
         with torch.no_grad():
             for parameter, name in names_of.items():
                 self._replace("gathered", name, parameter, tensors[name])
@@ -227,6 +234,7 @@ class ParameterAccess(ABC):
             ContractError: The engine is closed.
         """
         self._require_open("parameter_norms")
+        self._enter("parameter_norms")
         return norms({name: self._master_part(parameter) for name, parameter in self._each()}, self._device)
 
     # -- inside -----------------------------------------------------------------------------------------------------------
@@ -234,6 +242,7 @@ class ParameterAccess(ABC):
     def _find(self, call: str, name: str) -> nn.Parameter:
         self._require_open(call)
         if name in self._named:
+            self._enter(call, f", {name}")
             return self._named[name]
         near = get_close_matches(str(name), self._named, 3) or [known for known in self._named if str(name) in known][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else f"the first of {len(self._named)} are {', '.join([*self._named][:3])}"

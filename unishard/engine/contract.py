@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import repeat
+from itertools import chain, repeat
 from types import EllipsisType
 from typing import Any, Self
 
@@ -19,7 +19,9 @@ from unishard.backend import Placement, Step
 from unishard.config import Config
 from unishard.data.batches import Window, warn_of_same_samples, windows
 from unishard.data.progress import Progress
+from unishard.engine import desync
 from unishard.engine.access import ParameterAccess
+from unishard.engine.evaluation import Evaluation
 from unishard.engine.freezing import Freezing
 from unishard.engine.items import Items
 from unishard.engine.schedule import Schedule
@@ -38,7 +40,7 @@ class _Phase(Enum):
     CLOSED = "closed"
 
 
-class TrainingEngine(ParameterAccess):
+class TrainingEngine(Evaluation, ParameterAccess):
     """Implements `unishard.backend.Engine`: division by accumulation, clipping, the schedule, zero_grad and their order.
 
     A backend subclasses it and supplies the abstract methods, each of which does one thing on its engine. A new engine's
@@ -60,6 +62,9 @@ class TrainingEngine(ParameterAccess):
         self._discarded = False
         self._progress: Progress | None = None
         self._freezing = Freezing(module)
+        self._updates = 0
+        """Accumulation windows that have ended."""
+        self._desync = desync.join(cfg.communication)
 
     # -- what an engine supplies ------------------------------------------------------------------------------------------
 
@@ -124,12 +129,17 @@ class TrainingEngine(ParameterAccess):
         return self._schedule.lr
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one micro-batch. Collective.
+        """Forward of one micro-batch; in evaluation mode without a graph, as under `torch.no_grad`. Collective.
 
         Raises:
-            ContractError: The engine is closed.
+            ContractError: The engine is closed, or a `lockstep` block runs in training mode.
         """
         self._require_open("forward")
+        if not self._module.training:
+            return self._evaluate("forward", args, kwargs)
+        if self._turns is not None:
+            raise ContractError("the model was put in training mode inside engine.lockstep(); do that after the block")
+        self._enter("forward")
         self._begin_micro_batch(last=self._micro_batch + 1 == self._window)
         if self._phase is _Phase.OPEN:
             self._phase = _Phase.FORWARD_DONE
@@ -155,7 +165,9 @@ class TrainingEngine(ParameterAccess):
         if self._phase is _Phase.BACKWARD_DONE:
             raise ContractError("backward was called twice for one micro-batch; call engine.step() after every backward")
         if self._phase is _Phase.OPEN:
-            raise ContractError("backward was called without a forward of the engine; compute the loss from engine(...), not engine.module")
+            raise ContractError(
+                "backward was called without a forward of the engine; compute the loss from engine(...) in training mode, not engine.module"
+            )
         if not isinstance(loss, Tensor):
             raise ContractError(
                 f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such as output.loss"
@@ -164,8 +176,10 @@ class TrainingEngine(ParameterAccess):
             raise ContractError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}; pass its mean, such as loss.mean()")
         if not loss.requires_grad:
             raise ContractError(
-                "backward needs a loss with a graph; it was computed under no_grad, detached, or from frozen parameters only"
+                "backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached, or from frozen "
+                "parameters only"
             )
+        self._enter("backward", "" if num_items is None else ", with num_items")
         self._items.add(num_items)
         if self._progress is not None:
             self._progress.record_loss(loss.detach() / (1 if num_items is None else max(1, num_items)))
@@ -193,6 +207,8 @@ class TrainingEngine(ParameterAccess):
         max_norm = self._cfg.training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
             raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
+        if self._micro_batch + 1 == self._window:  # inside a window nothing is sent, and the next forward notices a missing step
+            self._enter("step", "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}")
         self._phase, self._graph = _Phase.OPEN, False
         self._micro_batch += 1
         step = (
@@ -215,6 +231,7 @@ class TrainingEngine(ParameterAccess):
             ContractError: The engine is closed.
         """
         self._require_open("discard")
+        self._enter("discard")
         if not (self._micro_batch or self._graph or self._phase is _Phase.BACKWARD_DONE):
             return
         self._drop_gradients()
@@ -249,6 +266,7 @@ class TrainingEngine(ParameterAccess):
         self._require_open("set_trainable")
         if self._micro_batch or self._phase is _Phase.BACKWARD_DONE:
             raise ContractError("set_trainable was called inside an accumulation window; call it when step().updated or .skipped is true")
+        self._enter("set_trainable")
         self._set_trainable(self._freezing.choose(names, trainable), trainable)
 
     def train(self, mode: bool = True) -> Self:
@@ -269,18 +287,24 @@ class TrainingEngine(ParameterAccess):
         while the training loop outside is in the middle of one.
 
         Args:
-            loader: Yields this rank's own batches; every rank must yield the same number, as `unishard.dataloader` does.
+            loader: Yields this rank's own batches; every rank must yield the same number, as `unishard.dataloader` does, but inside
+                `lockstep`.
             progress: Show a progress bar on rank 0 (plain lines without a terminal).
 
         Raises:
             ContractError: A batch was not followed by backward and step, or an earlier loop stopped inside a window.
             RankMismatchError: The ranks' loaders have different lengths.
         """
-        training = self._module.training
+        if self._module.training:
+            yield from self._training_batches(loader, progress)
+        else:
+            yield from self._mark_last(loader, chain.from_iterable(self.windows(loader, progress=progress)))
+
+    def _training_batches(self, loader: Iterable[Any], progress: bool) -> Iterator[Any]:
         for window in self.windows(loader, progress=progress):
             for batch in window:
                 yield batch
-                if training and self._discarded:
+                if self._discarded:
                     break  # the rest of a window that was dropped
 
     def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None = None, progress: bool = False) -> Iterator[Window]:
@@ -308,7 +332,8 @@ class TrainingEngine(ParameterAccess):
         bar = Progress(loader, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
         outer, self._progress = self._progress, bar
         try:
-            for window in windows(loader, repeat(length) if lengths is None else lengths, self._device, drop=drop):
+            enter = None if self._turns else self._enter  # inside `lockstep` the ranks may have different numbers of batches
+            for window in windows(loader, repeat(length) if lengths is None else lengths, self._device, drop=drop, enter=enter):
                 if training:
                     self._begin_window(len(window))
                 yield window if bar is None else window.watched_by(bar.record_batch)
@@ -327,21 +352,28 @@ class TrainingEngine(ParameterAccess):
         Args:
             value: A scalar, such as a loss to be logged.
         """
+        self._require_open("mean")
+        self._enter("mean")
         total = torch.as_tensor(value, dtype=torch.float32, device=self._device).detach().reshape(()).clone()
         dist.all_reduce(total)
         return float(total.item() / dist.get_world_size())
 
     def close(self) -> None:
         """Release the engine. Calling it twice is fine; using the engine afterwards is an error."""
+        self._close(None)
+
+    def _close(self, why: BaseException | None) -> None:
         if self._phase is not _Phase.CLOSED:
             self._phase = _Phase.CLOSED
+            if self._desync is not None:
+                self._desync.leave(why)
             self._release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        self._close(next((error for error in exc if isinstance(error, BaseException)), None))
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
@@ -357,6 +389,7 @@ class TrainingEngine(ParameterAccess):
             self._window, self._micro_batch = self._cfg.training.gradient_accumulation_steps, 0
             self._items.clear()
             self._settled = False
+            self._updates += 1
         if updated:
             self._schedule.advance()
         elif self._cfg.training.nonfinite == "raise":
@@ -369,6 +402,16 @@ class TrainingEngine(ParameterAccess):
 
     def _gradient_divisor(self) -> float:
         return self._items.divisor()
+
+    def _enter(self, call: str, detail: str = "") -> None:
+        """Before the collectives of a call: raise on every rank where another one is elsewhere. Collective."""
+        if self._desync is None:
+            return
+        if self._module.training:
+            where = f"update {self._updates + 1}, micro-batch {self._micro_batch + 1} of {self._window}"
+        else:
+            where = f"evaluation, after update {self._updates}"
+        self._desync.enter(call, where + detail)
 
     def _begin_window(self, length: int) -> None:
         if self._micro_batch:

@@ -1,0 +1,256 @@
+"""Ranks that make different calls: one error on all of them, within seconds, that names who is where."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from playing import config, own_share, play, prepare, train
+
+import unishard
+from unishard.testing import RankFailure, run_ranks
+
+BACKENDS = ("fsdp", "deepspeed")
+LIMIT = 10.0
+
+
+def outcome(scenario, *arguments):
+    """Seconds until it raised, and what; `timed_out` of a scenario that ends well is the failure of a test."""
+    start = time.monotonic()
+    try:
+        scenario(*arguments)
+    except Exception as error:
+        return time.monotonic() - start, type(error).__name__, str(error)
+    return time.monotonic() - start, "nothing", ""
+
+
+# -- misuse: what each rank does after a good update ------------------------------------------------------------------------------
+
+
+def step_on_one_rank(engine, rank, batch):
+    engine.backward(engine(**batch).loss)
+    if rank == 0:
+        engine.step()
+    engine.mean(1.0)
+
+
+def forward_twice_on_one_rank(engine, rank, batch):
+    loss = engine(**batch).loss
+    if rank == 1:
+        loss = engine(**batch).loss
+    engine.backward(loss)
+
+
+def one_batch_more(engine, rank, batch):
+    for _ in range(2 + (rank == 1)):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    engine.mean(1.0)
+
+
+def other_window(engine, rank, batch):
+    """Loops without `batches`, in which one rank starts in the middle of a window."""
+    if rank == 0:
+        engine._window = 2
+    engine.backward(engine(**batch).loss)
+    engine.step()
+
+
+def evaluation_on_one_rank(engine, rank, batch):
+    if rank == 0:
+        engine.eval()
+        with torch.no_grad():
+            engine(**batch)
+        engine.train()
+    engine.backward(engine(**batch).loss)
+
+
+def other_clipping(engine, rank, batch):
+    engine.backward(engine(**batch).loss)
+    engine.step(clip_grad_norm=1.0 + rank)
+
+
+def leaves_the_loop(engine, rank, batch):
+    for index, _ in enumerate(engine.batches(iter([batch] * 3))):
+        if rank == 1 and index == 1:
+            break
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    engine.mean(1.0)
+
+
+def prepares_again(engine, rank, batch):
+    if rank == 1:
+        prepare(config("fsdp"))
+    engine(**batch)
+
+
+UPDATE = "(update 2, micro-batch 1 of 1)"
+MISUSE = {
+    step_on_one_rank: ("rank 0 is in engine.step " + UPDATE, "rank 1 is in engine.mean " + UPDATE),
+    forward_twice_on_one_rank: ("rank 0 is in engine.backward " + UPDATE, "rank 1 is in engine.forward " + UPDATE),
+    one_batch_more: ("rank 0 is in engine.mean (update 4", "rank 1 is in engine.forward (update 4, micro-batch 1 of 1)"),
+    other_window: ("rank 0 is in engine.forward (update 2, micro-batch 1 of 2)", "rank 1 is in engine.forward " + UPDATE),
+    evaluation_on_one_rank: ("rank 0 is in engine.forward (evaluation, after update 1)", "rank 1 is in engine.forward " + UPDATE),
+    other_clipping: ("rank 0 is in engine.step (update 2, micro-batch 1 of 1, clip_grad_norm=1.0)", "clip_grad_norm=2.0)"),
+    leaves_the_loop: ("rank 0 is in engine.forward (update 3", "rank 1 is in engine.mean (update 3"),
+    prepares_again: ("rank 0 is in engine.forward " + UPDATE, "rank 1 is in unishard.prepare"),
+}
+
+
+def misuse(scenario, backend, strategy):
+    with prepare(config(backend, strategy)) as engine:
+        batch = own_share(1)[0]
+        train(engine, [batch])
+        return outcome(scenario, engine, dist.get_rank(), batch)
+
+
+CELLS = tuple((scenario, backend, strategy) for scenario in MISUSE for backend in BACKENDS for strategy in ("no_shard", "full_shard"))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join((cell[0].__name__, *cell[1:])))
+def test_different_calls_are_one_error_on_every_rank(cell):
+    played = play(tuple((misuse, cell) for cell in CELLS))[misuse, cell]
+    found = [rank.value for rank in played]
+    assert None not in found, played
+    for seconds, kind, message in found:
+        assert seconds < LIMIT
+        assert kind == "RankMismatchError"
+        for part in MISUSE[cell[0]]:
+            assert part in message
+    assert len({message for _, _, message in found}) == 1
+
+
+# -- ranks that leave, die, or wait elsewhere -------------------------------------------------------------------------------------
+
+
+def fails_alone(backend):
+    """The error of rank 1 is its own; rank 0 is told of it."""
+    try:
+        with prepare(config(backend)) as engine:
+            batch = own_share(1)[0]
+            train(engine, [batch])
+            if dist.get_rank() == 1:
+                raise ValueError("a broken sample")
+            engine(**batch)
+    except ValueError as error:
+        time.sleep(1)  # it need not end for the others to learn of it
+        return 0.0, "ValueError", str(error)
+    except unishard.UnishardError as error:
+        return 0.0, type(error).__name__, str(error)
+
+
+def closes_early(backend):
+    with prepare(config(backend)) as engine:
+        train(engine, own_share(1))
+        if dist.get_rank() == 1:
+            return None
+        return outcome(lambda: engine(**own_share(1)[0]))
+
+
+def dies(backend):
+    """Rank 1 ends without a word, as one does that is out of memory; the others live on."""
+    engine = prepare(config(backend))
+    train(engine, own_share(2))
+    if dist.get_rank() == 1:
+        os._exit(3)
+    first = outcome(lambda: engine(**own_share(1)[0]))
+    for seconds, kind, message in (first, outcome(lambda: engine.mean(1.0))):
+        assert seconds < LIMIT
+        assert kind == "RankMismatchError"
+        assert "rank 1 is gone or gave no answer, last seen in engine.step (update 2" in message
+
+
+def waits_elsewhere(backend):
+    """A call of unishard on one rank, a barrier of torch on the other: neither can ever end."""
+    engine = prepare(config(backend, communication={"desync_timeout": 3.0}))
+    train(engine, own_share(1))
+    if dist.get_rank() == 1:
+        dist.barrier()
+    start = time.monotonic()
+    try:
+        engine.mean(1.0)
+    finally:
+        assert time.monotonic() - start < 3.0 + 2
+
+
+def is_late(backend):
+    """A rank that is busy on its own for longer than the timeout is waited for."""
+    with prepare(config(backend, communication={"desync_timeout": 1.0})) as engine:
+        train(engine, own_share(1))
+        if dist.get_rank() == 1:
+            reads_slowly()
+        return engine.mean(float(dist.get_rank()))
+
+
+def reads_slowly():
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def answers(scenario, backend, world=2):
+    """By rank; of a run in which a rank ended on purpose, what the others raised."""
+    return run_ranks(world, scenario, backend, timeout=60)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_of_one_rank_is_told_to_the_others(backend):
+    other, own = answers(fails_alone, backend)
+    assert own[1:] == ("ValueError", "a broken sample")
+    assert other[1] == "RankMismatchError"
+    assert "rank 1 has closed the engine, leaving with ValueError: a broken sample" in other[2]
+    assert "rank 0 is in engine.forward (update 2" in other[2]
+
+
+def test_a_rank_that_returns_from_the_loop_is_named():
+    scenario = (closes_early, ("fsdp",))
+    seconds, kind, message = play((scenario,), world=3)[scenario][2].value
+    assert seconds < LIMIT
+    assert kind == "RankMismatchError"
+    assert "ranks 0, 2 are in engine.forward (update 2" in message
+    assert "rank 1 has closed the engine" in message
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_dies_is_named_by_the_others_which_do_not_hang(backend):
+    with pytest.raises(RankFailure) as failure:
+        answers(dies, backend, world=3)
+    assert {rank: found.type for rank, found in failure.value.errors.items()} == {1: "Died"}
+    assert failure.value.finished == (0, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_waits_in_a_collective_of_torch_is_found(backend):
+    with pytest.raises(RankFailure) as failure:
+        answers(waits_elsewhere, backend)
+    error = failure.value.errors[0]
+    assert error.type == "RankMismatchError"
+    assert "rank 0 is in engine.mean" in error.message
+    assert "rank 1 waits in torch.distributed at test_desync.py" in error.message
+
+
+def test_a_late_rank_is_waited_for():
+    assert answers(is_late, "fsdp") == [0.5, 0.5]
+
+
+# -- switched off, and free of charge with one rank -------------------------------------------------------------------------------
+
+
+def groups_made(enabled):
+    made = []
+    new_group = dist.new_group
+    dist.new_group = lambda *args, **kwargs: made.append(1) or new_group(*args, **kwargs)
+    try:
+        with prepare(config("fsdp", communication={"desync_check": enabled})) as engine:
+            return len(made), len(train(engine, own_share(2)))
+    finally:
+        dist.new_group = new_group
+
+
+@pytest.mark.parametrize(("enabled", "world", "groups"), [(True, 2, 1), (False, 2, 0), (True, 1, 0)])
+def test_the_check_has_a_group_of_its_own_only_where_it_is_on(enabled, world, groups):
+    assert run_ranks(world, groups_made, enabled) == [(groups, 2)] * world
