@@ -83,6 +83,7 @@ FEATURES = (
         "adam",
         "Adam, whose weight decay is part of the gradient, and parameters without it",
         {"optimizer": {"name": "adam", "lr": 3e-3, "weight_decay": 0.1, "no_decay": ["bias", "norm", "scale"]}},
+        precisions=("fp32",),
     ),
     Feature(
         "adagrad",
@@ -93,6 +94,7 @@ FEATURES = (
         "lion",
         "Lion, biases without weight decay",
         {"optimizer": {"name": "lion", "lr": 1e-4, "weight_decay": 0.1, "no_decay": ["bias"]}},
+        precisions=("fp32",),
     ),
     Feature(
         "groups",
@@ -114,6 +116,7 @@ FEATURES = (
         "AdamW on a Llama, norms without weight decay, another learning rate for the embedding",
         {"optimizer": {"lr": 3e-3, "weight_decay": 0.1, "no_decay": ["norm"], "groups": [{"params": ["embed"], "lr": 1e-3}]}},
         models={"llama": MODELS["llama"]},
+        strategies=("shard_optimizer", "full_shard"),
         precisions=("fp32",),
     ),
     Feature(
@@ -143,6 +146,7 @@ FEATURES = (
         "scheduler_function",
         "a torch scheduler made by a function, over the optimizer of the config",
         {"scheduler": None},
+        strategies=("no_shard", "full_shard"),
         prepare=_with_scheduler_function,
         reference=_scheduler_function,
         precisions=("fp32",),
