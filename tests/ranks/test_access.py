@@ -379,27 +379,30 @@ def dropped(*place):
             engine.step()
         except unishard.ContractError as refused:
             said = str(refused)
+        batches_seen = validated_after_a_discard(engine)
+        for micro_batch in batches[2:4]:
+            engine.backward(engine(**micro_batch).loss, num_items=0)
+            nothing = attempt(engine.step)
         steps = []
         for micro_batch in batches[:2]:
             engine.backward(engine(**micro_batch).loss)
             steps.append(engine.step())
-        return said, [step.updated for step in steps], steps[-1].grad_norm, engine.lr, {name: engine.parameter(name) for name in NAMES}
+        parameters = {name: engine.parameter(name) for name in NAMES}
+        return said, batches_seen, nothing, [step.updated for step in steps], steps[-1].grad_norm, engine.lr, parameters
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_after_a_discard_the_next_window_is_clean_and_whole(place):
-    wanted = MODELS["mlp"].build()
-    norm = oracle.train(wanted, [everyones(0, 2, world=2)], config("fsdp", precision=place[2]), world=2).norms[0]
-    masters = {name: parameter.detach() for name, parameter in wanted.named_parameters()}
-    for said, updated, found, lr, parameters in outcome(dropped, place):
-        assert said.startswith("step was called without a backward")
-        assert updated == [False, True]
-        assert found == pytest.approx(norm, rel=bound(*place))
-        assert lr == 0.1
-        assert worst(parameters, masters) < bound(*place)
-
-
-# -- what is refused ------------------------------------------------------------------------------------------------------------------
+def validated_after_a_discard(engine):
+    """Which batches a loop sees when every window is dropped at its first, and how many a validation loop inside it sees."""
+    seen, validated = [], 0
+    for index, micro_batch in enumerate(engine.batches(own_share(4))):
+        engine.backward(engine(**micro_batch).loss)
+        engine.discard()
+        engine.eval()
+        with torch.no_grad():
+            validated += sum(1 for _ in engine.batches(own_share(3)))
+        engine.train()
+        seen.append(index)
+    return len(seen), validated
 
 
 def attempt(call, *arguments):
@@ -407,6 +410,24 @@ def attempt(call, *arguments):
         call(*arguments)
     except unishard.ContractError as refused:
         return str(refused)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_after_a_discard_the_next_window_is_clean_and_whole(place):
+    wanted = MODELS["mlp"].build()
+    norm = oracle.train(wanted, [everyones(0, 2, world=2)], config("fsdp", precision=place[2]), world=2).norms[0]
+    masters = {name: parameter.detach() for name, parameter in wanted.named_parameters()}
+    for said, batches_seen, nothing, updated, found, lr, parameters in outcome(dropped, place):
+        assert said.startswith("step was called without a backward")
+        assert batches_seen == (2, 6)
+        assert nothing.startswith("num_items add up to 0")
+        assert updated == [False, True]
+        assert found == pytest.approx(norm, rel=bound(*place))
+        assert lr == 0.1
+        assert worst(parameters, masters) < bound(*place)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------------
 
 
 def edit(engine, names, change):

@@ -56,6 +56,18 @@ def test_loss_is_the_mean_of_the_window() -> None:
     assert re.search(r"left \d+:\d\d", lines[0])
 
 
+def test_losses_of_a_dropped_window_are_not_in_the_next_ones_mean() -> None:
+    file = io.StringIO()
+    bar = Progress([0] * 4, 2, CPU, drop=False, console=Console(file=file, width=200, _environ={"TERM": "xterm"}))
+    bar.record_loss(torch.tensor(100.0))
+    bar.drop_window()
+    for updated in (False, True):
+        bar.record_loss(torch.tensor(2.0))
+        bar.record_step(step(updated))
+    bar.close()
+    assert "loss 2.0000" in file.getvalue()
+
+
 def test_plain_lines_are_few_and_free_of_control_characters() -> None:
     text = shown([3.0] * 500, 1)
     assert not CONTROL.search(text)

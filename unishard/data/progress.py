@@ -77,6 +77,10 @@ class Progress:
         """The mean loss of a micro-batch, a detached tensor with one element."""
         self._losses.append(loss)
 
+    def drop_window(self) -> None:
+        """The losses since the last update belong to a window that was dropped."""
+        self._losses = []
+
     def record_step(self, step: Step) -> None:
         """The engine stepped; shows the state at the end of an accumulation window, if it is time."""
         if not (step.updated or step.skipped):

@@ -235,6 +235,8 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
             return
         self._drop_gradients()
         self._items.clear()
+        if self._progress is not None:
+            self._progress.drop_window()
         self._phase, self._graph, self._micro_batch = _Phase.OPEN, False, 0
         self._settled, self._discarded = False, True
 
@@ -316,7 +318,12 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
     def _end_window(self, max_norm: float | None) -> Step:
         lr = self.lr
         try:
-            norm, updated = self._update(max_norm, self._items.divisor())
+            divisor = self._items.divisor()
+        except ContractError:
+            self.discard()  # else the next window would add to this one
+            raise
+        try:
+            norm, updated = self._update(max_norm, divisor)
         finally:
             self._window, self._micro_batch = self._cfg.training.gradient_accumulation_steps, 0
             self._items.clear()
