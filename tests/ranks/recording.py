@@ -24,6 +24,8 @@ _KINDS = {
     "broadcast_": "broadcast",
     "reduce_": "reduce",
 }
+_RENDEZVOUS = ("c10d::send", "c10d::recv_")
+"""By which ranks find each other in front of a call (`communication.desync_check`); no engine uses them."""
 _COMPUTE = {"aten::gelu": "forward", "aten::gelu_backward": "backward"}
 
 
@@ -85,7 +87,7 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         if name in _COMPUTE:
             self.events.append(Event(self.phase, _COMPUTE[name], 0, ""))
-        elif "c10d" in func.namespace:
+        elif "c10d" in func.namespace and name not in _RENDEZVOUS:
             kind = _KINDS.get(name.partition("::")[2], name)
             tensors = [tensor for part in args[:2] for tensor in (part if isinstance(part, list | tuple) else [part])]
             whole = max((tensor for tensor in tensors if isinstance(tensor, torch.Tensor)), key=torch.Tensor.numel)

@@ -102,8 +102,16 @@ CELLS = (
 )
 
 
+FLAGS = "uint8"
+"""Format in which ranks on DeepSpeed ask each other which parameters a window used, a byte each; nothing else travels in it."""
+
+
 def events_of(*cell):
-    """Of the third window, the same on both ranks."""
+    """Of the third window, the same on both ranks, without those flags."""
+    return [event for event in all_events_of(*cell) if event.dtype != FLAGS]
+
+
+def all_events_of(*cell):
     first, second = values(play(tuple((recorded, cell) for cell in CELLS))[recorded, cell])
     assert first == second
     assert sum(event.numel for event in first) >= P, "the gradients of a window travel, and were not seen"
@@ -113,6 +121,12 @@ def events_of(*cell):
 @pytest.mark.parametrize("cell", TABLE, ids="-".join)
 def test_a_window_moves_what_its_strategy_means(cell):
     assert moved(events_of(*cell)) == TABLE[cell]
+
+
+@pytest.mark.parametrize("cell", TABLE, ids="-".join)
+def test_ranks_ask_once_in_an_update_which_parameters_were_used_and_only_on_deepspeed(cell):
+    asked = [(event.phase, event.kind) for event in all_events_of(*cell) if event.dtype == FLAGS]
+    assert asked == ([("step 1", "all_reduce")] if cell[0] == "deepspeed" else [])
 
 
 def test_the_micro_batches_phases_are_all_that_there_are():
