@@ -37,6 +37,7 @@ def build(
         optimizer: Builds the optimizer from the named trainable parameters.
     """
     deepspeed = start.load(topology)
+    start.require_files(cfg)
     device = device_of(topology)
     model.to(device)
     broadcast([*model.parameters(), *model.buffers()])
@@ -49,9 +50,7 @@ def build(
     keeping = internals.keeping_groups(client_optimizer) if native["zero_optimization"]["stage"] else nullcontext()
     replicas = replicas_of(cfg, topology, device.type)
     with start.hushed(), keeping:
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=client_optimizer, config=settings, dist_init_required=False, mpu=replicas
-        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False, mpu=replicas)
     if replicas is not None:
         internals.forget_groups()
         internals.average_between_groups(engine.optimizer, replicas.get_model_parallel_group())

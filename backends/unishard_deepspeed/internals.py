@@ -170,7 +170,9 @@ def reduce_units_by_parameter(optimizer: Any) -> None:
 def clear_stale_gradients(optimizer: Any) -> None:
     """Zero what is kept of the gradients of a window, and would be applied again to a parameter that later steps do not use.
 
-    Stage 3 keeps its buffer (runtime/zero/stage3.py); an offloaded optimizer of any stage keeps the fp32 gradients on the host.
+    Stage 3 keeps its buffer (runtime/zero/stage3.py). An offloaded optimizer of any stage keeps the fp32 gradients on the host, and
+    stage 2 also the sums, to which it adds those of a parameter that the first micro-batch does not use (stage_1_and_2.py,
+    async_accumulate_grad_in_cpu_via_gpu), and after an update that was left out the averages, so that all that follow are.
     """
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is not None:
@@ -179,6 +181,10 @@ def clear_stale_gradients(optimizer: Any) -> None:
         for master in master_tensors(optimizer):
             if master.grad is not None:
                 master.grad.zero_()
+        for total in getattr(optimizer, "accumulated_grads_in_cpu", {}).values():
+            total.zero_()
+        if hasattr(optimizer, "single_partition_of_fp32_groups"):
+            optimizer.averaged_gradients.clear()
 
 
 def _offloads(optimizer: Any) -> bool:
@@ -227,7 +233,7 @@ def _average_flat(optimizer: Any, group: Any) -> None:
                 continue
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, dist.ReduceOp.AVG, group)
-            for gradient, piece in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            for gradient, piece in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
                 gradient.copy_(piece.view_as(gradient))
         return
     for master, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True):

@@ -65,9 +65,6 @@ ACCEPTED: dict[str, type | tuple[type, ...]] = {
     _PARAM + "buffer_size": int,
     _PARAM + "max_in_cpu": int,
     _OPTIMIZER + "buffer_count": int,
-    _OPTIMIZER + "pipeline_read": bool,
-    _OPTIMIZER + "pipeline_write": bool,
-    _OPTIMIZER + "fast_init": bool,
     "aio": dict,
 }
 """Keys that may be set, and the type of their value."""
@@ -104,9 +101,6 @@ SAME_MATHS = frozenset(
         _PARAM + "buffer_size",
         _PARAM + "max_in_cpu",
         _OPTIMIZER + "buffer_count",
-        _OPTIMIZER + "pipeline_read",
-        _OPTIMIZER + "pipeline_write",
-        _OPTIMIZER + "fast_init",
         "aio",
     }
 )
@@ -148,6 +142,7 @@ DECIDED: dict[str, str] = {
 """Keys that a field decides: the field to set instead."""
 
 _DATA = "reads deepspeed.initialize's own loader; use unishard.dataloader"
+_NVME = "belongs to an optimizer in files, which unishard refuses; remove it"
 _CPU_ADAM = "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer; remove it"
 _PARALLEL = "splits ranks in other ways than data parallelism, which unishard would not see; remove it"
 
@@ -184,6 +179,9 @@ REFUSED: dict[str, str] = {
     _Z + "pipeline_loading_checkpoint": "belongs to DeepSpeed's own checkpoints; remove it",
     _Z + "save_muon_momentum_buffer_in_memory": "belongs to NVMe offload of Muon; remove it",
     _Z + "stage3_gather_fp16_weights_on_model_save": "is deprecated; write stage3_gather_16bit_weights_on_model_save",
+    _OPTIMIZER + "pipeline_read": _NVME,
+    _OPTIMIZER + "pipeline_write": _NVME,
+    _OPTIMIZER + "fast_init": _NVME,
     _OPTIMIZER + "ratio": _CPU_ADAM,
     _OPTIMIZER + "super_offload": _CPU_ADAM,
     _OPTIMIZER + "cpuadam_cores_perc": _CPU_ADAM,

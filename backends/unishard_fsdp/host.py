@@ -22,7 +22,7 @@ class OnHost:
     def __init__(self, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
         """Move an optimizer that has not stepped yet, with any state that it has made when it was built."""
         self._pin_memory = pin_memory
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._copies: dict[Tensor, nn.Parameter] = {}
         state = dict(optimizer.state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
@@ -36,9 +36,9 @@ class OnHost:
         """Update the parameters from their gradients. Not collective."""
         for parameter, copy in self._copies.items():
             copy.data.copy_(local(parameter), non_blocking=self._pin_memory)
-            copy.grad = None if parameter.grad is None else self._empty(local(parameter.grad)).copy_(
-                local(parameter.grad), non_blocking=self._pin_memory
-            )
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                copy.grad = self._empty(gradient).copy_(gradient, non_blocking=self._pin_memory)
         if self._pin_memory:
             torch.cuda.current_stream().synchronize()
         self._optimizer.step()

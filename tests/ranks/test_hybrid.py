@@ -14,12 +14,12 @@ from playing import curve, everyones, my_rank, own_share, play, train, values
 from recording import BLOCK, PARAMETERS, Countable, Recorder
 from test_options import ROUNDED, routing
 from torch.distributed.tensor import DTensor
-from unishard_deepspeed.internals import master_tensors
 
 import unishard
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
+from unishard_deepspeed.internals import master_tensors
 
 BACKENDS = ("fsdp", "deepspeed")
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")

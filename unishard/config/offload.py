@@ -34,7 +34,7 @@ class Offload(Section):
         if "nvme" in places and self.nvme_path is None:
             problems.append(("nvme_path", "is needed by nvme; write a directory on a local disk, or cpu instead of nvme"))
         if self.nvme_path is not None and "nvme" not in places:
-            problems.append(("nvme_path", "has no meaning when nothing is offloaded to nvme; remove it or set offload.optimizer to nvme"))
+            problems.append(("nvme_path", "has no meaning when nothing is offloaded to nvme; remove it or set offload.params to nvme"))
         if "pin_memory" in self.model_fields_set and places == ("none", "none"):
             problems.append(("pin_memory", "has no meaning when nothing is offloaded; remove it or set offload.optimizer to cpu"))
         refuse(problems)
