@@ -24,14 +24,14 @@ class Offload(Section):
     """Where the optimizer state lives. With `cpu` and `nvme` the optimizer steps on the host."""
     pin_memory: bool = Field(default=True)
     """Whether offloaded tensors lie in page-locked host memory (faster copies, needs a CUDA device)."""
-    nvme_path: str | None = Field(default=None, min_length=1)
+    nvme_path: str | None = Field(default=None)
     """Directory for the files of `nvme`, on a disk of each node; needed by it. Each rank writes files of its own there."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         places = (self.params, self.optimizer)
         problems: list[tuple[str, str]] = []
-        if "nvme" in places and self.nvme_path is None:
+        if "nvme" in places and not self.nvme_path:
             problems.append(("nvme_path", "is needed by nvme; write a directory on a local disk, or cpu instead of nvme"))
         if self.nvme_path is not None and "nvme" not in places:
             problems.append(("nvme_path", "has no meaning when nothing is offloaded to nvme; remove it or set offload.params to nvme"))
