@@ -7,17 +7,39 @@ from unishard.testing.cells import STRATEGIES, Feature
 __all__ = ["FEATURES"]
 
 _ADAMW = {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
-_PARAMS, _OPTIMIZER = {"params": "cpu"}, {"optimizer": "cpu"}
-_GROUPS = {"sharding": {"group_size": 2}}
+_PARAMS, _OPTIMIZER, _BOTH = {"params": "cpu"}, {"optimizer": "cpu"}, {"params": "cpu", "optimizer": "cpu"}
+_GROUPS = {"group_size": 2}
 
 FEATURES = (
-    Feature("offload", {"offload": "cpu"}, strategies=("full_shard",), worlds=(1, 2, 4)),
-    Feature("offload_adamw", {"offload": "cpu", "optimizer": _ADAMW}, strategies=("full_shard",)),
-    Feature("offload_optimizer", {"offload": _OPTIMIZER}, strategies=STRATEGIES[1:]),
-    Feature("offload_optimizer_adamw", {"offload": _OPTIMIZER, "optimizer": _ADAMW}, strategies=STRATEGIES[1:], worlds=(1, 4)),
-    Feature("offload_params", {"offload": _PARAMS}, strategies=("full_shard",), refused={"fsdp": ("full_shard",)}),
-    Feature("offload_hybrid", {"offload": "cpu"} | _GROUPS, strategies=("hybrid_shard",), worlds=(4,)),
+    Feature("offload", "parameters and optimizer in host memory", {"offload": _BOTH}, strategies=("full_shard",), worlds=(1, 2, 4)),
+    Feature("offload_adamw", "the same with AdamW", {"offload": _BOTH, "optimizer": _ADAMW}, strategies=("full_shard",)),
+    Feature("offload_optimizer", "the optimizer in host memory", {"offload": _OPTIMIZER}, strategies=STRATEGIES[1:]),
     Feature(
-        "offload_optimizer_hybrid", {"offload": _OPTIMIZER} | _GROUPS, strategies=("hybrid_shard", "hybrid_shard_grad_op"), worlds=(4,)
+        "offload_optimizer_adamw",
+        "the same with AdamW",
+        {"offload": _OPTIMIZER, "optimizer": _ADAMW},
+        strategies=STRATEGIES[1:],
+        worlds=(1, 4),
+    ),
+    Feature(
+        "offload_params",
+        "the parameters alone in host memory",
+        {"offload": _PARAMS},
+        strategies=("full_shard",),
+        refused={"fsdp": ("full_shard",)},
+    ),
+    Feature(
+        "offload_hybrid",
+        "both, where groups of 2 ranks hold a copy each",
+        {"offload": _BOTH, "sharding": _GROUPS},
+        strategies=("hybrid_shard",),
+        worlds=(4,),
+    ),
+    Feature(
+        "offload_optimizer_hybrid",
+        "the optimizer, where groups of 2 ranks hold a copy each",
+        {"offload": _OPTIMIZER, "sharding": _GROUPS},
+        strategies=("hybrid_shard", "hybrid_shard_grad_op"),
+        worlds=(4,),
     ),
 )
