@@ -168,28 +168,10 @@ def reduce_units_by_parameter(optimizer: Any) -> None:
 
 
 def clear_stale_gradients(optimizer: Any) -> None:
-    """Zero what is kept of the gradients of a window, and would be applied again to a parameter that later steps do not use.
-
-    Stage 3 keeps its buffer (runtime/zero/stage3.py). An offloaded optimizer of any stage keeps the fp32 gradients on the host, and
-    stage 2 also the sums, to which it adds those of a parameter that the first micro-batch does not use (stage_1_and_2.py,
-    async_accumulate_grad_in_cpu_via_gpu), and after an update that was left out the averages, so that all that follow are.
-    """
+    """Stage 3 keeps the gradient of a parameter that later steps do not use, and applies it again (runtime/zero/stage3.py)."""
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is not None:
         buffer.zero_()
-    if _offloads(optimizer):
-        for master in master_tensors(optimizer):
-            if master.grad is not None:
-                master.grad.zero_()
-        for total in getattr(optimizer, "accumulated_grads_in_cpu", {}).values():
-            total.zero_()
-        if hasattr(optimizer, "single_partition_of_fp32_groups"):
-            optimizer.averaged_gradients.clear()
-
-
-def _offloads(optimizer: Any) -> bool:
-    """Whether the optimizer steps on the host (runtime/zero/stage3.py and stage_1_and_2.py)."""
-    return bool(getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False))
 
 
 def average_between_groups(optimizer: Any, group: Any) -> None:
