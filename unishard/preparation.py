@@ -18,6 +18,7 @@ from unishard.engine.schedulers import SchedulerFactory
 from unishard.engine.units import find_units
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ModelError
+from unishard.grouping import parts
 from unishard.topology import Topology
 from unishard.translation import translate
 
@@ -64,7 +65,8 @@ def prepare(
     topology = process_group.ensure(Topology.from_environment())
     desync.meet("unishard.prepare")
     # First of all: whatever is refused below is then refused on every rank, and none is left waiting.
-    process_group.agree({path: value_at(cfg, path) for path, _ in leaves(Config)}, "configs")
+    facts_of_config = {path: value_at(cfg, path) for path, _ in leaves(Config)} | {"ranks that share one copy": parts(cfg, topology)}
+    process_group.agree(facts_of_config, "configs")
     process_group.agree(description_of(model), "models")
     process_group.agree(optimizers.description_of(optimizer, model), "optimizers")
     backend = registry.get(cfg.backend)
@@ -83,6 +85,7 @@ def prepare(
     engine = backend.prepare(model, cfg, translation, topology, units, recipe)
     if recipe.scheduler is not None:
         engine.follow(recipe.scheduler)
-    verify(engine.placement(), facts, cfg, engine.device, engine=translation.engine, units=[unit.name for unit in units])
+    names = [unit.name for unit in units]
+    verify(engine.placement(), facts, cfg, engine.device, engine=translation.engine, units=names, parts=parts(cfg, topology))
     torch.manual_seed(cfg.training.seed + topology.rank)
     return engine

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from unishard import registry
 from unishard.config import Config, expect_config
 from unishard.errors import BackendError, ConfigError, Problem
+from unishard.grouping import check_groups
 from unishard.rules import Translation
 from unishard.topology import Topology
 
@@ -27,8 +28,8 @@ def translate(cfg: Config, *, backend: str | None = None, topology: Topology | N
 
     Raises:
         BackendError: There is no backend of the name that was passed.
-        ConfigError: The config names no installed backend, its batch sizes contradict each other, or `native` holds a key that
-            the backend refuses.
+        ConfigError: The config names no installed backend, its batch sizes contradict each other, its groups do not fit the
+            ranks, or `native` holds a key that the backend refuses.
     """
     expect_config(cfg)
     topology = topology or Topology()
@@ -36,6 +37,7 @@ def translate(cfg: Config, *, backend: str | None = None, topology: Topology | N
     if problems:
         raise ConfigError(problems)
     check_batch(cfg, topology.world_size)
+    check_groups(cfg, topology)
     return registry.get(backend or cfg.backend).translate(cfg, topology)
 
 

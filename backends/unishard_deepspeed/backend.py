@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
-from unishard.errors import ConfigError
+from unishard.errors import ConfigError, Problem
 from unishard.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
 from unishard.topology import Topology
 from unishard_deepspeed.keys import check, verdict
@@ -52,7 +52,11 @@ class DeepSpeedBackend:
                 break what unishard promises.
         """
         own = cfg.native.get(self.name, {})
-        if problems := check(own):
+        problems = check(own)
+        if cfg.sharding.hybrid and "zero_hpz_partition_size" in own.get("zero_optimization", {}):
+            what = f"makes groups of its own beside those of {cfg.sharding.strategy}; remove it, or set sharding.strategy to full_shard"
+            problems.append(Problem(f"native.{self.name}.zero_optimization.zero_hpz_partition_size", what))
+        if problems:
             raise ConfigError(problems)
         native, report = apply(RULES, cfg, topology)
         fixed = nested({key: value for key, (value, _) in CONSTANTS.items()})

@@ -18,6 +18,7 @@ from unishard.process_group import device_of
 from unishard.topology import Topology
 from unishard_deepspeed import inputs, internals, start
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
+from unishard_deepspeed.replicas import replicas_of
 
 __all__ = ["adapted", "build"]
 
@@ -36,6 +37,7 @@ def build(
         optimizer: Builds the optimizer from the named trainable parameters.
     """
     deepspeed = start.load(topology)
+    start.require_files(cfg)
     device = device_of(topology)
     model.to(device)
     broadcast([*model.parameters(), *model.buffers()])
@@ -46,8 +48,12 @@ def build(
     # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
     casting = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
     keeping = internals.keeping_groups(client_optimizer) if native["zero_optimization"]["stage"] else nullcontext()
+    replicas = replicas_of(cfg, topology, device.type)
     with start.hushed(), keeping:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False, mpu=replicas)
+    if replicas is not None:
+        internals.forget_groups()
+        internals.average_between_groups(engine.optimizer, replicas.get_model_parallel_group())
     internals.undo_first_step(engine.optimizer)
     internals.set_masters(engine.optimizer, originals)
     internals.reduce_units_by_parameter(engine.optimizer)

@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard_deepspeed.masters import Piece
 
 __all__ = [
+    "average_between_groups",
     "clear_stale_gradients",
     "divide_gradients",
     "forget",
+    "forget_groups",
     "keeping_groups",
     "link_states_again",
     "making_every_update",
@@ -169,6 +172,65 @@ def clear_stale_gradients(optimizer: Any) -> None:
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is not None:
         buffer.zero_()
+
+
+def average_between_groups(optimizer: Any, group: Any) -> None:
+    """Average the gradients of a window over a process group before they are clipped and applied. Collective, in each window.
+
+    Args:
+        optimizer: Of stage 2 or 3.
+        group: The ranks that hold the same part of different copies.
+    """
+    finalize = optimizer.finalize_gradient_accumulation_boundary  # what engine.step() calls first (runtime/engine.py)
+
+    def finalize_averaged() -> None:
+        if hasattr(optimizer, "grad_partitions_flat_buffer"):
+            _average_parts(optimizer, group)
+            finalize()
+        else:
+            finalize()
+            _average_flat(optimizer, group)
+
+    optimizer.finalize_gradient_accumulation_boundary = finalize_averaged
+
+
+def _average_parts(optimizer: Any, group: Any) -> None:
+    """Stage 3 (runtime/zero/stage3.py)."""
+    dist.all_reduce(optimizer.grad_partitions_flat_buffer, dist.ReduceOp.AVG, group)
+    if optimizer.offload_optimizer:
+        # Only these are moved to the host; another group may have used parameters that this one has not.
+        parts = [parameter for parameters in optimizer.fp16_groups for parameter in parameters if parameter.requires_grad]
+        optimizer._offload_boundary_param_ids.update(
+            part.ds_id for part in parts if part.partition_numel() * optimizer._get_param_partition_rank(part) < part.ds_numel
+        )
+
+
+def _average_flat(optimizer: Any, group: Any) -> None:
+    """Stage 2 (runtime/zero/stage_1_and_2.py)."""
+    if not optimizer.cpu_offload:
+        for gradients in optimizer.averaged_gradients.values():
+            flat = getattr(gradients, "flat_partition", None)
+            if flat is not None:
+                dist.all_reduce(flat, dist.ReduceOp.AVG, group)
+                continue
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat, dist.ReduceOp.AVG, group)
+            for gradient, piece in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
+                gradient.copy_(piece.view_as(gradient))
+        return
+    for master, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True):
+        dist.all_reduce(master.grad, dist.ReduceOp.AVG, group)
+        for parameter in parameters:
+            number = optimizer.get_param_id(parameter)
+            _, _, start, numel = optimizer.grad_position[number]
+            optimizer.norm_for_param_grads[number] = master.grad.narrow(0, int(start), int(numel)).double().norm()
+
+
+def forget_groups() -> None:
+    """Let the engines that are built next have all ranks again: `initialize` keeps its `mpu` for the whole process (utils/groups.py)."""
+    from deepspeed.utils import groups
+
+    groups.mpu = None
 
 
 def divide_gradients(optimizer: Any, divisor: float) -> float:

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.engine.parts import Part
@@ -55,6 +54,7 @@ def already_reduced(engine: Any) -> Iterator[None]:
     """Inside, `engine.step()` does not do it again."""
     optimizer, reduces = engine.optimizer, engine.enable_backward_allreduce
     finishes = hasattr(optimizer, "finalize_gradient_accumulation_boundary")
+    own = vars(optimizer).get("finalize_gradient_accumulation_boundary")  # `internals.average_between_groups`
     engine.enable_backward_allreduce = False
     if finishes:
         optimizer.finalize_gradient_accumulation_boundary = lambda: None
@@ -62,7 +62,9 @@ def already_reduced(engine: Any) -> Iterator[None]:
         yield
     finally:
         engine.enable_backward_allreduce = reduces
-        if finishes:
+        if own is not None:
+            optimizer.finalize_gradient_accumulation_boundary = own
+        elif finishes:
             del optimizer.finalize_gradient_accumulation_boundary
 
 
@@ -96,11 +98,12 @@ def _stage_3_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
 def _stage_3_part(optimizer: Any, parameter: Any, padded: Tensor) -> Part:
     start = min(padded.numel() * optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
     values = padded.detach().view(-1)[: parameter.ds_numel - start]
-    return Part(parameter.ds_shape, values, start, dist.group.WORLD)
+    return Part(parameter.ds_shape, values, start, parameter.ds_process_group)
 
 
 def _partitioned_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
-    parts = {parameter: _nothing_of(parameter) for group in optimizer.bit16_groups for parameter in group}
+    ranks = optimizer.dp_process_group
+    parts = {parameter: _nothing_of(parameter, ranks) for group in optimizer.bit16_groups for parameter in group}
     for index, group in enumerate(optimizer.params_in_partition):
         if optimizer.cpu_offload:
             stretches = [_offloaded_gradient(optimizer, parameter) for parameter in group]
@@ -108,7 +111,7 @@ def _partitioned_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
             # As in get_grad_norm_direct: padding between parameters is marked, padding at the end has no parameter.
             stretches = [values for values in optimizer.averaged_gradients[index] if not getattr(values, "_zero_padding", False)]
         for parameter, values in zip(group, stretches, strict=False):
-            parts[parameter] = Part(parameter.shape, values.detach().view(-1), _start_of(parameter), dist.group.WORLD)
+            parts[parameter] = Part(parameter.shape, values.detach().view(-1), _start_of(parameter), ranks)
     return parts
 
 
@@ -123,8 +126,8 @@ def _start_of(parameter: Any) -> int:
     return start
 
 
-def _nothing_of(parameter: nn.Parameter) -> Part:
-    return Part(parameter.shape, torch.empty(0, dtype=torch.float32, device=parameter.device), 0, dist.group.WORLD)
+def _nothing_of(parameter: nn.Parameter, ranks: Any) -> Part:
+    return Part(parameter.shape, torch.empty(0, dtype=torch.float32, device=parameter.device), 0, ranks)
 
 
 def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
@@ -164,8 +167,8 @@ def master_part(optimizer: Any, parameter: Any) -> Part:
         return _stage_3_part(optimizer, parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
     if hasattr(parameter, "_hp_mapping"):
         if parameter._hp_mapping is None:  # all of it belongs to other ranks
-            return _nothing_of(parameter)
-        return Part(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), dist.group.WORLD)
+            return _nothing_of(parameter, optimizer.dp_process_group)
+        return Part(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
     return Part(parameter.shape, _replicated_masters(optimizer).get(parameter, parameter.detach()))
 
 
@@ -221,10 +224,16 @@ def clear_offloaded(optimizer: Any) -> None:
     """Offloaded gradients are overwritten only where a parameter was used; without this the rest is applied again in every update.
 
     (runtime/zero/stage_1_and_2.py, _finalize_cpu_offload_gradient_accumulation; runtime/zero/stage3.py,
-    _finalize_offload_gradient_accumulation; neither is in the norm.)
+    _finalize_offload_gradient_accumulation; neither is in the norm.) Stage 2 also keeps the sums, to which it adds the gradient of a
+    parameter that the first micro-batch of a window does not use (async_accumulate_grad_in_cpu_via_gpu), and after an update that was
+    left out the averages, so that all that follow are left out as well.
     """
     offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", None) or getattr(optimizer, "single_partition_of_fp32_groups", [])
     for master in masters if offloaded else ():
         if master.grad is not None:
             master.grad.zero_()
+    if offloaded and hasattr(optimizer, "single_partition_of_fp32_groups"):
+        optimizer.averaged_gradients.clear()
+        for total in optimizer.accumulated_grads_in_cpu.values():
+            total.zero_()

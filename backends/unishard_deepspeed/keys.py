@@ -65,6 +65,7 @@ ACCEPTED: dict[str, type | tuple[type, ...]] = {
     _PARAM + "buffer_size": int,
     _PARAM + "max_in_cpu": int,
     _OPTIMIZER + "buffer_count": int,
+    "aio": dict,
 }
 """Keys that may be set, and the type of their value."""
 
@@ -100,6 +101,7 @@ SAME_MATHS = frozenset(
         _PARAM + "buffer_size",
         _PARAM + "max_in_cpu",
         _OPTIMIZER + "buffer_count",
+        "aio",
     }
 )
 """Accepted keys that are about time, memory, the shape of collectives or logs alone; any other may train something else."""
@@ -131,14 +133,16 @@ DECIDED: dict[str, str] = {
     _Z + "cpu_offload_param": "offload.params",
     _Z + "cpu_offload_use_pin_memory": "offload.pin_memory",
     _PARAM + "device": "offload.params",
+    _PARAM + "nvme_path": "offload.nvme_path",
     _PARAM + "pin_memory": "offload.pin_memory",
     _OPTIMIZER + "device": "offload.optimizer",
+    _OPTIMIZER + "nvme_path": "offload.nvme_path",
     _OPTIMIZER + "pin_memory": "offload.pin_memory",
 }
 """Keys that a field decides: the field to set instead."""
 
 _DATA = "reads deepspeed.initialize's own loader; use unishard.dataloader"
-_NVME = "belongs to NVMe offload, which no field asks for; remove it"
+_NVME = "belongs to an optimizer in files, which unishard refuses; remove it"
 _CPU_ADAM = "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer; remove it"
 _PARALLEL = "splits ranks in other ways than data parallelism, which unishard would not see; remove it"
 
@@ -164,7 +168,6 @@ REFUSED: dict[str, str] = {
     "weight_quantization": "belongs to inference; remove it",
     "data_efficiency": _DATA,
     "disable_allgather": "is read by nothing; remove it",
-    "aio": _NVME,
     "checkpoint": "belongs to DeepSpeed's own checkpoints; remove it",
     "datastates_ckpt": "belongs to DeepSpeed's own checkpoints; remove it",
     _Z + "round_robin_gradients": "corrupts the map from parameters to their fp32 masters (DeepSpeed 0.19.8); remove it",
@@ -176,8 +179,6 @@ REFUSED: dict[str, str] = {
     _Z + "pipeline_loading_checkpoint": "belongs to DeepSpeed's own checkpoints; remove it",
     _Z + "save_muon_momentum_buffer_in_memory": "belongs to NVMe offload of Muon; remove it",
     _Z + "stage3_gather_fp16_weights_on_model_save": "is deprecated; write stage3_gather_16bit_weights_on_model_save",
-    _PARAM + "nvme_path": _NVME,
-    _OPTIMIZER + "nvme_path": _NVME,
     _OPTIMIZER + "pipeline_read": _NVME,
     _OPTIMIZER + "pipeline_write": _NVME,
     _OPTIMIZER + "fast_init": _NVME,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unishard.config import Config
+from unishard.grouping import parts
 from unishard.rules import Fit, Rule, When, idle, loop
 from unishard.topology import Topology
 
@@ -17,7 +18,7 @@ UNLIMITED = 10**15
 
 
 def _stage(cfg: Config) -> int:
-    return _STAGES[cfg.sharding.strategy]
+    return _STAGES[cfg.sharding.within_group]
 
 
 def _replicated_bf16(cfg: Config) -> bool:
@@ -56,22 +57,34 @@ def _compute(cfg: Config, topology: Topology) -> dict[str, Any]:
 
 
 def _offload(cfg: Config, topology: Topology) -> dict[str, Any]:
-    place = {"device": "cpu", "pin_memory": cfg.offload.pin_memory}
-    return _zero(offload_param=place if cfg.offload.params == "cpu" else None)
+    return _zero(offload_param=_place(cfg, cfg.offload.params))
 
 
 def _offload_optimizer(cfg: Config, topology: Topology) -> dict[str, Any]:
-    place = {"device": "cpu", "pin_memory": cfg.offload.pin_memory}
-    return _zero(offload_optimizer=place if cfg.offload.optimizer == "cpu" else None)
+    return _zero(offload_optimizer=_place(cfg, cfg.offload.optimizer))
+
+
+def _place(cfg: Config, device: str) -> dict[str, Any] | None:
+    if device == "none":
+        return None
+    place = {"device": device, "pin_memory": cfg.offload.pin_memory}
+    return place | ({"nvme_path": cfg.offload.nvme_path} if device == "nvme" else {})
 
 
 def _global_batch(cfg: Config, topology: Topology) -> dict[str, Any]:
     training = cfg.training
-    return {"train_batch_size": training.micro_batch_size * training.gradient_accumulation_steps * topology.world_size}
+    ranks = parts(cfg, topology) if cfg.sharding.hybrid else topology.world_size
+    return {"train_batch_size": training.micro_batch_size * training.gradient_accumulation_steps * ranks}
 
 
 _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parameters"
 _TORCH_OPTIMIZER = "unishard builds the optimizer and passes it in; ZeRO hands it flat fp32 partitions, the same maths element by element"
+
+
+_BETWEEN = (
+    "unishard averages each rank's part of the gradients over the groups at the end of a window, after the last backward instead of "
+    "beside it (MiCS, which did that, has left DeepSpeed 0.19.8; hpZ still divides optimizer and gradients between all ranks)"
+)
 
 
 def _optimizer_field() -> Rule:
@@ -104,12 +117,30 @@ RULES: dict[str, Rule] = {
                 "stage 1; gradients travel by all-reduce instead of reduce-scatter",
             ),
             When(
+                "hybrid_shard",
+                lambda cfg: cfg.sharding.strategy == "hybrid_shard",
+                Fit.EQUIVALENT,
+                f"stage 3 in each group; {_BETWEEN}",
+            ),
+            When(
+                "hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.strategy == "hybrid_shard_grad_op",
+                Fit.EQUIVALENT,
+                f"stage 2 in each group, where gradients travel by all-reduce instead of reduce-scatter; {_BETWEEN}",
+            ),
+            When(
                 "shard_grad_op",
                 lambda cfg: _stage(cfg) == 2,
                 Fit.EQUIVALENT,
                 "stage 2; gradients travel by all-reduce instead of reduce-scatter",
             ),
         ),
+    ),
+    "sharding.group_size": Rule(
+        Fit.EXACT,
+        "deepspeed.initialize(mpu=...)",
+        "not in the JSON: prepare gives ZeRO the ranks of a group as its data-parallel group; ranks in a row form a group",
+        when=(idle("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),),
     ),
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT,
@@ -175,10 +206,16 @@ RULES: dict[str, Rule] = {
         to=_offload,
         when=(
             When(
-                "cpu with offload.optimizer none",
-                lambda cfg: cfg.offload.params == "cpu" and cfg.offload.optimizer == "none",
+                "cpu or nvme with offload.optimizer none",
+                lambda cfg: cfg.offload.params != "none" and cfg.offload.optimizer == "none",
                 Fit.EQUIVALENT,
                 "the fp32 masters live with the optimizer, on the device; set offload.optimizer to cpu to move them",
+            ),
+            When(
+                "nvme",
+                lambda cfg: cfg.offload.params == "nvme",
+                Fit.EQUIVALENT,
+                "parts of at least 1 MiB lie in files, smaller ones in host memory",
             ),
         ),
     ),
@@ -187,11 +224,26 @@ RULES: dict[str, Rule] = {
         "zero_optimization.offload_optimizer",
         "the torch optimizer steps on the host; DeepSpeedCPUAdam is not used",
         to=_offload_optimizer,
+        when=(
+            When(
+                "nvme",
+                lambda cfg: cfg.offload.optimizer == "nvme",
+                Fit.UNSUPPORTED,
+                "DeepSpeed 0.19.8 swaps the state of torch's SGD and AdamW through files and then makes other updates than without (losses "
+                "differ by 1e-2 and more from the second on); choose cpu",
+            ),
+        ),
     ),
     "offload.pin_memory": Rule(
         Fit.EXACT,
         "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory",
         "prepare writes false where there is no CUDA device, since nothing can be page-locked there",
+    ),
+    "offload.nvme_path": Rule(
+        Fit.EXACT,
+        "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path",
+        "prepare refuses nvme where DeepSpeed's async_io op, which needs libaio, can be neither found nor built",
+        when=(idle("null", lambda cfg: cfg.offload.nvme_path is None, ""),),
     ),
     "training.micro_batch_size": Rule(
         Fit.EXACT,
@@ -205,7 +257,10 @@ RULES: dict[str, Rule] = {
         to=lambda cfg, topology: {"gradient_accumulation_steps": cfg.training.gradient_accumulation_steps},
     ),
     "training.global_batch_size": Rule(
-        Fit.EXACT, "train_batch_size", "always the product; a stated value is only checked", to=_global_batch
+        Fit.EXACT,
+        "train_batch_size",
+        "always the product, of one group where there are groups, as DeepSpeed wants it; a stated value is only checked",
+        to=_global_batch,
     ),
     "training.gradient_clipping": Rule(
         Fit.EXACT,

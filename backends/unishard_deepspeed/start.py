@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unishard.config import Config
+from unishard.errors import BackendError
 from unishard.topology import Topology
 
-__all__ = ["hushed", "load"]
+__all__ = ["hushed", "load", "require_files"]
 
 _EXPECTED = (
     # About every torch optimizer but Adam, AdamW and Adagrad; unishard's suite is the test.
@@ -52,6 +54,32 @@ def load(topology: Topology) -> ModuleType:
         comm.cdb = None
     _world = dist.group.WORLD
     return deepspeed  # type: ignore[no-any-return]
+
+
+def require_files(cfg: Config) -> None:
+    """Check that DeepSpeed can keep in files what a config asks for, before anything is changed.
+
+    Raises:
+        BackendError: Its op is not there and cannot be built, or it would round the parameters.
+    """
+    if cfg.offload.params != "nvme":
+        return
+    with hushed():
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        there = AsyncIOBuilder().is_compatible(verbose=False)
+    if cfg.precision.compute == "fp32" and not get_accelerator().is_fp16_supported():
+        # It then takes bf16 for the format that it was told (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, _set_dtype).
+        raise BackendError(
+            "offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed 0.19.8); set it to cpu, or "
+            "precision to bf16"
+        )
+    if not there:
+        raise BackendError(
+            "offload to nvme needs DeepSpeed's async_io op, which can be neither found nor built here; install libaio with its headers "
+            "(libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule  # private path; the only one in torch 2.13
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -21,6 +22,7 @@ from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.access import part_of
 from unishard_fsdp.gradients import local, scale, total_norm
+from unishard_fsdp.host import OnHost
 from unishard_fsdp.internals import drop_unreduced, refresh_trainable
 
 __all__ = ["DDPEngine", "FSDPEngine"]
@@ -32,12 +34,13 @@ _MIXED = "mixed torch.Tensor and DTensor"
 class TorchEngine(TrainingEngine):
     """What torch's forms of data parallelism have in common."""
 
-    _sharded = False
-    """Whether a gradient is only a part of the whole."""
+    _copies: int
+    """How often all ranks together hold each gradient."""
 
     def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._copies = dist.get_world_size()
         self._last = True  # torch's own default: each backward ends a window
 
     def _backward(self, loss: Tensor) -> None:
@@ -46,15 +49,18 @@ class TorchEngine(TrainingEngine):
     @torch.no_grad()
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         gradients = [local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
-        norm = total_norm(gradients, self._device, sharded=self._sharded) / divisor
+        norm = total_norm(gradients, self._device, copies=self._copies) / divisor
         value = float(norm)
         updated = math.isfinite(value) or self._cfg.training.nonfinite == "ignore"
         if updated:
             scale(gradients, norm, max_norm, divisor)
-            self._optimizer.step()
+            self._step()
         for parameter in self._trainable:
             parameter.grad = None
         return value, updated
+
+    def _step(self) -> None:
+        self._optimizer.step()
 
     @torch.no_grad()
     def placement(self) -> Placement:
@@ -119,9 +125,15 @@ class FSDPEngine(TorchEngine):
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._root = root
+        self._on_host: OnHost | None = None
+        if isinstance(native, options.FullyShard) and native.host_optimizer:
+            self._on_host = OnHost(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
         self._parts = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._sharded = self._forward_is_collective = not isinstance(root, ReplicateModule)
+        if isinstance(native, options.FullyShard):
+            self._copies = native.mesh.replicate if native.mesh else 1
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
+        self._averages_late = isinstance(native, options.FullyShard) and native.requires_all_reduce == "last_micro_batch"
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
 
     def _begin_micro_batch(self, *, last: bool) -> None:
@@ -130,6 +142,8 @@ class FSDPEngine(TorchEngine):
         self._last = last
         if self._syncs_late:
             self._root.set_requires_gradient_sync(last)
+        if self._averages_late:
+            self._root.set_requires_all_reduce(last)
         if self._reshards_late:
             self._root.set_reshard_after_backward(last)
 
@@ -163,6 +177,9 @@ class FSDPEngine(TorchEngine):
         for _, part in self._parts:
             part.reshard()
         return super()._update(max_norm, divisor)
+
+    def _step(self) -> None:
+        (self._on_host or self._optimizer).step()
 
     def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
         for _, part in self._parts:

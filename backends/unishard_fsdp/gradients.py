@@ -16,17 +16,23 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def total_norm(gradients: list[Tensor], device: torch.device, *, sharded: bool) -> Tensor:
-    """Global L2 norm, an fp32 scalar on `device`, the same on every rank. Collective if `sharded`.
+def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) -> Tensor:
+    """Global L2 norm, an fp32 scalar on `device`, the same on every rank. Collective unless every rank holds a copy.
 
-    Works on the local parts: one collective of one number instead of DTensor's dispatch for each gradient.
+    Works on the local parts: one collective of one number instead of DTensor's dispatch for each gradient. It goes over all ranks
+    also where groups of them hold a copy each, so that all take the same decision about clipping and skipping to the last bit.
+
+    Args:
+        gradients: What this rank holds of them.
+        device: Where this rank computes.
+        copies: How often all ranks together hold each gradient.
     """
     norm = get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
-    if not sharded or dist.get_world_size() == 1:
+    if copies == dist.get_world_size():
         return norm
     square = norm.double().square()
     dist.all_reduce(square)
-    return square.sqrt().float()
+    return (square / copies).sqrt().float()
 
 
 def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor: float) -> None:

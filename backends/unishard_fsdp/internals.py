@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["count_as_stepped", "drop_unreduced", "mend_post_backward", "refresh_trainable"]
 
@@ -50,6 +51,7 @@ def _post_backward(group: Any, post_backward: Callable[..., None], *unused: Any)
         # No forward has entered this module yet. torch says that the call then does nothing, but while gradients are not reduced
         # it looks for parameters that only the first forward makes ("no attribute '_unsharded_param'").
         return
+    _keep_sums_aligned(group)
     if group.reduce_grads and any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
         _in_one_format(group)
     post_backward(*unused)
@@ -66,6 +68,42 @@ def _in_one_format(group: Any) -> None:
         parameter.to_accumulated_grad_if_needed()
         if group.reduce_scatter_unused_params and _has_no_gradient(parameter):
             parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=parameter.reduce_dtype)
+
+
+def _keep_sums_aligned(group: Any) -> None:
+    """Let a module's gradients that wait for the reduction between groups of ranks keep their places.
+
+    FSDP2 adds them up as one flat tensor of the parameters that had a gradient (_fsdp_collectives.py, foreach_reduce). Other
+    parameters in the next micro-batch make it another tensor: an error about its size, a sum at wrong places where the sizes
+    agree by chance, and where the last micro-batch has no gradient at all a sum that is left for the next window.
+    """
+    if not group.reduce_grads or (group.all_reduce_grads and group._partial_reduce_output is None):
+        return
+    summed: list[Any] = getattr(group, _SUMMED, []) if group._partial_reduce_output is not None else []
+    for parameter in summed:
+        if _has_no_gradient(parameter):
+            parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=parameter.reduce_dtype)
+    reduced = [
+        parameter
+        for parameter in group.fsdp_params
+        if parameter.unsharded_param.requires_grad and (group.reduce_scatter_unused_params or not _has_no_gradient(parameter))
+    ]
+    if summed and reduced != summed:
+        sizes = [parameter.padded_sharded_param_size.numel() for parameter in summed]
+        pieces = dict(zip(map(id, summed), torch.split(group._partial_reduce_output, sizes), strict=True))
+        group._partial_reduce_output = torch.cat([_piece(parameter, pieces, group) for parameter in reduced])
+    setattr(group, _SUMMED, reduced)
+
+
+_SUMMED = "_unishard_summed"
+"""Where a module's group of parameters keeps which of them have been summed, in order."""
+
+
+def _piece(parameter: Any, pieces: dict[int, Tensor], group: Any) -> Tensor:
+    """A parameter's part of the sum; zeros where it had no gradient yet."""
+    size = parameter.padded_sharded_param_size.numel()
+    found = pieces.get(id(parameter))
+    return found if found is not None else group._partial_reduce_output.new_zeros(size)
 
 
 def _has_no_gradient(parameter: Any) -> bool:

@@ -19,6 +19,9 @@ __all__ = ["DECIDED", "SAME_MATHS", "check", "verdict"]
 
 DECIDED: Mapping[str, str] = {
     "data_parallel": "sharding.strategy and precision.compute",
+    "mesh": "sharding.strategy and sharding.group_size",
+    "mesh.replicate": "sharding.strategy and sharding.group_size",
+    "mesh.shard": "sharding.strategy and sharding.group_size",
     "units": "sharding.units",
     "min_unit_params": "sharding.min_unit_params",
     "reshard_after_forward": "sharding.reshard_after_forward",
@@ -26,6 +29,8 @@ DECIDED: Mapping[str, str] = {
     "mp_policy.reduce_dtype": "precision.reduce",
     "offload_policy": "offload.params and offload.optimizer",
     "offload_policy.pin_memory": "offload.pin_memory",
+    "host_optimizer": "offload.params and offload.optimizer",
+    "host_optimizer.pin_memory": "offload.pin_memory",
     "prefetch_numel": "communication.prefetch_bucket_size",
     "bucket_cap_mb": "communication.reduce_bucket_size",
 }
@@ -34,6 +39,7 @@ DECIDED: Mapping[str, str] = {
 SAME_MATHS = frozenset(
     {
         "requires_gradient_sync",
+        "requires_all_reduce",
         "reshard_after_backward",
         "find_unused_parameters",
         "static_graph",
@@ -43,6 +49,7 @@ SAME_MATHS = frozenset(
 )
 """Free keys that are about time, memory or collectives alone; any other may train something else."""
 
+_ACCUMULATES = ("requires_gradient_sync", "requires_all_reduce")
 _ZERO_REDUNDANCY = "zero_redundancy_optimizer"
 
 
@@ -58,7 +65,7 @@ def check(cfg: Config, written: Native) -> dict[str, Any]:
     """
     overrides = dict(flat(cfg.native.get("fsdp", {})))
     form = written["data_parallel"]
-    problems = [Problem(f"native.fsdp.{key}", text) for key, value in overrides.items() if (text := _refusal(key, value, form, cfg))]
+    problems = [Problem(f"native.fsdp.{key}", text) for key, value in overrides.items() if (text := _refusal(key, value, written, cfg))]
     if problems:
         raise ConfigError(problems)
     try:
@@ -76,19 +83,22 @@ def verdict(key: str, value: Any, written: Native) -> tuple[Fit, str]:
         value: What the user writes there.
         written: The native config that the fields decide.
     """
-    if key == "requires_gradient_sync" and value == "last_micro_batch" and written.get("mp_policy", {}).get("reduce_dtype") == "bfloat16":
+    if key in _ACCUMULATES and value == "last_micro_batch" and written.get("mp_policy", {}).get("reduce_dtype") == "bfloat16":
         return Fit.APPROXIMATE, "FSDP2 adds up in the reduce format what it does not reduce yet, here bf16 (torch 2.13)"
     if key in SAME_MATHS:
         return Fit.EQUIVALENT, "your own setting, about time, memory or collectives; the maths stays"
     return Fit.APPROXIMATE, "only PyTorch's engines have this setting, so another backend trains without it"
 
 
-def _refusal(key: str, value: Any, form: str, cfg: Config) -> str | None:
+def _refusal(key: str, value: Any, written: Native, cfg: Config) -> str | None:
     """Why a key may not be set; what instead."""
+    form = written["data_parallel"]
     if key in DECIDED:
         return f"is decided by {DECIDED[key]}; set it there"
     if key == _ZERO_REDUNDANCY and value is True and not (cfg.sharding.strategy == "shard_optimizer" and cfg.precision.compute == "fp32"):
         return "is for sharding.strategy shard_optimizer with precision.compute fp32; choose both or remove it"
+    if key == "requires_all_reduce" and written.get(key) is None and key in _keys(form):
+        return "times the reduction between groups that hold a copy each; set sharding.strategy to hybrid_shard or remove it"
     if key in _keys(form):
         return None
     others = [other for other in FORMS if key in _keys(other)]

@@ -15,6 +15,8 @@ __all__ = [
     "CPUOffload",
     "DistributedDataParallel",
     "FullyShard",
+    "HostOptimizer",
+    "Mesh",
     "MixedPrecision",
     "Options",
     "Replicate",
@@ -51,10 +53,28 @@ class CPUOffload(_Arguments):
     """Page-locked host memory, where a CUDA device is present; torch 2.13 raises without one, so it is left out there."""
 
 
+class HostOptimizer(_Arguments):
+    """unishard's own: the torch optimizer steps host copies of the parts, whose state lies beside them."""
+
+    pin_memory: bool
+    """Page-locked copies, where a CUDA device is present."""
+
+
+class Mesh(_Arguments):
+    """A device mesh of two axes; ranks in a row are neighbours on the axis `shard`."""
+
+    replicate: int
+    """Groups, each of which holds a whole copy."""
+    shard: int
+    """Ranks that share one copy."""
+
+
 class FullyShard(_Arguments):
     """FSDP2: `fully_shard` on each unit and on the root, and the flags that time its collectives."""
 
     data_parallel: Literal["fully_shard"]
+    mesh: Mesh | None
+    """The axes of a hybrid strategy; null for one axis, `shard`, of all ranks."""
     units: Literal["auto"] | list[str]
     """Classes of the modules that are gathered together, or `auto`."""
     min_unit_params: int
@@ -65,10 +85,14 @@ class FullyShard(_Arguments):
     """`set_reshard_after_backward`."""
     requires_gradient_sync: Timing
     """`set_requires_gradient_sync`."""
+    requires_all_reduce: Timing | None
+    """`set_requires_all_reduce`: when gradients are averaged over the axis `replicate`; null where there is none."""
     prefetch_numel: int | None
     """Elements that `set_modules_to_forward_prefetch` and `_backward_prefetch` may gather ahead; null for torch's own prefetch."""
     mp_policy: MixedPrecision
     offload_policy: CPUOffload | None
+    host_optimizer: HostOptimizer | None
+    """Where only the optimizer is offloaded and parameters are gathered unit by unit; null elsewhere."""
     reduce_scatter_unused_params: bool
     """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different parameters."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from unishard.config import Config
+from unishard.grouping import parts
 from unishard.rules import Fit, Native, Rule, When, idle, loop
 from unishard.topology import Topology
 
@@ -33,6 +34,11 @@ def _strategy(*names: str) -> Callable[[Config], bool]:
     return lambda cfg: cfg.sharding.strategy in names
 
 
+def _within(name: str) -> Callable[[Config], bool]:
+    """Whether this is the strategy among the ranks that share one copy."""
+    return lambda cfg: cfg.sharding.within_group == name
+
+
 def _form(*forms: Form) -> Callable[[Config], bool]:
     return lambda cfg: form_of(cfg) in forms
 
@@ -51,25 +57,49 @@ def _timing(cfg: Config, topology: Topology) -> Native:
     form = form_of(cfg)
     native: Native = {"data_parallel": form, "requires_gradient_sync": _LAST if _waits(cfg) and cfg.precision.reduce == "fp32" else _EVERY}
     if form != "DistributedDataParallel":
-        native["reshard_after_backward"] = _EVERY if cfg.sharding.strategy == "full_shard" else _LAST
+        native["reshard_after_backward"] = _EVERY if cfg.sharding.within_group == "full_shard" else _LAST
+    if form == "fully_shard":
+        # FSDP2 adds up in the reduce format what it has not sent to the other groups yet.
+        late = _LAST if cfg.precision.reduce == "fp32" else _EVERY
+        native["requires_all_reduce"] = late if _groups(cfg, topology) > 1 else None
     return native
+
+
+def _groups(cfg: Config, topology: Topology) -> int:
+    """Groups that hold a copy each, where the strategy is hybrid."""
+    return topology.world_size // parts(cfg, topology) if cfg.sharding.hybrid else 1
+
+
+def _mesh(cfg: Config, topology: Topology) -> Native:
+    if form_of(cfg) != "fully_shard":
+        return {}
+    groups = _groups(cfg, topology)
+    return {"mesh": {"replicate": groups, "shard": parts(cfg, topology)} if groups > 1 else None}
 
 
 def _reduce(cfg: Config) -> Native:
     return {"mp_policy": {"reduce_dtype": "bfloat16" if cfg.precision.reduce == "bf16" else "float32"}}
 
 
+def _optimizer_alone(cfg: Config) -> bool:
+    """Only the optimizer is offloaded, and not by FSDP2, which would then gather parameters from the host each time."""
+    return cfg.offload.optimizer == "cpu" and cfg.offload.params == "none" and cfg.sharding.within_group == "full_shard"
+
+
 def _offload(cfg: Config) -> Native:
-    asked = "cpu" in (cfg.offload.params, cfg.offload.optimizer)
-    return {"offload_policy": {"pin_memory": cfg.offload.pin_memory} if asked else None}
+    place = {"pin_memory": cfg.offload.pin_memory} if "cpu" in (cfg.offload.params, cfg.offload.optimizer) else None
+    alone = _optimizer_alone(cfg)
+    return {"offload_policy": None if alone else place, "host_optimizer": place if alone else None}
 
 
 def _prefetch(cfg: Config) -> Native:
-    return {"prefetch_numel": cfg.communication.prefetch_bucket_size if cfg.sharding.strategy == "full_shard" else None}
+    return {"prefetch_numel": cfg.communication.prefetch_bucket_size if cfg.sharding.within_group == "full_shard" else None}
 
 
 _MIXED: tuple[Form, ...] = ("fully_shard", "replicate")
 _TOGETHER = "CPUOffloadPolicy moves parameters, gradients and optimizer state together"
+_MASTERS = "FSDP2's sharded parameters are the fp32 masters, which the optimizer would need back on the device for its step"
+_NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
 
 _LOOP: Mapping[str, Rule] = {
@@ -103,7 +133,8 @@ RULES: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "torch", "PyTorch's own data parallelism"),
     "sharding.strategy": Rule(
         Fit.EXACT,
-        "fully_shard, replicate or DistributedDataParallel; set_requires_gradient_sync, set_reshard_after_backward",
+        "fully_shard, replicate or DistributedDataParallel; set_requires_gradient_sync, set_requires_all_reduce, "
+        "set_reshard_after_backward",
         "fully_shard on each unit and the root; gradients are reduce-scattered on every micro-batch",
         _timing,
         (
@@ -139,7 +170,28 @@ RULES: Mapping[str, Rule] = {
                 "fully_shard, gathered once a step; gradients are reduce-scattered on every micro-batch; between steps the parameters "
                 "are in parts as well; FSDP's own SHARD_GRAD_OP is full_shard with reshard_after_forward: false",
             ),
+            When(
+                "hybrid_shard",
+                _strategy("hybrid_shard"),
+                Fit.EXACT,
+                "fully_shard on a mesh of two axes; in each group as full_shard, and on the last micro-batch of a window each rank's part "
+                "of the gradients is all-reduced over the groups",
+            ),
+            When(
+                "hybrid_shard_grad_op",
+                _strategy("hybrid_shard_grad_op"),
+                Fit.EQUIVALENT,
+                "fully_shard on a mesh of two axes; in each group as shard_grad_op, and on the last micro-batch of a window each rank's "
+                "part of the gradients is all-reduced over the groups",
+            ),
         ),
+    ),
+    "sharding.group_size": Rule(
+        Fit.EXACT,
+        "fully_shard(mesh=...)",
+        "ranks in a row form a group; where one group holds all ranks, the mesh has one axis as without groups",
+        _mesh,
+        (idle("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),),
     ),
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT,
@@ -147,9 +199,9 @@ RULES: Mapping[str, Rule] = {
         "of the units; the root is kept from forward to backward, torch's own default",
         _for(
             ("fully_shard",),
-            lambda cfg: {"reshard_after_forward": cfg.sharding.strategy == "full_shard" and cfg.sharding.reshard_after_forward},
+            lambda cfg: {"reshard_after_forward": cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward},
         ),
-        (idle("strategy is not full_shard", lambda cfg: not _strategy("full_shard")(cfg), "only full_shard gathers twice"),),
+        (idle("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers twice"),),
     ),
     "sharding.units": Rule(
         Fit.EXACT,
@@ -193,20 +245,22 @@ RULES: Mapping[str, Rule] = {
         _TOGETHER,
         when=(
             idle("none", lambda cfg: cfg.offload.params == "none", ""),
+            When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, _NO_NVME),
             When(
                 "cpu without offload.optimizer: cpu",
-                lambda cfg: cfg.offload.optimizer != "cpu",
+                lambda cfg: cfg.offload.optimizer == "none",
                 Fit.UNSUPPORTED,
-                f"{_TOGETHER}; set offload: cpu",
+                f"{_MASTERS}; set offload: cpu",
             ),
         ),
     ),
     "offload.optimizer": Rule(
         Fit.EXACT,
-        "CPUOffloadPolicy",
+        "CPUOffloadPolicy, or the optimizer on host copies",
         _TOGETHER,
         when=(
             idle("none", lambda cfg: cfg.offload.optimizer == "none", ""),
+            When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, _NO_NVME),
             When(
                 "cpu with native.fsdp.zero_redundancy_optimizer",
                 _zero_redundancy,
@@ -214,25 +268,34 @@ RULES: Mapping[str, Rule] = {
                 "DistributedDataParallel has no offload; remove native.fsdp.zero_redundancy_optimizer",
             ),
             When(
-                "cpu with shard_optimizer or shard_grad_op",
-                _strategy("shard_optimizer", "shard_grad_op"),
+                "cpu with shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.within_group != "full_shard",
                 Fit.EQUIVALENT,
                 "masters, gradients and optimizer state lie in host memory; gathered parameters stay on the device until the step",
             ),
             When(
                 "cpu without offload.params: cpu",
-                lambda cfg: cfg.offload.params != "cpu",
-                Fit.UNSUPPORTED,
-                f"{_TOGETHER}; set offload: cpu, or choose shard_grad_op, or backend deepspeed",
+                _optimizer_alone,
+                Fit.EQUIVALENT,
+                "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state lies in host memory, "
+                "the fp32 parts lie on the device as well",
             ),
         ),
     ),
     "offload.pin_memory": Rule(
         Fit.EXACT,
-        "CPUOffloadPolicy(pin_memory=...)",
+        "CPUOffloadPolicy(pin_memory=...), or of the host copies",
         "pinned where a CUDA device is present; without one there is nothing to copy to and torch refuses to pin",
         to=_for(("fully_shard",), _offload),
         when=(idle("nothing is offloaded", lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none", ""),),
+    ),
+    "offload.nvme_path": Rule(
+        Fit.EXACT,
+        "none",
+        when=(
+            idle("null", lambda cfg: cfg.offload.nvme_path is None, ""),
+            When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
+        ),
     ),
     **_LOOP,
     "communication.reduce_bucket_size": Rule(
@@ -254,7 +317,7 @@ RULES: Mapping[str, Rule] = {
         "set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
         "as many of the following units as fit are gathered ahead; where none fits, torch's own prefetch of the next unit remains",
         _for(("fully_shard",), _prefetch),
-        (idle("strategy is not full_shard", lambda cfg: not _strategy("full_shard")(cfg), "only full_shard gathers unit by unit"),),
+        (idle("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers unit by unit"),),
     ),
     "communication.overlap": Rule(
         Fit.EXACT,

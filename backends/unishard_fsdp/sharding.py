@@ -15,7 +15,7 @@ from unishard.engine.replica import broadcast
 from unishard.engine.units import Unit
 from unishard.errors import ModelError
 from unishard_fsdp.internals import mend_post_backward
-from unishard_fsdp.options import FullyShard, MixedPrecision, Replicate
+from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 
 __all__ = ["apply_fully_shard", "apply_replicate", "load"]
 
@@ -58,8 +58,11 @@ def _keep_attributes(apply: Apply, module: nn.Module) -> None:
         vars(parameter).update(attributes[name])
 
 
-def _mesh(device: torch.device, name: str) -> DeviceMesh:
-    return init_device_mesh(device.type, (torch.distributed.get_world_size(),), mesh_dim_names=(name,))
+def _mesh(device: torch.device, name: str, axes: Mesh | None = None) -> DeviceMesh:
+    """All ranks on one axis of this name, or those of a hybrid strategy."""
+    if axes is None:
+        return init_device_mesh(device.type, (torch.distributed.get_world_size(),), mesh_dim_names=(name,))
+    return init_device_mesh(device.type, (axes.replicate, axes.shard), mesh_dim_names=("replicate", "shard"))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -77,7 +80,7 @@ def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
 
 def apply_fully_shard(model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard) -> None:
     """`fully_shard` on each unit and the root. Collective."""
-    mesh = _mesh(device, "shard")
+    mesh = _mesh(device, "shard", options.mesh)
     sizes = [unit.numel for unit in units]
     offload = OffloadPolicy()
     if options.offload_policy is not None:

@@ -6,7 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_grad_op")
+BY_UNITS = ("full_shard", "hybrid_shard")
+"""Those that gather parameters unit by unit."""
 positive = st.integers(1, 2**40)
 rate = st.floats(0, 1e6)
 fraction = st.floats(0, 1, exclude_max=True)
@@ -25,13 +27,14 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     sharding: dict[str, Any] = {"strategy": strategy}
     if strategy != "no_shard":
         sharding |= draw(some(units=st.just("auto") | names, min_unit_params=st.integers(0, 2**40)))
-    if strategy == "full_shard":
+    if strategy in BY_UNITS:
         sharding |= draw(some(reshard_after_forward=st.booleans()))
     compute = draw(st.sampled_from(("fp32", "bf16")))
     precision = {"compute": compute, "reduce": draw(st.sampled_from(("fp32", "bf16") if compute == "bf16" else ("fp32",)))}
+    places = ("none", "cpu", "nvme")
     offload = {
-        "params": draw(st.sampled_from(("none", "cpu") if strategy == "full_shard" else ("none",))),
-        "optimizer": draw(st.sampled_from(("none", "cpu") if strategy != "no_shard" else ("none",))),
+        "params": draw(st.sampled_from(places if strategy in BY_UNITS else ("none",))),
+        "optimizer": draw(st.sampled_from(places if strategy != "no_shard" else ("none",))),
     }
     sizes = {
         "reduce_bucket_size": positive,
@@ -39,9 +42,11 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "desync_check": st.booleans(),
         "desync_timeout": st.floats(0.1, 1800),
     }
-    if strategy == "full_shard":
+    if strategy in BY_UNITS:
         sizes["prefetch_bucket_size"] = st.integers(0, 2**40)
-    if "cpu" in offload.values():
+    if "nvme" in offload.values():
+        offload["nvme_path"] = draw(st.sampled_from(("/local", "files of mine")))
+    if {"cpu", "nvme"} & {*offload.values()}:
         offload |= draw(some(pin_memory=st.booleans()))
     return {
         "backend": draw(st.sampled_from(("fsdp", "deepspeed"))),

@@ -20,7 +20,7 @@ from unishard.config import leaves
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "llama_tiny.yaml")
 ROUGH = "backend: deepspeed\nsharding: no_shard\nprecision: bf16\n"  # DeepSpeed's stage 0 adds up gradients in bf16
-REFUSED = "offload:\n  optimizer: cpu\n"  # FSDP2 offloads parameters and optimizer together
+REFUSED = "offload:\n  params: cpu\n"  # FSDP2's sharded parameters are the masters that the optimizer steps
 
 
 def run(*arguments: str) -> Result:
@@ -161,7 +161,7 @@ def test_unsupported_is_refused_with_1_at_its_line(config: Path) -> None:
     config.write_text(REFUSED)
     result = run("translate", "c.yaml", "--report", "none")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("c.yaml:2: offload.optimizer: 'cpu' is not supported by fsdp: ")
+    assert result.stderr.startswith("c.yaml:2: offload.params: 'cpu' is not supported by fsdp: ")
 
 
 def test_native_key_that_a_field_decides_is_refused_at_its_line(config: Path) -> None:

@@ -15,6 +15,10 @@ ALIASES = [
     ("sharding", "ZeRO-1", "sharding.strategy", "shard_optimizer"),
     ("sharding", "zero_2", "sharding.strategy", "shard_grad_op"),
     ("sharding", "ZeRO3", "sharding.strategy", "full_shard"),
+    ("sharding", "HYBRID_SHARD", "sharding.strategy", "hybrid_shard"),
+    ("sharding", "HSDP", "sharding.strategy", "hybrid_shard"),
+    ("sharding", "_HYBRID_SHARD_ZERO2", "sharding.strategy", "hybrid_shard_grad_op"),
+    ("sharding", "HYBRID_SHARD_ZERO2", "sharding.strategy", "hybrid_shard_grad_op"),
     ("precision", "BF16", "precision.compute", "bf16"),
     ("precision", "bfloat16", "precision.compute", "bf16"),
     ("precision", "float32", "precision.compute", "fp32"),
@@ -49,7 +53,7 @@ def test_every_field_has_a_description_and_a_default() -> None:
 
 def test_leaves_are_the_fields_that_hold_values() -> None:
     paths = [path for path, _ in leaves(Config)]
-    assert paths[:3] == ["backend", "sharding.strategy", "sharding.reshard_after_forward"]
+    assert paths[:3] == ["backend", "sharding.strategy", "sharding.group_size"]
     assert "sharding" not in paths
     assert len(paths) == len(set(paths))
     cfg = Config()
@@ -72,7 +76,15 @@ def test_frozen() -> None:
         {"precision": {"compute": "fp32", "reduce": "bf16"}},
         {"offload": {"optimizer": "cpu"}, "sharding": "no_shard"},
         {"offload": {"params": "cpu"}, "sharding": "shard_grad_op"},
+        {"offload": {"params": "cpu"}, "sharding": "hybrid_shard_grad_op"},
         {"offload": {"pin_memory": False}},
+        {"offload": "nvme"},
+        {"offload": {"optimizer": "nvme", "nvme_path": ""}},
+        {"offload": {"optimizer": "cpu", "nvme_path": "/local"}},
+        {"sharding": {"strategy": "full_shard", "group_size": 2}},
+        {"sharding": {"strategy": "hybrid_shard", "group_size": 1}},
+        {"sharding": {"strategy": "hybrid_shard_grad_op", "reshard_after_forward": False}},
+        {"sharding": "hybrid_shard_grad_op", "communication": {"prefetch_bucket_size": 3}},
         {"optimizer": {"name": "sgd", "betas": [0.9, 0.9]}},
         {"optimizer": {"name": "adamw", "momentum": 0.9}},
         {"optimizer": {"name": "adagrad", "amsgrad": True}},
@@ -101,6 +113,9 @@ def test_contradictions_are_refused(given: dict[str, object]) -> None:
     [
         {"offload": {"optimizer": "cpu"}, "sharding": "zero1"},
         {"offload": "cpu", "sharding": "zero3"},
+        {"offload": "cpu", "sharding": "hybrid_shard"},
+        {"offload": {"params": "nvme", "optimizer": "cpu", "nvme_path": "/local"}},
+        {"sharding": {"strategy": "hybrid_shard", "group_size": 2, "reshard_after_forward": False}},
         {"precision": {"compute": "bf16", "reduce": "bf16"}},
         {"scheduler": {"warmup_steps": 10}},
         {"optimizer": {"name": "sgd", "momentum": 0.9}},

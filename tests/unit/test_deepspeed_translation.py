@@ -123,6 +123,32 @@ def test_offload_says_what_the_config_says() -> None:
     assert (only["offload_param"], only["offload_optimizer"]) == (None, {"device": "cpu", "pin_memory": False})
 
 
+def test_files_are_for_parameters_alone() -> None:
+    place = {"device": "nvme", "pin_memory": True, "nvme_path": "/local"}
+    offload = {"params": "nvme", "optimizer": "cpu", "nvme_path": "/local"}
+    translation = translate(offload=offload, precision="bf16").check(strict=True)
+    assert translation.native["zero_optimization"]["offload_param"] == place
+    assert line(translation, "offload.params").fit is Fit.EQUIVALENT
+    with pytest.raises(TranslationError, match=r"offload\.optimizer: 'nvme' is not supported by deepspeed: .*; choose cpu"):
+        translate(offload=offload | {"optimizer": "nvme"}).check(strict=False)
+
+
+@pytest.mark.parametrize(("strategy", "within"), [("hybrid_shard", "full_shard"), ("hybrid_shard_grad_op", "shard_grad_op")])
+def test_hybrid_is_the_plain_strategy_among_the_ranks_of_a_group(strategy: str, within: str) -> None:
+    nodes = Topology(world_size=8, local_world_size=4)
+    hybrid = backend.translate(Config.model_validate({"sharding": {"strategy": strategy, "group_size": 2}}), nodes).check(strict=True)
+    assert hybrid.native == translate(2, sharding=within).native
+    assert line(hybrid, "sharding.strategy").fit is Fit.EQUIVALENT
+    assert "MiCS" in line(hybrid, "sharding.strategy").note
+
+
+def test_groups_of_deepspeeds_own_are_refused_beside_those_of_the_strategy() -> None:
+    own = {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}
+    assert line(translate(native=own), "native.deepspeed.zero_optimization.zero_hpz_partition_size").fit is Fit.APPROXIMATE
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size: makes groups of its own beside those of hybrid_shard; remove it"):
+        translate(sharding="hybrid_shard", native=own)
+
+
 def test_the_native_config_is_json() -> None:
     native = translate(offload="cpu", precision="bf16", training={"gradient_clipping": 0.5}).native
     assert json.loads(json.dumps(native)) == native

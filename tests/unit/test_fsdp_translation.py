@@ -116,7 +116,6 @@ def test_offload_of_everything_the_strategy_has(strategy: str) -> None:
     ("sections", "path", "instead"),
     [
         ({"offload": {"params": "cpu"}}, "offload.params", "set offload: cpu"),
-        ({"offload": {"optimizer": "cpu"}}, "offload.optimizer", "set offload: cpu"),
         (
             {"sharding": "shard_optimizer", "offload": {"optimizer": "cpu"}, "native": {"fsdp": {"zero_redundancy_optimizer": True}}},
             "offload.optimizer",
@@ -128,6 +127,59 @@ def test_offload_of_a_part_is_refused_with_a_way_out(sections: dict[str, Any], p
     translation = translate(**sections)
     with pytest.raises(TranslationError, match=f"{path}: 'cpu' is not supported by fsdp: .*{instead}"):
         translation.check(strict=False)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+def test_the_optimizer_alone_is_stepped_on_host_copies(strategy: str) -> None:
+    translation = translate(sharding=strategy, offload={"optimizer": "cpu", "pin_memory": False}).check(strict=True)
+    assert (translation.native["offload_policy"], translation.native["host_optimizer"]) == (None, {"pin_memory": False})
+    assert line(translation, "offload.optimizer").fit is Fit.EQUIVALENT
+    assert translate(sharding=strategy, offload="cpu").native["host_optimizer"] is None
+
+
+@pytest.mark.parametrize("field", ["params", "optimizer"])
+def test_files_are_refused_with_a_way_out(field: str) -> None:
+    translation = translate(offload={"params": "cpu", "optimizer": "cpu", "nvme_path": "/local"} | {field: "nvme"})
+    with pytest.raises(TranslationError, match=f"offload.{field}: 'nvme' is not supported by fsdp: .*; choose cpu, or backend deepspeed"):
+        translation.check(strict=False)
+
+
+def hybrid(strategy: str, topology: Topology, **sections: Any) -> Translation:
+    sharding = {"strategy": strategy} | sections.pop("sharding", {})
+    return backend.translate(Config.model_validate({"sharding": sharding, **sections}), topology)
+
+
+NODES = Topology(world_size=8, local_world_size=4)
+
+
+@pytest.mark.parametrize(("strategy", "within"), [("hybrid_shard", "full_shard"), ("hybrid_shard_grad_op", "shard_grad_op")])
+@pytest.mark.parametrize(("reduce", "averaged"), [("fp32", "last_micro_batch"), ("bf16", "every_micro_batch")])
+def test_hybrid_is_the_plain_strategy_on_a_mesh_of_two_axes(strategy: str, within: str, reduce: str, averaged: str) -> None:
+    precision = {"compute": "bf16", "reduce": reduce}
+    native = hybrid(strategy, NODES, precision=precision).check(strict=True).native
+    plain = hybrid(within, NODES, precision=precision).native
+    assert native == plain | {"mesh": {"replicate": 2, "shard": 4}, "requires_all_reduce": averaged}
+    assert (plain["mesh"], plain["requires_all_reduce"]) == (None, None)
+    parse(native)
+
+
+def test_the_size_of_a_group_is_that_of_a_node_unless_it_is_said() -> None:
+    assert hybrid("hybrid_shard", NODES, sharding={"group_size": 2}).native["mesh"] == {"replicate": 4, "shard": 2}
+    one_node = Topology(world_size=4, local_world_size=4)
+    assert hybrid("hybrid_shard", one_node).native == hybrid("full_shard", one_node).native
+
+
+def test_when_groups_are_averaged_can_be_set_where_there_are_groups() -> None:
+    early = {"fsdp": {"requires_all_reduce": "every_micro_batch"}}
+    translation = hybrid("hybrid_shard", NODES, native=early)
+    assert line(translation, "native.fsdp.requires_all_reduce").fit is Fit.EQUIVALENT
+    bf16 = {"compute": "bf16", "reduce": "bf16"}
+    late = hybrid("hybrid_shard", NODES, precision=bf16, native={"fsdp": {"requires_all_reduce": "last_micro_batch"}})
+    assert line(late, "native.fsdp.requires_all_reduce").fit is Fit.APPROXIMATE
+    assert problems(native=early) == {
+        "native.fsdp.requires_all_reduce": "times the reduction between groups that hold a copy each; set sharding.strategy to "
+        "hybrid_shard or remove it"
+    }
 
 
 def test_a_native_setting_takes_effect_and_has_its_own_line() -> None:

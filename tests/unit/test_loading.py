@@ -220,7 +220,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "empty section",
         "sharding:\ntraining:\n",
         [
-            "c.yaml:1: sharding: is empty; write fields below it (strategy, reshard_after_forward, units, min_unit_params) or remove it",
+            "c.yaml:1: sharding: is empty; write fields below it (strategy, group_size, reshard_after_forward, units, min_unit_params) or remove it",
             "c.yaml:2: training: is empty; write fields below it (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, seed) or remove it",
         ],
     ),
@@ -284,7 +284,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "null for none",
         "offload:\n  params:\n",
         [
-            "c.yaml:2: offload.params: must be one of none, cpu, got null; write none",
+            "c.yaml:2: offload.params: must be one of none, cpu, nvme, got null; write none",
         ],
     ),
     (
@@ -314,8 +314,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "unknown word",
         "offload: disk\n",
         [
-            "c.yaml:1: offload.params: must be one of none, cpu, got 'disk'",
-            "c.yaml:1: offload.optimizer: must be one of none, cpu, got 'disk'",
+            "c.yaml:1: offload.params: must be one of none, cpu, nvme, got 'disk'",
+            "c.yaml:1: offload.optimizer: must be one of none, cpu, nvme, got 'disk'",
         ],
     ),
     (

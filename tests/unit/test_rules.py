@@ -18,9 +18,10 @@ from unishard.rules import Line, Report, Rule, Translation, When, apply, flat, m
 
 BACKENDS = sorted(registry.available())
 LEAVES = [path for path, _ in leaves(Config)]
-topologies = st.builds(
-    lambda nodes, local: Topology(world_size=nodes * local, local_world_size=local), st.integers(1, 8), st.integers(1, 8)
+topologies = st.just(Topology()) | st.builds(
+    lambda nodes, local: Topology(world_size=nodes * local, local_world_size=local), st.integers(1, 8), st.integers(2, 8)
 )
+"""Those in which the ranks of a node can share one copy."""
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -69,15 +69,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        strategy, offload = self.sharding.strategy, self.offload
+        strategy, within_group, offload = self.sharding.strategy, self.sharding.within_group, self.offload
         problems: list[tuple[str, str]] = []
-        if offload.optimizer == "cpu" and strategy == "no_shard":
-            problems.append(("offload.optimizer", "cpu needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard"))
-        if offload.params == "cpu" and strategy != "full_shard":
-            problems.append(("offload.params", f"cpu needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"))
-        if "pin_memory" in offload.model_fields_set and offload.params == offload.optimizer == "none":
-            problems.append(("offload.pin_memory", "has no meaning when nothing is offloaded; remove it or set offload.optimizer to cpu"))
-        if strategy != "full_shard" and "prefetch_bucket_size" in self.communication.model_fields_set:
+        if offload.optimizer != "none" and strategy == "no_shard":
+            what = f"{offload.optimizer} needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard"
+            problems.append(("offload.optimizer", what))
+        if offload.params != "none" and within_group != "full_shard":
+            what = f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"
+            problems.append(("offload.params", what))
+        if within_group != "full_shard" and "prefetch_bucket_size" in self.communication.model_fields_set:
             problems.append(
                 (
                     "communication.prefetch_bucket_size",

@@ -18,7 +18,10 @@ _ALIASES = {
     "zero1": "shard_optimizer",
     "zero2": "shard_grad_op",
     "zero3": "full_shard",
+    "hsdp": "hybrid_shard",
+    "hybridshardzero2": "hybrid_shard_grad_op",
 }
+_WITHIN_GROUP = {"hybrid_shard": "full_shard", "hybrid_shard_grad_op": "shard_grad_op"}
 
 
 def _strategy(value: Any) -> Any:
@@ -36,9 +39,9 @@ def _strategy(value: Any) -> Any:
 
 
 Strategy = Annotated[
-    Literal["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"],
+    Literal["no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_grad_op"],
     BeforeValidator(_strategy),
-    Spellings(tuple(_ALIASES)),
+    Spellings((*_ALIASES, "hybrid_shard_zero2", "_hybrid_shard_zero2")),
 ]
 
 
@@ -52,17 +55,31 @@ class Sharding(Section):
 
     `no_shard`: nothing, every rank holds the whole training state (DDP, ZeRO-0). `shard_optimizer`: fp32 masters and
     optimizer state (ZeRO-1). `shard_grad_op`: also gradients, reduced on every micro-batch (ZeRO-2). `full_shard`: also
-    parameters, gathered unit by unit (FSDP FULL_SHARD, ZeRO-3). FSDP's enum names, `ddp` and `zero0` to `zero3` are
-    accepted in any case.
+    parameters, gathered unit by unit (FSDP FULL_SHARD, ZeRO-3). `hybrid_shard` and `hybrid_shard_grad_op`: `full_shard` and
+    `shard_grad_op` within groups of `group_size` ranks, each of which holds a whole copy (FSDP HYBRID_SHARD, MiCS). FSDP's
+    enum names, `ddp`, `hsdp` and `zero0` to `zero3` are accepted in any case.
     """
+    group_size: int | None = Field(default=None, ge=2)
+    """Ranks that share one copy (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks. Ranks in a
+    row form a group. `null` for the ranks of one node. Where one group holds all ranks, nothing is replicated."""
     reshard_after_forward: bool = Field(default=True)
-    """Whether a unit's parameters are dropped after its forward and gathered again for its backward (`full_shard` only).
-    `false` trades memory for half of the all-gathers."""
+    """Whether a unit's parameters are dropped after its forward and gathered again for its backward (`full_shard`
+    and `hybrid_shard` only). `false` trades memory for half of the all-gathers."""
     units: Literal["auto"] | list[str] = Field(default="auto")
     """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the model's
     repeated blocks (`_no_split_modules` of a Hugging Face model)."""
     min_unit_params: int = Field(default=0, ge=0)
     """Modules with fewer parameters than this (a count) are no unit of their own."""
+
+    @property
+    def within_group(self) -> str:
+        """The strategy among the ranks that share one copy: `full_shard` for `hybrid_shard`, itself for one that is not hybrid."""
+        return _WITHIN_GROUP.get(self.strategy, self.strategy)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether groups of ranks hold a copy each."""
+        return self.strategy in _WITHIN_GROUP
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,7 +91,11 @@ class Sharding(Section):
                 for field in ("units", "min_unit_params")
                 if field in given
             ]
-        if self.strategy != "full_shard" and "reshard_after_forward" in given:
+        if not self.hybrid and self.group_size is not None:
+            problems.append(
+                ("group_size", f"has no meaning with strategy {self.strategy}, which has no groups; remove it or choose hybrid_shard")
+            )
+        if self.within_group != "full_shard" and "reshard_after_forward" in given:
             problems.append(("reshard_after_forward", f"has no meaning with strategy {self.strategy}; remove it or choose full_shard"))
         if self.units == []:
             problems.append(("units", "is empty; name at least one class or write auto"))

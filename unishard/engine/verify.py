@@ -16,7 +16,9 @@ from unishard.errors import EngineMismatchError
 __all__ = ["verify"]
 
 
-def verify(placement: Placement, facts: ModelFacts, cfg: Config, device: torch.device, *, engine: str, units: Sequence[str]) -> None:
+def verify(
+    placement: Placement, facts: ModelFacts, cfg: Config, device: torch.device, *, engine: str, units: Sequence[str], parts: int
+) -> None:
     """Compare what runs with what was asked. Collective.
 
     Args:
@@ -26,12 +28,13 @@ def verify(placement: Placement, facts: ModelFacts, cfg: Config, device: torch.d
         device: Where this rank computes.
         engine: Class that must run the model.
         units: Names of the modules that must be gathered on their own.
+        parts: Ranks that share one copy.
 
     Raises:
         EngineMismatchError: On every rank, listing every difference.
     """
-    world, strategy = dist.get_world_size(), cfg.sharding.strategy
-    parts, slack = (1, 0) if strategy == "no_shard" else (world, facts.indivisible)
+    world, strategy = dist.get_world_size(), cfg.sharding.within_group
+    slack = 0 if strategy == "no_shard" else facts.indivisible
     most, everything = -(-facts.trainable // parts) + slack, facts.trainable * world // parts
     everywhere = torch.tensor(placement.master_numel, dtype=torch.int64, device=device)
     dist.all_reduce(everywhere)

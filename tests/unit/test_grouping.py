@@ -1,0 +1,57 @@
+"""Which ranks share a copy, and which numbers of ranks cannot be divided so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import unishard
+from unishard import ConfigError, Topology
+from unishard.grouping import check_groups, parts
+
+NODES = Topology(world_size=8, local_world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "topology", "expected"),
+    [
+        ("no_shard", NODES, 1),
+        ("shard_optimizer", NODES, 8),
+        ("full_shard", NODES, 8),
+        ("hybrid_shard", NODES, 4),
+        ("hybrid_shard_grad_op", NODES, 4),
+        ({"strategy": "hybrid_shard", "group_size": 2}, NODES, 2),
+        ({"strategy": "hybrid_shard", "group_size": 8}, NODES, 8),
+        ("hybrid_shard", Topology(), 1),
+    ],
+)
+def test_ranks_that_share_a_copy(sharding: Any, topology: Topology, expected: int) -> None:
+    cfg = unishard.load({"sharding": sharding})
+    check_groups(cfg, topology)
+    assert parts(cfg, topology) == expected
+
+
+@pytest.mark.parametrize(
+    ("sharding", "topology", "what"),
+    [
+        ({"strategy": "hybrid_shard", "group_size": 3}, NODES, "is 3, which does not divide 8 ranks; write one of 2, 4, 8"),
+        ({"strategy": "hybrid_shard", "group_size": 16}, NODES, "is 16, which does not divide 8 ranks; write one of 2, 4, 8"),
+        ({"strategy": "hybrid_shard", "group_size": 2}, Topology(), "is 2, which does not divide 1 rank; choose full_shard"),
+        (
+            "hybrid_shard",
+            Topology(world_size=6, local_world_size=4),
+            "is left out, and a node has 4 ranks, which does not divide 6 ranks; write one of 2, 3, 6",
+        ),
+        (
+            "hybrid_shard_grad_op",
+            Topology(world_size=2, local_world_size=1),
+            "is left out, and a node has 1 rank, so that nothing would be sharded; write 2 or more, or choose full_shard or no_shard",
+        ),
+    ],
+)
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_groups_that_do_not_fit_the_ranks_are_refused(backend: str, sharding: Any, topology: Topology, what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        unishard.translate(unishard.load({"backend": backend, "sharding": sharding}), topology=topology)
+    assert str(caught.value) == f"sharding.group_size: {what}"

@@ -1,0 +1,45 @@
+"""Parameters and optimizer in host memory; files of `nvme` need a library that a machine may not have."""
+
+from __future__ import annotations
+
+from unishard.testing.cells import STRATEGIES, Feature
+
+__all__ = ["FEATURES"]
+
+_ADAMW = {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+_PARAMS, _OPTIMIZER, _BOTH = {"params": "cpu"}, {"optimizer": "cpu"}, {"params": "cpu", "optimizer": "cpu"}
+_GROUPS = {"group_size": 2}
+
+FEATURES = (
+    Feature("offload", "parameters and optimizer in host memory", {"offload": _BOTH}, strategies=("full_shard",), worlds=(1, 2, 4)),
+    Feature("offload_adamw", "the same with AdamW", {"offload": _BOTH, "optimizer": _ADAMW}, strategies=("full_shard",)),
+    Feature("offload_optimizer", "the optimizer in host memory", {"offload": _OPTIMIZER}, strategies=STRATEGIES[1:]),
+    Feature(
+        "offload_optimizer_adamw",
+        "the same with AdamW",
+        {"offload": _OPTIMIZER, "optimizer": _ADAMW},
+        strategies=STRATEGIES[1:],
+        worlds=(1, 4),
+    ),
+    Feature(
+        "offload_params",
+        "the parameters alone in host memory",
+        {"offload": _PARAMS},
+        strategies=("full_shard",),
+        refused={"fsdp": ("full_shard",)},
+    ),
+    Feature(
+        "offload_hybrid",
+        "both, where groups of 2 ranks hold a copy each",
+        {"offload": _BOTH, "sharding": _GROUPS},
+        strategies=("hybrid_shard",),
+        worlds=(4,),
+    ),
+    Feature(
+        "offload_optimizer_hybrid",
+        "the optimizer, where groups of 2 ranks hold a copy each",
+        {"offload": _OPTIMIZER, "sharding": _GROUPS},
+        strategies=("hybrid_shard", "hybrid_shard_grad_op"),
+        worlds=(4,),
+    ),
+)
