@@ -46,11 +46,11 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         """DeepSpeed learns of the end of a window from `step`."""
 
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
-        self._unused.end_window()
+        self._unused.find()
         self._clipping.prepare(max_norm, divisor)
         with self._access.finished():
             outcome = self._clipping.step()
-        self._unused.updated()
+        self._unused.forget()
         internals.clear_stale_gradients(self._optimizer)
         internals_parts.clear_offloaded(self._optimizer)
         return outcome
@@ -72,8 +72,8 @@ class DeepSpeedTrainingEngine(TrainingEngine):
 
     def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Part | None:
         if create:
-            self._unused.use(parameter)
-        return None if self._unused.leaves_out(parameter) else self._access.gradient(parameter)
+            self._unused.take_up(parameter)
+        return None if parameter in self._unused.left_out else self._access.gradient(parameter)
 
     def _master_part(self, parameter: nn.Parameter) -> Part:
         return self._access.master(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -26,46 +27,39 @@ class Unused:
         self._trained = internals.trained(optimizer)
         self._masters = Masters(internals.torch_optimizer(optimizer), pieces)
         self._used: set[Tensor] = set()
-        self._left_out: set[Tensor] | None = None
+        self._found = False
         self._flags = torch.empty(len(self._trained), dtype=torch.uint8, device=device)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
             for parameter in self._trained
         ]
 
+    @property
+    def left_out(self) -> Set[Tensor]:
+        """After `find`: what the coming update does not move."""
+        return self._masters.left_out
+
     def find(self) -> None:
-        """At the end of a window: find the parameters that no rank has used in it. Collective."""
+        """At the end of a window, once: find the parameters that no rank has used in it. Collective."""
+        if self._found:
+            return
+        self._found = True
         self._flags.copy_(torch.tensor([parameter in self._used for parameter in self._trained], dtype=torch.uint8))
         if dist.get_world_size() > 1:
             dist.all_reduce(self._flags, dist.ReduceOp.MAX)
         flags = self._flags.tolist()
-        self._left_out = {parameter for parameter, used in zip(self._trained, flags, strict=True) if not used}
+        self._masters.left_out = {parameter for parameter, used in zip(self._trained, flags, strict=True) if not used}
 
-    def leaves_out(self, parameter: Tensor) -> bool:
-        """After `find`: whether the update will pass over a parameter."""
-        return self._left_out is not None and parameter in self._left_out
-
-    def use(self, parameter: Tensor) -> None:
-        """After `find`: the parameter was given a gradient by hand."""
-        if self._left_out is not None:
-            self._left_out.discard(parameter)
-
-    def end_window(self) -> None:
-        """Before the update: leave out of it what the window has not used. Collective, unless `find` was called."""
-        if self._left_out is None:
-            self.find()
-        self._masters.left_out = self._left_out or set()
-        self.forget()
+    def take_up(self, parameter: Tensor) -> None:
+        """After `find`: the update moves this one too, because it has been given a gradient."""
+        self._masters.left_out.discard(parameter)
 
     def forget(self) -> None:
         """The window is over."""
-        self._used.clear()
-        self._left_out = None
-
-    def updated(self) -> None:
-        """After the update: what was left out may get its first optimizer state in a later one."""
-        if self._masters.left_out:
+        if self._masters.left_out:  # it may get its first optimizer state in a later update
             internals.link_states_again(self._optimizer)
+        self._used.clear()
+        self._found = False
 
     def remove(self) -> None:
         """Stop watching."""

@@ -51,7 +51,7 @@ def train(
     summed: Summed | None = None,
     before_update: Edit | None = None,
     after_update: Edit | None = None,
-    before: Callable[[int], None] | None = None,
+    before_window: Callable[[int], None] | None = None,
 ) -> Curve:
     """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
 
@@ -65,7 +65,7 @@ def train(
         summed: The loss as a sum over items; left out, the mean that the model returns.
         before_update: Edits the `.grad` of the model's parameters, averaged and not yet clipped.
         after_update: Edits the parameters.
-        before: Called with the number of each update, from 0, before it; may toggle `requires_grad` of the model's parameters.
+        before_window: Called with the number of each update, from 0, before it; may toggle `requires_grad` of the model's parameters.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     trainable = [parameter for _, parameter in named]
@@ -74,8 +74,8 @@ def train(
     gradients = _Bf16(model, summed) if cfg.precision.compute == "bf16" else _Fp32(model, summed)
     losses, norms, lrs = [], [], []
     for update, window in enumerate(windows):
-        if before is not None:
-            before(update)
+        if before_window is not None:
+            before_window(update)
         clip = clips[update] if clips is not None else cfg.training.gradient_clipping
         part = rate(cfg.scheduler, update)
         for group, peak in zip(built.param_groups, peaks, strict=True):

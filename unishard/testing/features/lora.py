@@ -84,7 +84,7 @@ def _unfreezing_reference(model: nn.Module, data: list[list[dict[str, Any]]], cf
                 if name.endswith(_MEANT[pattern]) if pattern in _MEANT else name.startswith(pattern):
                     parameter.requires_grad_(trainable)
 
-    return oracle.train(model, data, cfg, world=cell.world, before=before)
+    return oracle.train(model, data, cfg, world=cell.world, before_window=before)
 
 
 class _Towers(nn.Module):
