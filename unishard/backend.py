@@ -121,6 +121,10 @@ class Engine(Protocol):
         """Norm of each master weight by name."""
         ...
 
+    def set_trainable(self, names: str | Iterable[str], trainable: bool = True) -> None:
+        """Freeze parameters, or let those train that were trainable in `prepare`, from the next accumulation window on."""
+        ...
+
     def train(self, mode: bool = True) -> Engine:
         """Put the model in training mode."""
         ...

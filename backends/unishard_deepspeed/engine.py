@@ -16,7 +16,7 @@ from unishard.engine.parts import Part
 from unishard_deepspeed import internals, internals_parts
 from unishard_deepspeed.access import Access
 from unishard_deepspeed.clipping import clipping_of
-from unishard_deepspeed.unused import FirstWindow
+from unishard_deepspeed.unused import Unused
 
 __all__ = ["DeepSpeedTrainingEngine"]
 
@@ -31,7 +31,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         self._access = Access(engine)
         self._hooks = hooks
         """On the model; they go with the engine."""
-        self._first_window = FirstWindow(engine.module)
+        self._unused = Unused(engine.optimizer, device)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -45,10 +45,11 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         """DeepSpeed learns of the end of a window from `step`."""
 
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
-        self._first_window.end()
+        self._unused.find()
         self._clipping.prepare(max_norm, divisor)
         with self._access.finished():
             outcome = self._clipping.step()
+        self._unused.forget()
         internals.clear_stale_gradients(self._optimizer)
         internals_parts.clear_offloaded(self._optimizer)
         return outcome
@@ -65,10 +66,13 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         )
 
     def _finish_gradients(self) -> None:
+        self._unused.find()
         self._access.reduce()
 
     def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Part | None:
-        return self._access.gradient(parameter)
+        if create:
+            self._unused.take_up(parameter)
+        return None if parameter in self._unused.left_out else self._access.gradient(parameter)
 
     def _master_part(self, parameter: nn.Parameter) -> Part:
         return self._access.master(parameter)
@@ -78,11 +82,12 @@ class DeepSpeedTrainingEngine(TrainingEngine):
 
     def _drop_gradients(self) -> None:
         self._access.drop()
+        self._unused.forget()
 
     def _release(self) -> None:
-        self._first_window.remove()
+        self._unused.remove()
         for hook in self._hooks:
             hook.remove()
         self._engine.destroy()
         internals.forget(self._engine)
-        del self._engine, self._clipping, self._access
+        del self._engine, self._clipping, self._access, self._unused

@@ -13,16 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unishard_deepspeed.masters import Piece
+
 __all__ = [
     "clear_stale_gradients",
     "divide_gradients",
     "forget",
     "keeping_groups",
+    "link_states_again",
     "making_every_update",
     "master_tensors",
     "parameter_bytes",
+    "pieces_of_masters",
     "reduce_units_by_parameter",
     "set_masters",
+    "torch_optimizer",
+    "trained",
     "undo_first_step",
     "units",
     "without_own_clipping",
@@ -70,6 +76,41 @@ def _replicated_masters(optimizer: Any) -> dict[Tensor, Tensor]:
         return {}
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
     return {lp: hp for lps, hps in pairs for lp, hp in zip(lps, hps, strict=True)}
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """The user's torch optimizer inside DeepSpeed's; at stage 0 in fp32 there is no other."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def trained(optimizer: Any) -> list[nn.Parameter]:
+    """The module's parameters that DeepSpeed updates, in the same order on every rank."""
+    for name in ("fp16_groups", "bit16_groups", "bf16_groups"):  # stage3.py and unfused_optimizer.py, stage_1_and_2.py, bf16_optimizer.py
+        if hasattr(optimizer, name):
+            return [parameter for group in getattr(optimizer, name) for parameter in group]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def pieces_of_masters(optimizer: Any) -> dict[Tensor, list[Piece]]:
+    """Of each master on this rank, where the parameters lie in it."""
+    pieces: dict[Tensor, list[Piece]] = {}
+    replicated = _replicated_masters(optimizer)
+    for parameter in trained(optimizer):
+        if hasattr(parameter, "ds_id"):
+            group, start, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]  # runtime/zero/stage3.py
+            master = optimizer.fp32_partitioned_groups_flat[group]
+        elif hasattr(parameter, "_hp_mapping"):  # utils/tensor_fragment.py
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                continue  # it lies in other ranks' parts
+            start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+            master = master_tensors(optimizer)[mapping.param_group_index]
+        else:
+            master = replicated.get(parameter, parameter)
+            start, numel = 0, parameter.numel()
+        if numel:
+            pieces.setdefault(master, []).append(Piece(parameter, start, numel))
+    return pieces
 
 
 def undo_first_step(optimizer: Any) -> None:
@@ -170,6 +211,15 @@ def making_every_update(optimizer: Any) -> Iterator[list[bool]]:
         module.is_invalid_grad_norm = asked  # type: ignore[attr-defined]
         if checks:
             del optimizer.check_overflow
+
+
+def link_states_again(optimizer: Any) -> None:
+    """DeepSpeed looks for the optimizer's state after its first update alone; let it look after the next one too.
+
+    (_lazy_init_hp_params_optimizer_state in runtime/zero/stage3.py, stage_1_and_2.py and bf16_optimizer.py)
+    """
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        optimizer._hp_optimizer_states_linked = False
 
 
 def without_own_clipping(engine: Any) -> None:

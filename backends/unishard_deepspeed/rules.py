@@ -321,7 +321,7 @@ CONSTANTS: dict[str, tuple[Any, str]] = {
     "zero_optimization.sub_group_size": (1_000_000_000, "DeepSpeed's default, elements updated at once at stage 3"),
     "zero_optimization.compute_grad_norm": (True, "step reports the norm"),
     "zero_optimization.round_robin_gradients": (False, "corrupts the map from parameters to masters"),
-    "zero_optimization.ignore_unused_parameters": (True, "a parameter without gradient counts as one with gradient 0"),
+    "zero_optimization.ignore_unused_parameters": (True, "unishard leaves parameters without gradient out of the update"),
     "zero_optimization.stage3_param_persistence_threshold": (0, "stage 3 shards small parameters too"),
     "zero_optimization.memory_efficient_linear": (False, "replaces torch's linear by one that rounds otherwise in bf16"),
     "zero_optimization.zero_hpz_partition_size": (1, "no secondary copy of the parameters"),

@@ -1,46 +1,68 @@
-"""Tells of trainable parameters that training does not use, which ZeRO updates all the same."""
+"""Leaves parameters as they are that an update does not use, as plain torch and FSDP2 do; DeepSpeed counts a missing gradient as zero."""
 
 from __future__ import annotations
 
-import warnings
-from functools import partial
+from collections.abc import Set
+from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["FirstWindow"]
+from unishard_deepspeed import internals
+from unishard_deepspeed.masters import Masters
+
+__all__ = ["Unused"]
 
 
-class FirstWindow:
-    """Watches which parameters get a gradient in the first accumulation window; after it, it costs nothing."""
+class Unused:
+    """Watches which parameters get a gradient in an accumulation window, and keeps the optimizer from moving the others.
 
-    def __init__(self, module: nn.Module) -> None:
-        trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._without = dict.fromkeys(trainable)
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_hook(partial(self._seen, name))  # type: ignore[no-untyped-call]
-            for name, parameter in trainable.items()
+    Costs a call of `set.add` for each gradient, and in each update one all-reduce of a byte for each parameter.
+    """
+
+    def __init__(self, optimizer: Any, device: torch.device) -> None:
+        self._optimizer = optimizer
+        pieces = internals.pieces_of_masters(optimizer)
+        self._trained = internals.trained(optimizer)
+        self._masters = Masters(internals.torch_optimizer(optimizer), pieces)
+        self._used: set[Tensor] = set()
+        self._found = False
+        self._flags = torch.empty(len(self._trained), dtype=torch.uint8, device=device)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
+            for parameter in self._trained
         ]
 
-    def _seen(self, name: str, gradient: Tensor) -> None:
-        self._without.pop(name, None)
+    @property
+    def left_out(self) -> Set[Tensor]:
+        """After `find`: what the coming update does not move."""
+        return self._masters.left_out
 
-    def end(self) -> None:
-        """Warn of the parameters that this rank has not used. Safe to call again."""
-        if not self._hooks:
+    def find(self) -> None:
+        """At the end of a window: find the parameters that no rank has used in it. Once in a window, however often it is called. Collective."""
+        if self._found:
             return
-        self.remove()
-        if self._without:
-            shown = ", ".join(list(self._without)[:3])
-            warnings.warn(
-                f"{len(self._without)} trainable parameters got no gradient in the first update ({shown}); DeepSpeed takes that as zero, "
-                "so weight decay and moments still move them, unlike in plain torch and FSDP2; freeze them with requires_grad_(False)",
-                UserWarning,
-                stacklevel=2,
-            )
+        self._found = True
+        self._flags.copy_(torch.tensor([parameter in self._used for parameter in self._trained], dtype=torch.uint8))
+        if dist.get_world_size() > 1:
+            dist.all_reduce(self._flags, dist.ReduceOp.MAX)
+        flags = self._flags.tolist()
+        self._masters.left_out = {parameter for parameter, used in zip(self._trained, flags, strict=True) if not used}
+
+    def take_up(self, parameter: Tensor) -> None:
+        """After `find`: the update moves this one too, because it has been given a gradient."""
+        self._masters.left_out.discard(parameter)
+
+    def forget(self) -> None:
+        """The window is over."""
+        if self._masters.left_out:  # it may get its first optimizer state in a later update
+            internals.link_states_again(self._optimizer)
+        self._used.clear()
+        self._found = False
 
     def remove(self) -> None:
         """Stop watching."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._masters.remove()

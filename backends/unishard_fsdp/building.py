@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -38,7 +39,8 @@ def build(
     device = process_group.device_of(topology)
     if isinstance(native, options.DistributedDataParallel):
         sharding.load(model, (), device)
-        replica = DistributedDataParallel(
+        wrap = partial(
+            DistributedDataParallel,
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             init_sync=False,  # `load` has sent everything
@@ -50,10 +52,10 @@ def build(
         )
         built = optimizer(_named(model))
         if not native.zero_redundancy_optimizer:
-            return DDPEngine(cfg, model, built, device, native=native, replica=replica)
+            return DDPEngine(cfg, model, built, device, native=native, wrap=wrap)
         built = _in_parts(built)
         owned = [parameter for group in built.optim.param_groups for parameter in group["params"]]
-        return DDPEngine(cfg, model, built, device, native=native, replica=replica, owned=owned)
+        return DDPEngine(cfg, model, built, device, native=native, wrap=wrap, owned=owned)
     if isinstance(native, options.Replicate):
         sharding.apply_replicate(model, find_units(model, Sharding()), device, native)
     else:

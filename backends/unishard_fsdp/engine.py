@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.access import part_of
 from unishard_fsdp.gradients import local, scale, total_norm
-from unishard_fsdp.internals import drop_unreduced
+from unishard_fsdp.internals import drop_unreduced, refresh_trainable
 
 __all__ = ["DDPEngine", "FSDPEngine"]
 
@@ -160,6 +160,12 @@ class FSDPEngine(TorchEngine):
         self._root.reset_iter_state()
         drop_unreduced(part for _, part in self._parts)
 
+    def _set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        for _, part in self._parts:
+            part.reshard()  # where a unit is still gathered, its names mean copies
+        super()._set_trainable(names, trainable)
+        refresh_trainable(part for _, part in self._parts)
+
     def _class_name(self) -> str:
         return (FSDPModule if self._sharded else ReplicateModule).__name__
 
@@ -178,12 +184,13 @@ class DDPEngine(TorchEngine):
         device: torch.device,
         *,
         native: options.DistributedDataParallel,
-        replica: DistributedDataParallel,
+        wrap: Callable[[], DistributedDataParallel],
         owned: Sequence[nn.Parameter] | None = None,
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._owned = owned
-        self._replica: DistributedDataParallel | None = replica
+        self._wrap = wrap
+        self._replica: DistributedDataParallel | None = wrap()
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
 
     def _begin_micro_batch(self, *, last: bool) -> None:
@@ -207,6 +214,11 @@ class DDPEngine(TorchEngine):
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         self._finish_gradients()
         return super()._update(max_norm, divisor)
+
+    def _set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        super()._set_trainable(names, trainable)
+        self._replica = None  # its reducer waits for the parameters that were trainable when it was built
+        self._replica = self._wrap()
 
     def _class_name(self) -> str:
         return type(self._running).__name__

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["count_as_stepped", "drop_unreduced", "mend_post_backward"]
+__all__ = ["count_as_stepped", "drop_unreduced", "mend_post_backward", "refresh_trainable"]
 
 
 def drop_unreduced(parts: Iterable[Any]) -> None:
@@ -31,6 +31,18 @@ def mend_post_backward(parts: Iterable[Any]) -> None:
     for part in parts:
         for group in part._get_fsdp_state()._fsdp_param_groups:
             group.post_backward = partial(_post_backward, group, group.post_backward)
+
+
+def refresh_trainable(parts: Iterable[Any]) -> None:
+    """Let sharded modules see that `requires_grad` of their parameters has changed.
+
+    The whole parameters take it over when they are gathered, but the format of reduction is found among the trainable ones in the
+    first forward, once and for all (_fully_shard/_fsdp_param_group.py, FSDPParamGroup._init_mp_dtypes): a module that was frozen
+    then would be reduced in the compute format.
+    """
+    for part in parts:
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            group._init_mp_dtypes()
 
 
 def _post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:

@@ -88,8 +88,7 @@ class ParameterAccess(ABC):
             name: Name in `module.named_parameters()`; a tied parameter has one gradient under all its names.
 
         Returns:
-            A copy, fp32, whole, on `device`; None for a frozen parameter and for one that no rank used. (DeepSpeed's update
-            takes zeros for an unused parameter, and so they are zeros there.)
+            A copy, fp32, whole, on `device`; None for a frozen parameter and for one that no rank used.
 
         Raises:
             ContractError: There is no such parameter, the window is not at its end, or the engine is closed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import repeat
 from types import EllipsisType
@@ -20,6 +20,7 @@ from unishard.config import Config
 from unishard.data.batches import Window, warn_of_same_samples, windows
 from unishard.data.progress import Progress
 from unishard.engine.access import ParameterAccess
+from unishard.engine.freezing import Freezing
 from unishard.engine.items import Items
 from unishard.engine.schedule import Schedule
 from unishard.engine.schedulers import TorchSchedule
@@ -58,6 +59,7 @@ class TrainingEngine(ParameterAccess):
         self._graph = False
         self._discarded = False
         self._progress: Progress | None = None
+        self._freezing = Freezing(module)
 
     # -- what an engine supplies ------------------------------------------------------------------------------------------
 
@@ -89,6 +91,11 @@ class TrainingEngine(ParameterAccess):
     @abstractmethod
     def placement(self) -> Placement:
         """What the engine really holds, read off its live tensors."""
+
+    def _set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        """Freeze parameters or let them train, between two windows. Those without gradient must not move in an update."""
+        for name in names:
+            self._module.get_parameter(name).requires_grad_(trainable)
 
     @abstractmethod
     def _release(self) -> None:
@@ -223,6 +230,26 @@ class TrainingEngine(ParameterAccess):
         """
         self._require_open("follow")
         self._schedule = TorchSchedule(scheduler, self._optimizer.param_groups)
+
+    def set_trainable(self, names: str | Iterable[str], trainable: bool = True) -> None:
+        """Freeze parameters, or let them train (again), from the next accumulation window on. Collective.
+
+        What plain torch does when `requires_grad` is toggled and gradients are None: a frozen parameter keeps its value and its
+        optimizer state, without decay, and one that has never trained starts with fresh state and a step count of its own.
+
+        Args:
+            names: Names of parameters, of modules (all their parameters) or patterns such as `*.lora_A.*`; a tied parameter has
+                several names, and each of them means it. Only what was trainable when the model was prepared may train.
+            trainable: Whether they train.
+
+        Raises:
+            ContractError: Inside a window, a name matches nothing, a parameter was frozen in `prepare`, or none is left to train.
+            RankMismatchError: The ranks give different names.
+        """
+        self._require_open("set_trainable")
+        if self._micro_batch or self._phase is _Phase.BACKWARD_DONE:
+            raise ContractError("set_trainable was called inside an accumulation window; call it when step().updated or .skipped is true")
+        self._set_trainable(self._freezing.choose(names, trainable), trainable)
 
     def train(self, mode: bool = True) -> Self:
         """Put the model in training mode."""

@@ -51,6 +51,7 @@ def train(
     summed: Summed | None = None,
     before_update: Edit | None = None,
     after_update: Edit | None = None,
+    before_window: Callable[[int], None] | None = None,
 ) -> Curve:
     """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
 
@@ -64,6 +65,7 @@ def train(
         summed: The loss as a sum over items; left out, the mean that the model returns.
         before_update: Edits the `.grad` of the model's parameters, averaged and not yet clipped.
         after_update: Edits the parameters.
+        before_window: Called with the number of each update, from 0, before it; may toggle `requires_grad` of the model's parameters.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     trainable = [parameter for _, parameter in named]
@@ -72,6 +74,8 @@ def train(
     gradients = _Bf16(model, summed) if cfg.precision.compute == "bf16" else _Fp32(model, summed)
     losses, norms, lrs = [], [], []
     for update, window in enumerate(windows):
+        if before_window is not None:
+            before_window(update)
         clip = clips[update] if clips is not None else cfg.training.gradient_clipping
         part = rate(cfg.scheduler, update)
         for group, peak in zip(built.param_groups, peaks, strict=True):
@@ -139,6 +143,7 @@ class _Bf16:
         copies = list(self.copy.parameters())
         for low, master in zip(copies, self.masters, strict=True):
             low.data.copy_(master.data)
+            low.requires_grad_(master.requires_grad)
         total = 0.0
         for batch in window:
             inputs = {name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.testing.cells import Feature
-from unishard.testing.features import access, accumulation, optimizers, plain
+from unishard.testing.features import access, accumulation, lora, optimizers, plain
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
@@ -14,6 +14,7 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "accumulation": accumulation.FEATURES,
     "access": access.FEATURES,
     "optimizers": optimizers.FEATURES,
+    "lora": lora.FEATURES,
 }
 """Features by area, in the order of the table."""
 

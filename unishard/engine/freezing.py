@@ -1,0 +1,59 @@
+"""Parameters that stop training, and train again, in mid-run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from unishard import process_group
+from unishard.errors import ContractError
+
+__all__ = ["Freezing"]
+
+
+class Freezing:
+    """Knows which parameters may train: those that were trainable when the model was prepared, and so have a master on every engine."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._prepared = {name for name, parameter in self._named().items() if parameter.requires_grad}
+
+    def choose(self, names: str | Iterable[str], trainable: bool) -> list[str]:
+        """All names of the parameters that `names` mean. Collective.
+
+        Args:
+            names: As in `Engine.set_trainable`.
+            trainable: What they are to be.
+
+        Raises:
+            ContractError: A name matches nothing, a parameter was frozen when the model was prepared, or none would be left to train.
+            RankMismatchError: The ranks give different names.
+        """
+        wanted = [names] if isinstance(names, str) else list(names)
+        process_group.agree({"names": wanted, "trainable": trainable}, "calls of set_trainable")
+        named = self._named()
+        meant = {named[found] for name in wanted for found in self._matches(name, named)}
+        chosen = [name for name, parameter in named.items() if parameter in meant]
+        frozen = [name for name in chosen if name not in self._prepared]
+        if trainable and frozen:
+            raise ContractError(
+                f"{frozen[0]} was frozen when the model was prepared, so it has no fp32 master and no place in the optimizer; leave it "
+                "trainable in prepare, and call engine.set_trainable(..., False) until its time comes"
+            )
+        if not trainable and not any(parameter.requires_grad for parameter in named.values() if parameter not in meant):
+            raise ContractError(f"set_trainable({names!r}, False) would freeze all that is left to train; leave some parameter trainable")
+        return chosen
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        return dict(self._module.named_parameters(remove_duplicate=False))
+
+    def _matches(self, name: str, named: dict[str, nn.Parameter]) -> list[str]:
+        matches = [each for each in named if each == name or each.startswith(f"{name}.") or fnmatchcase(each, name)]
+        if not matches:
+            near = get_close_matches(name, [*named, *(each for each, _ in self._module.named_modules() if each)], 3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "engine.module.named_parameters() lists the names"
+            raise ContractError(f"set_trainable: no parameter or module of {type(self._module).__name__} is called {name!r}; {hint}")
+        return matches

@@ -1,0 +1,129 @@
+"""Parameters that do not train, do not train yet, or are not used by every update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import unishard
+from unishard.config import Config
+from unishard.testing import oracle
+from unishard.testing.cells import STRATEGIES, Cell, Feature, Recorder
+from unishard.testing.models import MODELS, Mlp, Output, TestModel, llama, mlp
+from unishard.testing.oracle import Curve
+from unishard.testing.tolerances import Gap, Tolerance
+
+__all__ = ["FEATURES", "SCHEDULE", "lora"]
+
+
+def lora(base: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """A tiny Llama with fp32 adapters on a frozen base, the same on every call.
+
+    Args:
+        base: Format of the frozen parameters.
+        changes: Fields of `LlamaConfig` that differ.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    # Not the usual zeros: every part of an adapter has a gradient from the first update on.
+    adapters = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = llama(**changes).to(base)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        adapted: nn.Module = get_peft_model(model, adapters)
+        return adapted
+
+
+def _bf16_base() -> nn.Module:
+    return lora(torch.bfloat16)
+
+
+def _frozen_layers() -> nn.Module:
+    """The first layers are frozen, and a bias in the middle."""
+    model = mlp()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("inp.", "blocks.0.", "blocks.1.down.bias")))
+    return model
+
+
+SCHEDULE: dict[int, tuple[tuple[str, bool], ...]] = {
+    0: (("blocks.1", False), ("inp.bias", False), ("*.scale", False)),
+    5: (("blocks.1", True), ("blocks.2.up", False)),
+    9: (("blocks.1.up", False), ("*.scale", True)),
+    14: (("*", True),),
+}
+"""Update before which parameters stop or start training, and which: some train for the first time at 5, 9 or 14, some once more."""
+
+
+def _unfreezing(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
+    recorder, updates = Recorder(), 0
+    for turn, micro_batch in enumerate(engine.batches(data)):
+        if turn % cell.accumulation == 0:
+            for names, trainable in SCHEDULE.get(updates, ()):
+                engine.set_trainable(names, trainable)
+            updates += 1
+        loss = engine(**micro_batch).loss
+        engine.backward(loss)
+        recorder.record(engine.mean(loss), engine.step())
+    return recorder.curve()
+
+
+_MEANT = {"*": "", "*.scale": "scale"}
+"""The end of the names that a pattern means."""
+
+
+def _unfreezing_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
+    def before(update: int) -> None:
+        for pattern, trainable in SCHEDULE.get(update, ()):
+            for name, parameter in model.named_parameters():
+                if name.endswith(_MEANT[pattern]) if pattern in _MEANT else name.startswith(pattern):
+                    parameter.requires_grad_(trainable)
+
+    return oracle.train(model, data, cfg, world=cell.world, before_window=before)
+
+
+class _Towers(nn.Module):
+    """Runs its second tower only where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = Mlp(blocks=1)
+        self.sometimes = nn.ModuleList(nn.Linear(13, 11) for _ in range(2))
+
+    def forward(self, x: Tensor, labels: Tensor, use: Tensor) -> Output:
+        logits = self.always(x, labels).logits
+        if use.any():
+            logits = logits + self.sometimes[0](x) + self.sometimes[1](x.flip(-1))
+        return Output(nn.functional.cross_entropy(logits.float(), labels), logits)
+
+
+def _towers() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return _Towers()
+
+
+def _used_in_turns(index: int) -> dict[str, Tensor]:
+    """Windows of 8 samples: the first does not use the second tower, then one in three does."""
+    return MODELS["mlp"].sample(index) | {"use": torch.tensor(index // 8 % 3 == 1)}
+
+
+_STAGE_0 = "ZeRO stage 0 in bf16 reduces and accumulates gradients in bf16; an adapter of rank 3 has small ones"
+_STAGE_0_SOURCE = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/fp16/unfused_optimizer.py"
+_ADAMW = {"optimizer": {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+
+FEATURES = (
+    Feature("lora", models={"llama": TestModel(lora, MODELS["llama"].sample)}, precisions=("fp32",)),
+    Feature(
+        "lora_bf16_base",
+        models={"llama": TestModel(_bf16_base, MODELS["llama"].sample)},
+        precisions=("bf16",),
+        gaps=(Gap("deepspeed", "llama", "no_shard", "bf16", Tolerance(3e-4, 1e-3, 1e-3, 3e-2, _STAGE_0), _STAGE_0_SOURCE),),
+    ),
+    Feature("frozen_layers", models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)}),
+    Feature("unfreezing", sections=_ADAMW, loop=_unfreezing, reference=_unfreezing_reference),
+    # DistributedDataParallel must be told of it beforehand: native.fsdp.find_unused_parameters.
+    Feature("unused", sections=_ADAMW, models={"mlp": TestModel(_towers, _used_in_turns)}, strategies=STRATEGIES[1:]),
+)
