@@ -40,7 +40,7 @@ class Unused:
         return self._masters.left_out
 
     def find(self) -> None:
-        """At the end of a window: find the parameters that no rank has used in it. Once in a window, however often it is called. Collective."""
+        """At the end of a window, once: find the parameters that no rank has used in it. Collective."""
         if self._found:
             return
         self._found = True

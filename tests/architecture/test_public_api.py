@@ -78,6 +78,7 @@ def test_what_an_engine_is() -> None:
         "placement",
         "set_grad",
         "set_parameter",
+        "set_trainable",
         "step",
         "train",
         "windows",

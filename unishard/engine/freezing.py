@@ -55,5 +55,5 @@ class Freezing:
         if not matches:
             near = get_close_matches(name, [*named, *(each for each, _ in self._module.named_modules() if each)], 3)
             hint = f"did you mean {' or '.join(near)}?" if near else "engine.module.named_parameters() lists the names"
-            raise ContractError(f"set_trainable: no parameter or module of {type(self._module).__name__} is called {name!r}; {hint}")
+            raise ContractError(f"set_trainable: no parameter or module is called {name!r}; {hint}")
         return matches

@@ -25,6 +25,8 @@ class ModelFacts:
     """Elements of its parameters, each counted once."""
     trainable: int
     """Those of them that are trained."""
+    frozen_bytes: int
+    """Of the others, each in its own format."""
     indivisible: int
     """Elements that a fair division between ranks may leave on one of them: whole rows and padding, or a whole parameter."""
 
@@ -61,6 +63,7 @@ def facts_of(model: nn.Module, sharding: Sharding) -> ModelFacts:
     return ModelFacts(
         elements=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in trainable),
+        frozen_bytes=sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad),
         indivisible=max(rows, *(parameter.numel() for parameter in trainable)),
     )
 

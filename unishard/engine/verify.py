@@ -47,8 +47,10 @@ def verify(placement: Placement, facts: ModelFacts, cfg: Config, device: torch.d
         found.append(("master weights on this rank", f"at most {most:,} elements", f"{placement.master_numel:,}"))
     if int(everywhere) < everything:
         found.append(("master weights on all ranks", f"at least {everything:,} elements", f"{int(everywhere):,}"))
-    largest = 4 * (-(-facts.elements // parts) + slack)
-    if strategy == "full_shard" and placement.param_bytes > largest:
+    # Frozen parameters keep their format on every engine: a base in bf16 has no fp32 copy.
+    whole = 4 * facts.trainable + facts.frozen_bytes
+    largest = -(-whole // parts) + 4 * slack if strategy == "full_shard" else whole
+    if placement.param_bytes > largest:
         found.append(("parameters on this rank", f"at most {largest:,} bytes", f"{placement.param_bytes:,}"))
     everyones: list[Any] = [None] * world
     dist.all_gather_object(everyones, [f"{what}: asked for {asked}, got {got}" for what, asked, got in found])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def lora(base: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     # Not the usual zeros: every part of an adapter has a gradient from the first update on.
     adapters = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     model = llama(**changes).to(base)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft 0.21.2 asks transformers 5.23 by an old name (peft/peft_model.py).
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         torch.manual_seed(5)
         adapted: nn.Module = get_peft_model(model, adapters)
         return adapted

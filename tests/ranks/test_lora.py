@@ -1,0 +1,315 @@
+"""Frozen, adapted, tied and toggled parameters: what stays, what it costs, what is refused. Curves are held by the conformance suite."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from playing import STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, train, values
+from recording import Recorder
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+import unishard
+from unishard.engine.model import facts_of
+from unishard.testing import oracle
+from unishard.testing.features.lora import lora
+from unishard.testing.models import mlp
+
+BACKENDS = ("fsdp", "deepspeed")
+ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
+PLACED = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+WORLD = 2
+
+
+def own(parameter):
+    """This rank's part of a parameter."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return getattr(parameter, "ds_tensor", parameter.data)
+
+
+def state_bytes(engine):
+    """Of the optimizer, step counts left out."""
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    tensors = {id(tensor): tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)}
+    return sum(own(tensor).nbytes for tensor in tensors.values() if tensor.dim())
+
+
+# -- a bf16 base with fp32 adapters -----------------------------------------------------------------------------------------------
+
+
+def adapted(backend, strategy, compute):
+    """Losses of 3 updates, and what a rank holds after them and moves in them."""
+    model = lora(torch.bfloat16)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    with unishard.prepare(model, config(backend, strategy, precision=compute, optimizer=optimizer)) as engine:
+        recorder = Recorder()
+        with recorder:
+            done = []
+            for micro_batch in engine.batches(own_share(3, "llama")):
+                recorder.phase = "forward"
+                loss = engine(**micro_batch).loss
+                recorder.phase = "backward"
+                engine.backward(loss)
+                gradients = [name for name, parameter in engine.module.named_parameters() if name in before and parameter.grad is not None]
+                step = engine.step()
+                recorder.phase = "after"
+                done.append((engine.mean(loss), step))
+        frozen = {name: own(parameter) for name, parameter in engine.module.named_parameters() if name in before}
+        reduced = sum(
+            event.numel
+            for event in recorder.events
+            if event.phase == "backward" and event.kind in ("reduce_scatter", "all_reduce", "reduce") and event.dtype != "uint8"
+        )
+        unchanged = engine_values(engine, before)
+        return {
+            "curve": curve(done),
+            "formats": {str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values()},
+            "frozen bytes": sum(tensor.nbytes for tensor in frozen.values()),
+            "bytes": engine.placement().param_bytes,
+            "masters": engine.placement().master_dtypes,
+            "master numel": engine.placement().master_numel,
+            "state": state_bytes(engine),
+            "gradients": gradients,
+            "reduced": reduced / 3,
+            "unchanged": unchanged,
+        }
+
+
+def engine_values(engine, before):
+    """Whether this rank's parts are bit for bit what they were."""
+    for name, parameter in engine.module.named_parameters():
+        if name not in before:
+            continue
+        if isinstance(parameter, DTensor):
+            whole = parameter.full_tensor()
+        elif hasattr(parameter, "ds_tensor"):
+            flat, part = before[name].flatten(), parameter.ds_tensor
+            mine = flat[part.numel() * my_rank() :][: part.numel()]
+            if not torch.equal(part.flatten()[: mine.numel()], mine):
+                return False
+            continue
+        else:
+            whole = parameter
+        if not torch.equal(whole, before[name]):
+            return False
+    return True
+
+
+ADAPTED = tuple((adapted, (*placed, compute)) for placed in PLACED for compute in ("fp32", "bf16"))
+TRAINABLE = sum(parameter.numel() for parameter in lora().parameters() if parameter.requires_grad)
+FROZEN = sum(parameter.numel() for parameter in lora().parameters() if not parameter.requires_grad)
+
+
+def run(*cell):
+    return values(play(ADAPTED)[adapted, cell])
+
+
+@cache
+def expected(compute):
+    windows = [everyones(turn, turn + 1, world=WORLD, model="llama") for turn in range(3)]
+    return oracle.train(lora(torch.bfloat16), windows, config("fsdp", precision=compute), world=WORLD)
+
+
+@pytest.mark.parametrize("cell", [cell for _, cell in ADAPTED], ids="-".join)
+def test_a_bf16_base_stays_bf16_and_is_held_once(cell):
+    sharded = cell[1] == "full_shard" or (cell[0] == "fsdp" and cell[1] != "no_shard")
+    parts = WORLD if sharded else 1
+    slack = 2 * 24 * 41 if sharded else 0  # a row of each parameter that the ranks do not divide
+    for rank in run(*cell):
+        assert rank["formats"] == {"bfloat16"}
+        assert 2 * FROZEN / parts - slack <= rank["frozen bytes"] <= 2 * FROZEN / parts + slack
+        assert rank["bytes"] <= rank["frozen bytes"] + 4 * TRAINABLE
+        assert rank["unchanged"]
+
+
+@pytest.mark.parametrize("cell", [cell for _, cell in ADAPTED], ids="-".join)
+def test_only_adapters_have_masters_state_and_gradients(cell):
+    ranks = run(*cell)
+    for rank in ranks:
+        assert rank["masters"] == {"float32"}
+        assert rank["master numel"] <= TRAINABLE
+        assert rank["state"] <= 4 * TRAINABLE
+        assert rank["gradients"] == []
+    assert sum(rank["master numel"] for rank in ranks) >= TRAINABLE
+
+
+@pytest.mark.parametrize("cell", [cell for _, cell in ADAPTED], ids="-".join)
+def test_no_gradient_of_a_frozen_parameter_travels(cell):
+    for rank in run(*cell):
+        assert rank["reduced"] <= 1.5 * TRAINABLE < FROZEN / 4  # FSDP2 pads each adapter to whole rows of each rank
+
+
+@pytest.mark.parametrize("cell", [cell for _, cell in ADAPTED if cell[1:] != ("no_shard", "bf16") or cell[0] == "fsdp"], ids="-".join)
+def test_adapters_train_as_in_plain_torch_in_the_formats_that_each_layer_has(cell):
+    found, wanted = run(*cell)[0]["curve"], expected(cell[2])
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
+
+
+# -- stopping and starting ----------------------------------------------------------------------------------------------------------
+
+TOGGLES = {1: ("blocks.1", False), 3: ("blocks.1", True), 4: ("inp", False)}
+"""Before which update, what: something trains, stops, and trains again with the state it had."""
+UPDATES = 5
+
+
+def toggled(backend, strategy):
+    """What stands still while it is frozen, and Adam's first moments of all parameters at the end where the engine shows them."""
+    with unishard.prepare(mlp(), config(backend, strategy, optimizer=ADAMW)) as engine:
+        still = []
+        for update, micro_batch in enumerate(engine.batches(own_share(UPDATES))):
+            if update in TOGGLES:
+                engine.set_trainable(*TOGGLES[update])
+            before = {name: own(parameter).clone() for name, parameter in engine.module.named_parameters()}
+            engine.backward(engine(**micro_batch).loss)
+            engine.step()
+            still.append(
+                {name for name, parameter in engine.module.named_parameters() if torch.equal(own(parameter), before[name])}
+                - {name for name, part in before.items() if not part.numel()}
+            )
+        return still, moments(engine)
+
+
+def moments(engine):
+    """`exp_avg` of every parameter, whole. Collective."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if isinstance(parameter, DTensor):
+            value = engine.optimizer.state[parameter]["exp_avg"].full_tensor()
+        elif hasattr(engine.optimizer, "optimizer"):
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            parameter.requires_grad_(True)  # else DeepSpeed shows nothing
+            value = safe_get_full_optimizer_state(parameter, "exp_avg")
+        else:
+            value = engine.optimizer.state[parameter]["exp_avg"]
+        found[name] = value.flatten().tolist()
+    return found
+
+
+@cache
+def plain():
+    """The same in plain torch."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for update in range(UPDATES):
+        if update in TOGGLES:
+            name, trainable = TOGGLES[update]
+            model.get_submodule(name).requires_grad_(trainable)
+        optimizer.zero_grad()
+        window = everyones(update, update + 1, world=WORLD)
+        model(**{key: torch.cat([part[key] for part in window]) for key in window[0]}).loss.backward()
+        clip_grad_norm_(model.parameters(), torch.inf)
+        optimizer.step()
+    return {name: optimizer.state[parameter]["exp_avg"].flatten().tolist() for name, parameter in model.named_parameters()}
+
+
+TOGGLED = tuple((toggled, placed) for placed in PLACED)
+
+
+@pytest.mark.parametrize("cell", PLACED, ids="-".join)
+def test_a_frozen_parameter_keeps_its_value_and_others_move(cell):
+    names = {name for name, _ in mlp().named_parameters()}
+    held = {name for name in names if name.startswith("blocks.1.")}
+    for still, _ in values(play(TOGGLED)[toggled, cell]):
+        assert still[0] & names == set()
+        for update in (1, 2):
+            assert still[update] <= held
+            assert still[update]
+        assert still[3] == set()
+        assert still[4] <= {"inp.weight", "inp.bias"}
+        assert still[4]
+
+
+@pytest.mark.parametrize("cell", PLACED, ids="-".join)
+def test_the_optimizers_state_is_that_of_plain_torch_and_is_found_where_the_engine_keeps_it(cell):
+    for _, found in values(play(TOGGLED)[toggled, cell]):
+        assert found.keys() == plain().keys()
+        for name, value in found.items():
+            assert value == pytest.approx(plain()[name], rel=1e-4, abs=1e-8), name
+
+
+# -- what set_trainable refuses -------------------------------------------------------------------------------------------------------
+
+
+def partly_frozen():
+    model = mlp()
+    model.inp.requires_grad_(False)
+    return model
+
+
+def refused(backend, what):
+    with unishard.prepare(partly_frozen(), config(backend, training={"gradient_accumulation_steps": 2})) as engine:
+        if what == "inside a window":
+            engine.backward(engine(**own_share(1)[0]).loss)
+            engine.step()
+            engine.set_trainable("head", False)
+        elif what == "different names":
+            engine.set_trainable("head" if my_rank() else "blocks", False)
+        elif what == "closed":
+            engine.close()
+            engine.set_trainable("head", False)
+        else:
+            engine.set_trainable(*CALLS[what])
+
+
+CALLS = {
+    "frozen in prepare": ("inp.weight", True),
+    "unknown": ("block.1", False),
+    "everything": ("*", False),
+    "all that is left": (["blocks", "head"], False),
+}
+REFUSALS = {
+    "inside a window": "ContractError: set_trainable was called inside an accumulation window",
+    "different names": "RankMismatchError: ranks hold different calls of set_trainable",
+    "closed": "ContractError: set_trainable was called on a closed engine",
+    "frozen in prepare": "ContractError: inp.weight was frozen when the model was prepared, so it has no fp32 master",
+    "unknown": "ContractError: set_trainable: no parameter or module is called 'block.1'; did you mean blocks.1",
+    "everything": "ContractError: set_trainable('*', False) would freeze all that is left to train",
+    "all that is left": "ContractError: set_trainable(['blocks', 'head'], False) would freeze all that is left to train",
+}
+REFUSED = tuple((refused, (backend, what)) for backend in BACKENDS for what in REFUSALS)
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_set_trainable_refuses(backend, what):
+    assert error(play(REFUSED)[refused, (backend, what)]).startswith(REFUSALS[what])
+
+
+# -- ties -----------------------------------------------------------------------------------------------------------------------------
+
+
+def tied(backend, strategy):
+    """Whether both names mean one parameter before and after updates, and what freezing by the other name does."""
+    model = lora(tie_word_embeddings=True)
+    model.requires_grad_(True)
+    with unishard.prepare(model, config(backend, strategy)) as engine:
+        names = [name for name, _ in engine.module.named_parameters(remove_duplicate=False)]
+        first, second = (name for name in names if "embed_tokens" in name or "lm_head" in name)
+        get = engine.module.get_parameter
+        same = [get(first) is get(second)]
+        train(engine, own_share(2, "llama"))
+        same.append(get(first) is get(second))
+        engine.set_trainable(second, False)
+        frozen = get(first).requires_grad
+        before = own(get(first)).clone()
+        done = train(engine, own_share(2, "llama"))
+        return same, frozen, torch.equal(own(get(first)), before), done[-1][1].updated
+
+
+TIED = tuple((tied, placed) for placed in PLACED)
+
+
+@pytest.mark.parametrize("cell", PLACED, ids="-".join)
+def test_a_tie_stays_one_parameter_under_all_its_names(cell):
+    assert values(play(TIED)[tied, cell]) == [([True, True], False, True, True)] * WORLD
+
+
+def test_what_prepare_allows_an_engine_to_hold_counts_frozen_parameters_in_their_own_format():
+    facts = facts_of(lora(torch.bfloat16), config("fsdp").sharding)
+    assert (facts.trainable, facts.frozen_bytes) == (TRAINABLE, 2 * FROZEN)
