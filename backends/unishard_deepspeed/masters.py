@@ -98,7 +98,7 @@ class Masters:
             whole = self._optimizer.state[master]
             for key, value in self._optimizer.state.get(view, {}).items():
                 if not isinstance(value, Tensor) or value.shape != view.shape:
-                    whole[key] = value if key not in whole or not isinstance(value, Tensor) else torch.maximum(whole[key], value)
+                    whole[key] = value  # a step count, say; the whole has none of its own
                     continue
                 if key not in whole:
                     whole[key] = torch.zeros(master.shape, dtype=value.dtype, device=value.device)

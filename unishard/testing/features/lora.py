@@ -127,6 +127,9 @@ FEATURES = (
     ),
     Feature("frozen_layers", models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)}),
     Feature("unfreezing", sections=_ADAMW, loop=_unfreezing, reference=_unfreezing_reference),
+    Feature(
+        "unfreezing_offload", _ADAMW | {"offload": "cpu"}, loop=_unfreezing, reference=_unfreezing_reference, strategies=STRATEGIES[3:]
+    ),
     # DistributedDataParallel must be told of it beforehand: native.fsdp.find_unused_parameters.
     Feature("unused", sections=_ADAMW, models={"mlp": TestModel(_towers, _used_in_turns)}, strategies=STRATEGIES[1:]),
 )
