@@ -109,8 +109,8 @@ def _towers() -> nn.Module:
 
 
 def _used_in_turns(index: int) -> dict[str, Tensor]:
-    """Windows of 8 samples: the first does not use the second tower, then one in three does."""
-    return MODELS["mlp"].sample(index) | {"use": torch.tensor(index // 8 % 3 == 1)}
+    """The first windows do not use the second tower, then one in three does; no window of up to 4 ranks has both."""
+    return MODELS["mlp"].sample(index) | {"use": torch.tensor(index // 16 % 3 == 1)}
 
 
 _STAGE_0 = "ZeRO stage 0 in bf16 reduces and accumulates gradients in bf16; an adapter of rank 3 has small ones"
@@ -118,18 +118,36 @@ _STAGE_0_SOURCE = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspe
 _ADAMW = {"optimizer": {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 
 FEATURES = (
-    Feature("lora", models={"llama": TestModel(lora, MODELS["llama"].sample)}, precisions=("fp32",)),
+    Feature("lora", "fp32 adapters on a frozen fp32 base", models={"llama": TestModel(lora, MODELS["llama"].sample)}, precisions=("fp32",)),
     Feature(
         "lora_bf16_base",
+        "fp32 adapters on a frozen base in bf16",
         models={"llama": TestModel(_bf16_base, MODELS["llama"].sample)},
         precisions=("bf16",),
         gaps=(Gap("deepspeed", "llama", "no_shard", "bf16", Tolerance(3e-4, 1e-3, 1e-3, 3e-2, _STAGE_0), _STAGE_0_SOURCE),),
     ),
-    Feature("frozen_layers", models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)}),
-    Feature("unfreezing", sections=_ADAMW, loop=_unfreezing, reference=_unfreezing_reference),
+    Feature("frozen_layers", "some layers and a bias do not train", models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)}),
     Feature(
-        "unfreezing_offload", _ADAMW | {"offload": "cpu"}, loop=_unfreezing, reference=_unfreezing_reference, strategies=STRATEGIES[3:]
+        "unfreezing",
+        "parameters stop and start training in mid-run",
+        sections=_ADAMW,
+        loop=_unfreezing,
+        reference=_unfreezing_reference,
     ),
-    # DistributedDataParallel must be told of it beforehand: native.fsdp.find_unused_parameters.
-    Feature("unused", sections=_ADAMW, models={"mlp": TestModel(_towers, _used_in_turns)}, strategies=STRATEGIES[1:]),
+    Feature(
+        "unfreezing_offload",
+        "the same with parameters and optimizer in host memory",
+        sections=_ADAMW | {"offload": "cpu"},
+        strategies=("full_shard",),
+        precisions=("bf16",),
+        loop=_unfreezing,
+        reference=_unfreezing_reference,
+    ),
+    Feature(
+        "unused",
+        "a tower that most updates do not use",
+        sections=_ADAMW,
+        models={"mlp": TestModel(_towers, _used_in_turns)},
+        strategies=STRATEGIES[1:],  # DistributedDataParallel must be told of it beforehand: native.fsdp.find_unused_parameters
+    ),
 )
