@@ -124,7 +124,7 @@ FEATURES = (
         "fp32 adapters on a frozen base in bf16",
         models={"llama": TestModel(_bf16_base, MODELS["llama"].sample)},
         precisions=("bf16",),
-        gaps=(Gap("deepspeed", "llama", "no_shard", "bf16", Tolerance(3e-4, 1e-3, 1e-3, 3e-2, _STAGE_0), _STAGE_0_SOURCE),),
+        gaps=(Gap("deepspeed", "llama", "no_shard", "bf16", Tolerance(3e-4, 1e-3, 1e-3, 6e-2, _STAGE_0), _STAGE_0_SOURCE),),
     ),
     Feature("frozen_layers", "some layers and a bias do not train", models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)}),
     Feature(
