@@ -22,6 +22,7 @@ EXTRAS = {
     "owners": {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
     "offload": {"offload": {"optimizer": "cpu"}},
     "offload all": {"offload": "cpu"},
+    "groups": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "groups": [{"params": [r"^blocks\.[01]"], "lr": 0.1}]}},
 }
 PLACES = (
     ("fsdp", "no_shard", "fp32", "plain"),
@@ -43,6 +44,9 @@ PLACES = (
     ("deepspeed", "full_shard", "bf16", "plain"),
     ("deepspeed", "full_shard", "fp32", "offload"),
     ("deepspeed", "full_shard", "bf16", "offload all"),
+    ("deepspeed", "shard_optimizer", "bf16", "groups"),
+    ("deepspeed", "shard_grad_op", "fp32", "groups"),
+    ("deepspeed", "full_shard", "bf16", "groups"),
 )
 """Every form that an engine takes: backend, strategy, precision, what else is set."""
 NAMES = [name for name, _ in MODELS["mlp"].build().named_parameters()]
@@ -51,7 +55,7 @@ NAMES = [name for name, _ in MODELS["mlp"].build().named_parameters()]
 def configured(place, accumulation=2, **sections):
     backend, strategy, precision, extra = place
     sections.setdefault("training", {"gradient_accumulation_steps": accumulation})
-    return config(backend, strategy, precision=precision, **EXTRAS[extra], **sections)
+    return config(backend, strategy, **({"precision": precision} | EXTRAS[extra] | sections))
 
 
 def whole_window(engine, micro_batches):
