@@ -20,13 +20,24 @@ def _stage(cfg: Config) -> int:
     return _STAGES[cfg.sharding.strategy]
 
 
-def _replicated_bf16(cfg: Config) -> bool:
-    return _stage(cfg) == 0 and cfg.precision.compute == "bf16"
+def _bare(cfg: Config) -> bool:
+    """Stage 0 runs the torch optimizer on the model's own parameters (DeepSpeed 0.19.8, runtime/engine.py, _configure_optimizer)."""
+    return _stage(cfg) == 0 and cfg.precision.compute == cfg.precision.master
+
+
+def _wide(cfg: Config) -> bool:
+    """Gradients are added up in a wider format than they are computed in."""
+    return cfg.precision.accumulate != cfg.precision.compute
+
+
+def _bf16_optimizer(cfg: Config) -> bool:
+    """DeepSpeed's BF16_Optimizer runs (DeepSpeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check)."""
+    return _stage(cfg) == 1 and cfg.precision.compute == "bf16" and _wide(cfg) and cfg.offload.optimizer == "none"
 
 
 def _whole_gradients(cfg: Config) -> bool:
-    """DeepSpeed's BF16_Optimizer runs (DeepSpeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check)."""
-    return _stage(cfg) == 1 and cfg.precision.compute == "bf16" and cfg.offload.optimizer == "none"
+    """Stage 1 adds up in fp32 in whole gradients: BF16_Optimizer, or `grad_accum` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py)."""
+    return _stage(cfg) == 1 and _wide(cfg)
 
 
 def _zero(**settings: Any) -> dict[str, Any]:
@@ -50,9 +61,20 @@ def _units(cfg: Config, topology: Topology) -> dict[str, Any]:
 
 
 def _compute(cfg: Config, topology: Topology) -> dict[str, Any]:
-    bf16 = cfg.precision.compute == "bf16"
-    accumulate = "bf16" if _replicated_bf16(cfg) else "fp32"
-    return {"bf16": {"enabled": bf16}, "data_types": {"param_dtype": cfg.precision.compute, "grad_accum_dtype": accumulate}}
+    # Where DeepSpeed is not to make masters at stage 0, it is told of fp32 and runs the model in the format that it finds.
+    seen = "fp32" if _bare(cfg) else cfg.precision.compute
+    return {"bf16": {"enabled": seen == "bf16"}, "fp16": {"enabled": seen == "fp16"}, "data_types": {"param_dtype": seen}}
+
+
+def _master(cfg: Config, topology: Topology) -> dict[str, Any]:
+    pure = cfg.precision.pure and not _bare(cfg)
+    return {"bf16": {"bf16_master_weights_and_grads": pure, "bf16_optimizer_states": pure}}
+
+
+def _accumulate(cfg: Config, topology: Topology) -> dict[str, Any]:
+    if _stage(cfg) == 0:  # takes no other format here than that of the parameters
+        return {"data_types": {"grad_accum_dtype": "fp32" if _bare(cfg) else cfg.precision.compute}}
+    return {"data_types": {"grad_accum_dtype": cfg.precision.accumulate}}
 
 
 def _offload(cfg: Config, topology: Topology) -> dict[str, Any]:
@@ -70,6 +92,7 @@ def _global_batch(cfg: Config, topology: Topology) -> dict[str, Any]:
     return {"train_batch_size": training.micro_batch_size * training.gradient_accumulation_steps * topology.world_size}
 
 
+_NOT_FP16 = idle("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parameters"
 _TORCH_OPTIMIZER = "unishard builds the optimizer and passes it in; ZeRO hands it flat fp32 partitions, the same maths element by element"
 
@@ -92,10 +115,10 @@ RULES: dict[str, Rule] = {
         when=(
             When("no_shard", lambda cfg: _stage(cfg) == 0, Fit.EXACT, "stage 0: one all-reduce for each update"),
             When(
-                "shard_optimizer in bf16",
+                "shard_optimizer in bf16 or fp16, accumulated in fp32",
                 _whole_gradients,
                 Fit.EQUIVALENT,
-                "stage 1; DeepSpeed keeps whole fp32 gradients beside the bf16 ones (4 more bytes for each parameter) and all-reduces them",
+                "stage 1; DeepSpeed keeps whole fp32 gradients beside the low ones (4 more bytes for each parameter) and all-reduces them",
             ),
             When(
                 "shard_optimizer",
@@ -142,15 +165,33 @@ RULES: dict[str, Rule] = {
     ),
     "precision.compute": Rule(
         Fit.EXACT,
-        "bf16.enabled, data_types.param_dtype, data_types.grad_accum_dtype",
-        "prepare sets the fp32 masters from the fp32 model (DeepSpeed alone would round them to bf16) and casts floating inputs",
+        "bf16.enabled, fp16.enabled, data_types.param_dtype",
+        "prepare sets the fp32 masters from the fp32 model (DeepSpeed alone would round them) and casts floating inputs",
         to=_compute,
+    ),
+    "precision.master": Rule(
+        Fit.EXACT,
+        "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states",
+        "`prepare` casts the trainable parameters to it before sharding; the optimizer's state follows it",
+        to=_master,
         when=(
             When(
-                "bf16 with no_shard",
-                _replicated_bf16,
-                Fit.APPROXIMATE,
-                "stage 0 adds up the gradients of a window in bf16; choose shard_optimizer for fp32 accumulation",
+                "that of compute with no_shard",
+                lambda cfg: cfg.precision.pure and _stage(cfg) == 0,
+                Fit.EXACT,
+                "DeepSpeed is told of fp32 and finds a model in the lower format, whose own parameters the torch optimizer then steps",
+            ),
+            When(
+                "fp16 with sharding",
+                lambda cfg: cfg.precision.master == "fp16",
+                Fit.UNSUPPORTED,
+                "DeepSpeed has fp16 masters only under its own CPU optimizer; write fp32, or choose no_shard or compute and master bf16",
+            ),
+            When(
+                "bf16 with offload.optimizer cpu",
+                lambda cfg: cfg.precision.master == "bf16" and cfg.offload.optimizer == "cpu",
+                Fit.UNSUPPORTED,
+                "DeepSpeed offloads bf16 masters only under its own CPU optimizer; write fp32, or set offload.optimizer to none",
             ),
         ),
     ),
@@ -159,16 +200,29 @@ RULES: dict[str, Rule] = {
         "communication_data_type",
         "the sum over the ranks is taken in this format",
         to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce},
+    ),
+    "precision.accumulate": Rule(
+        Fit.EXACT,
+        "data_types.grad_accum_dtype",
+        to=_accumulate,
         when=(
             When(
-                "fp32 with compute bf16 and no_shard",
-                lambda cfg: _replicated_bf16(cfg) and cfg.precision.reduce == "fp32",
-                Fit.APPROXIMATE,
-                "the sum over the ranks is taken in fp32, but stage 0 rounds what goes in and what comes out to bf16; "
-                "choose shard_optimizer",
+                "fp32 in bf16 or fp16 with no_shard",
+                lambda cfg: _stage(cfg) == 0 and _wide(cfg),
+                Fit.EXACT,
+                "stage 0 takes no other format than that of compute; prepare lets torch accumulate in fp32 (Tensor.grad_dtype)",
             ),
         ),
     ),
+    "precision.buffers": loop("cast before sharding (data_types.buffer_dtype is null, so that DeepSpeed casts none)"),
+    "precision.loss_scale": Rule(
+        Fit.EXACT,
+        "unishard's loop; fp16.loss_scale is 1.0",
+        "unishard scales the loss; step makes the scale known to DeepSpeed's optimizer, which divides and clips in one pass",
+        when=(_NOT_FP16,),
+    ),
+    "precision.initial_loss_scale": loop("where the dynamic scale begins", _NOT_FP16),
+    "precision.loss_scale_growth_interval": loop("counts updates", _NOT_FP16),
     "offload.params": Rule(
         Fit.EXACT,
         "zero_optimization.offload_param",
@@ -214,10 +268,10 @@ RULES: dict[str, Rule] = {
         to=lambda cfg, topology: {"gradient_clipping": cfg.training.gradient_clipping or 0.0},
         when=(
             When(
-                "no_shard in fp32",
-                lambda cfg: _stage(cfg) == 0 and cfg.precision.compute == "fp32" and cfg.training.gradient_clipping is not None,
+                "no_shard in fp32, or with master in the format of compute",
+                lambda cfg: _bare(cfg) and cfg.training.gradient_clipping is not None,
                 Fit.EQUIVALENT,
-                "stage 0 discards the norm in fp32, so unishard takes it and clips, by torch's formula, after the all-reduce",
+                "stage 0 discards the norm then, so unishard takes it and clips, by torch's formula, after the all-reduce",
             ),
         ),
     ),
@@ -229,7 +283,7 @@ RULES: dict[str, Rule] = {
         when=(
             When(
                 "ignore with no_shard in bf16",
-                lambda cfg: cfg.training.nonfinite == "ignore" and _replicated_bf16(cfg),
+                lambda cfg: cfg.training.nonfinite == "ignore" and _stage(cfg) == 0 and not _bare(cfg),
                 Fit.UNSUPPORTED,
                 "stage 0 in bf16 always leaves out an update that is not finite; write skip or raise, or choose shard_optimizer",
             ),
@@ -258,8 +312,8 @@ RULES: dict[str, Rule] = {
         to=lambda cfg, topology: _zero(reduce_bucket_size=cfg.communication.reduce_bucket_size),
         when=(
             When(
-                "no_shard, or shard_optimizer in bf16",
-                lambda cfg: _stage(cfg) == 0 or _whole_gradients(cfg),
+                "no_shard, or shard_optimizer in bf16 accumulated in fp32",
+                lambda cfg: _stage(cfg) == 0 or _bf16_optimizer(cfg),
                 Fit.EQUIVALENT,
                 "DeepSpeed uses buckets of 500,000,000 elements there",
             ),
@@ -300,12 +354,12 @@ CONSTANTS: dict[str, tuple[Any, str]] = {
     "managed_gradient_accumulation": (False, "a call of step is the end of a window, as in torch"),
     "zero_allow_untested_optimizer": (True, "unishard passes the torch optimizer; DeepSpeed only lists the ones it knows"),
     "zero_force_ds_cpu_optimizer": (False, "an offloaded torch optimizer is not replaced by DeepSpeedCPUAdam"),
-    "fp16": ({"enabled": False}, "precision.compute has no fp16"),
+    "fp16.loss_scale": (1.0, "unishard scales the loss; 0 would add DeepSpeed's own dynamic scale"),
+    "fp16.auto_cast": (False, "unishard casts inputs, at the units as well as at the root"),
+    "fp16.fp16_master_weights_and_grads": (False, "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer"),
     "torch_autocast": ({"enabled": False}, "parameters are cast, not operations"),
     "bf16.immediate_grad_update": (False, "gradients are added up after backward"),
-    "bf16.bf16_master_weights_and_grads": (False, "masters and accumulated gradients are fp32"),
-    "bf16.bf16_optimizer_states": (False, "the optimizer state is fp32"),
-    "data_types.buffer_dtype": (None, "buffers keep their dtype"),
+    "data_types.buffer_dtype": (None, "precision.buffers is done before"),
     "data_types.keep_in_fp32_modules": ([], "buffers keep their dtype"),
     "gradient_allreduce_op": ("mean", "gradients are averaged over the ranks"),
     "prescale_gradients": (False, "the division happens in one place"),

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+
+from unishard.engine.norm import norm_of
 
 __all__ = ["local", "scale", "total_norm"]
 
@@ -21,7 +22,7 @@ def total_norm(gradients: list[Tensor], device: torch.device, *, sharded: bool) 
 
     Works on the local parts: one collective of one number instead of DTensor's dispatch for each gradient.
     """
-    norm = get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
+    norm = norm_of(gradients).to(device) if gradients else torch.zeros((), device=device)
     if not sharded or dist.get_world_size() == 1:
         return norm
     square = norm.double().square()

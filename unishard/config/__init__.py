@@ -77,6 +77,8 @@ class Config(Section):
             problems.append(("offload.params", f"cpu needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"))
         if "pin_memory" in offload.model_fields_set and offload.params == offload.optimizer == "none":
             problems.append(("offload.pin_memory", "has no meaning when nothing is offloaded; remove it or set offload.optimizer to cpu"))
+        if self.precision.compute == "fp16" and self.training.nonfinite == "ignore":
+            problems.append(("training.nonfinite", "ignore would make updates with overflown fp16 gradients; write skip or raise"))
         if strategy != "full_shard" and "prefetch_bucket_size" in self.communication.model_fields_set:
             problems.append(
                 (
