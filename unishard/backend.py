@@ -47,7 +47,7 @@ class Placement(NamedTuple):
     units: tuple[str, ...]
     """Names of the modules whose parameters are gathered together, the root not among them; empty where the engine has no units."""
     master_dtypes: frozenset[str]
-    """Formats of the trainable master weights, such as `{"float32"}`."""
+    """Formats of the weights that the optimizer updates, such as `{"float32"}`."""
     master_numel: int
     """Elements of trainable master weight on this rank, padding included."""
     param_bytes: int
@@ -75,6 +75,11 @@ class Engine(Protocol):
     @property
     def lr(self) -> float:
         """Learning rate that the next update will use (first parameter group)."""
+        ...
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward, and the gradients divided by after it; 1.0 but in fp16."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +223,7 @@ class Backend(Protocol):
         """Shard the model and build its engine. Imports the engine. Collective.
 
         Args:
-            model: Whole, fp32, on any device; its parameters may differ between ranks (rank 0's count).
+            model: Whole, on any device, trainable parameters in `precision.master`; they may differ between ranks (rank 0's count).
             cfg: What to run.
             translation: What `translate` made of it; its native config is what runs.
             topology: The ranks. The process group is up.

@@ -12,6 +12,7 @@ from unishard import process_group, registry
 from unishard.backend import Engine, OptimizerFactory
 from unishard.config import Config, expect_config, leaves, value_at
 from unishard.engine import desync, optimizers
+from unishard.engine.formats import bring_into_format
 from unishard.engine.model import description_of, facts_of
 from unishard.engine.recipe import Recipe
 from unishard.engine.schedulers import SchedulerFactory
@@ -40,7 +41,8 @@ def prepare(
     are sent to all ranks first. Afterwards torch's random numbers are seeded with `training.seed` plus the rank.
 
     Args:
-        model: Any module, whole, on any device and in fp32. It is sharded in place.
+        model: Any module, whole, on any device, in fp32, bf16 or fp16. It is sharded in place; its trainable parameters are cast to
+            `precision.master` before.
         cfg: What to run.
         optimizer: Left out, the config's `optimizer` section decides; else that section must be absent. Either an optimizer made
             from the model's own parameters and not stepped yet: it keeps its groups and options, and is moved to the sharded
@@ -82,6 +84,7 @@ def prepare(
     recipe = Recipe(cfg, model, optimizer, scheduler)
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     _prepared.add(model)
+    bring_into_format(model, cfg.precision)
     engine = backend.prepare(model, cfg, translation, topology, units, recipe)
     if recipe.scheduler is not None:
         engine.follow(recipe.scheduler)

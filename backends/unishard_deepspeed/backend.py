@@ -10,8 +10,9 @@ from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
 from unishard.topology import Topology
+from unishard_deepspeed.constants import CONSTANTS
 from unishard_deepspeed.keys import check, verdict
-from unishard_deepspeed.rules import CONSTANTS, RULES
+from unishard_deepspeed.rules import RULES
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,11 +12,13 @@ from torch import nn
 
 from unishard.backend import OptimizerBuilder
 from unishard.config import Config, Sharding
+from unishard.engine.formats import DTYPES
+from unishard.engine.inputs import cast_inputs
 from unishard.engine.replica import broadcast
 from unishard.engine.units import find_units
 from unishard.process_group import device_of
 from unishard.topology import Topology
-from unishard_deepspeed import inputs, internals, start
+from unishard_deepspeed import internals, start
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
 from unishard_deepspeed.replicas import replicas_of
 
@@ -29,7 +31,7 @@ def build(
     """Shard a model in place and build its engine. Collective.
 
     Args:
-        model: Whole, fp32; rank 0's parameters and buffers count.
+        model: Whole, trainable parameters in `precision.master`; rank 0's parameters and buffers count.
         cfg: What to run.
         native: The JSON for `deepspeed.initialize`, not changed.
         topology: The ranks. The process group is up.
@@ -42,13 +44,16 @@ def build(
     model.to(device)
     broadcast([*model.parameters(), *model.buffers()])
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # DeepSpeed puts bf16 tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
-    originals = [(parameter, parameter.data) for _, parameter in named] if cfg.precision.compute == "bf16" else []
+    formats = cfg.precision
+    # DeepSpeed puts low tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
+    originals = [(parameter, parameter.data) for _, parameter in named] if formats.compute != formats.master else []
     settings, client_optimizer = adapted(native, model, units), optimizer(named)
     # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
     casting = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
     keeping = internals.keeping_groups(client_optimizer) if native["zero_optimization"]["stage"] else nullcontext()
     replicas = replicas_of(cfg, topology, device.type)
+    if formats.compute == "fp16":
+        internals.allow_fp16()
     with start.hushed(), keeping:
         engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False, mpu=replicas)
     if replicas is not None:
@@ -57,7 +62,10 @@ def build(
     internals.undo_first_step(engine.optimizer)
     internals.set_masters(engine.optimizer, originals)
     internals.reduce_units_by_parameter(engine.optimizer)
-    hooks = inputs.cast_to_bf16(model, casting) if cfg.precision.compute == "bf16" else []
+    if formats.accumulate == "fp32":
+        internals.accumulate_in_fp32(engine.optimizer)
+    casts = [model, *(model.get_submodule(name) for name in casting)] if formats.compute != "fp32" else []
+    hooks = cast_inputs(casts, DTYPES[formats.compute])
     return DeepSpeedTrainingEngine(cfg, engine, device, hooks)
 
 

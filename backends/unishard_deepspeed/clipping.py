@@ -7,8 +7,9 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
+from unishard.engine.norm import norm_of
 from unishard_deepspeed import internals
 
 __all__ = ["Clipping", "clipping_of"]
@@ -32,7 +33,7 @@ def clipping_of(engine: Any, *, skips: bool) -> Clipping:
         engine: Of `deepspeed.initialize`.
         skips: Whether an update that is not finite is left out.
     """
-    return EngineClipping(engine, skips=skips) if hasattr(engine.optimizer, "clip_grad") else TorchClipping(engine, skips=skips)
+    return TorchClipping(engine, skips=skips) if engine.zero_optimization_stage() == 0 else EngineClipping(engine, skips=skips)
 
 
 class EngineClipping:
@@ -41,24 +42,27 @@ class EngineClipping:
     def __init__(self, engine: Any, *, skips: bool) -> None:
         self._engine = engine
         self._skips = skips
-        self._undivided = 1.0
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
         """Set the optimizer's own limit (0 switches it off) and divisor."""
         self._engine.optimizer.clip_grad = max_norm or 0.0
-        self._undivided = internals.divide_gradients(self._engine.optimizer, divisor)
+        internals.divide_gradients(self._engine.optimizer, divisor)
 
     def step(self) -> tuple[float, bool]:
         """Read both off the engine. The norm of an update that was left out is infinite."""
         with nullcontext([False]) if self._skips else internals.making_every_update(self._engine.optimizer) as invalid:
             self._engine.step()
         internals.divide_gradients(self._engine.optimizer, 1.0)
-        norm = math.inf if any(invalid) else float(self._engine.get_global_grad_norm()) / self._undivided
+        norm = math.inf if any(invalid) else float(self._engine.get_global_grad_norm())
         return norm, bool(self._engine.was_step_applied()) or not self._skips
 
 
 class TorchClipping:
-    """Stage 0 in fp32 runs the bare torch optimizer: clip in its step hook, between DeepSpeed's all-reduce and the update."""
+    """Stage 0: divide and clip in the torch optimizer's step hook, between DeepSpeed's all-reduce and the update.
+
+    DeepSpeed discards the norm in fp32, and in bf16 and fp16 takes it of gradients that it has rounded (DeepSpeed 0.19.8,
+    moe/utils.py, split_params_grads_into_shared_and_expert_params).
+    """
 
     def __init__(self, engine: Any, *, skips: bool) -> None:
         internals.without_own_clipping(engine)
@@ -66,15 +70,16 @@ class TorchClipping:
         self._skips = skips
         self._max_norm: float | None = None
         self._divisor = 1.0
-        self._norm = math.nan
-        engine.optimizer.register_step_pre_hook(self._before_update)
+        self._norm = math.inf
+        internals.torch_optimizer(engine.optimizer).register_step_pre_hook(self._before_update)
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
         """Remember both for the hook."""
         self._max_norm, self._divisor = max_norm, divisor
 
     def step(self) -> tuple[float, bool]:
-        """What the hook found."""
+        """What the hook found; where DeepSpeed leaves the update out, it does not run."""
+        self._norm = math.inf
         self._engine.step()
         return self._norm, math.isfinite(self._norm) or not self._skips
 
@@ -84,7 +89,7 @@ class TorchClipping:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._divisor != 1:
             torch._foreach_div_(gradients, self._divisor)
-        norm = get_total_norm(gradients)
+        norm = norm_of(gradients)
         self._norm = float(norm)
         if self._skips and not math.isfinite(self._norm):
             for parameter in parameters:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from unishard_deepspeed.masters import Piece
 
 __all__ = [
+    "accumulate_in_fp32",
+    "allow_fp16",
     "average_between_groups",
     "clear_stale_gradients",
     "divide_gradients",
@@ -74,7 +76,7 @@ def set_masters(optimizer: Any, originals: Iterable[tuple[nn.Parameter, Tensor]]
 
 
 def _replicated_masters(optimizer: Any) -> dict[Tensor, Tensor]:
-    """Stage 0 in bf16: each parameter's whole master (runtime/fp16/unfused_optimizer.py)."""
+    """Stage 0 with masters: each parameter's whole one (runtime/fp16/unfused_optimizer.py)."""
     if not hasattr(optimizer, "fp32_groups"):
         return {}
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
@@ -116,8 +118,33 @@ def pieces_of_masters(optimizer: Any) -> dict[Tensor, list[Piece]]:
     return pieces
 
 
+def allow_fp16() -> None:
+    """Let DeepSpeed train in fp16 on a CPU.
+
+    It asks whether oneDNN has fp16 kernels for this processor (accelerator/cpu_accelerator.py, is_fp16_supported), both before it
+    builds an engine and before it reduces fp16 gradients; torch computes in fp16 on every processor. Other accelerators answer
+    for their own hardware.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
+
+
+def accumulate_in_fp32(optimizer: Any) -> None:
+    """Stage 0 with masters adds up, reduces and measures a parameter's own gradient (runtime/fp16/unfused_optimizer.py).
+
+    DeepSpeed refuses another format for it than the parameter's (runtime/engine.py, _do_optimizer_sanity_check); torch itself
+    can let a bf16 or fp16 parameter have an fp32 gradient, and the optimizer takes whatever it finds.
+    """
+    for group in getattr(optimizer, "fp16_groups", []) if hasattr(optimizer, "fp32_groups") else []:
+        for parameter in group:
+            parameter.grad_dtype = torch.float32
+
+
 def undo_first_step(optimizer: Any) -> None:
-    """Stage 0 in bf16 steps once when it is built (runtime/fp16/unfused_optimizer.py, initialize_optimizer_states).
+    """Stage 0 with masters steps once when it is built (runtime/fp16/unfused_optimizer.py, initialize_optimizer_states).
 
     Clearing the state undoes Adam's step count and moments; `set_masters` undoes the weight decay.
     """
@@ -233,18 +260,12 @@ def forget_groups() -> None:
     groups.mpu = None
 
 
-def divide_gradients(optimizer: Any, divisor: float) -> float:
-    """Divide the gradients of the next update, before their norm is taken; 1 switches that off again.
-
-    Returns:
-        What the norm that DeepSpeed reports must still be divided by.
-    """
+def divide_gradients(optimizer: Any, divisor: float) -> None:
+    """Divide the gradients of ZeRO's next update, before their norm is taken; 1 switches that off again."""
     if hasattr(optimizer, "loss_scale"):
         optimizer.loss_scale = divisor  # divides in the update, as fp16 does; nothing multiplies the loss
-        return divisor if hasattr(optimizer, "fp32_groups") else 1.0  # runtime/fp16/unfused_optimizer.py reports the undivided norm
-    if divisor != 1:
+    elif divisor != 1:
         torch._foreach_div_(optimizer.fp32_groups_gradients_flat, divisor)  # runtime/bf16_optimizer.py
-    return 1.0
 
 
 @contextmanager
@@ -285,8 +306,10 @@ def link_states_again(optimizer: Any) -> None:
 
 
 def without_own_clipping(engine: Any) -> None:
-    """Stage 0 in fp32 clips without keeping the norm (runtime/engine.py, _take_model_step); switch that off."""
+    """Stage 0 clips by a norm that is discarded (runtime/engine.py, _take_model_step) or rounded; switch that off."""
     engine._config.gradient_clipping = 0.0
+    if hasattr(engine.optimizer, "clip_grad"):  # runtime/fp16/unfused_optimizer.py
+        engine.optimizer.clip_grad = 0.0
 
 
 def units(engine: Any) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 | engine                          | gradients, once they are reduced                | masters                            |
 |---------------------------------|-------------------------------------------------|------------------------------------|
 | stage 0, the bare torch one     | whole, `.grad`                                  | the parameters                     |
-| stage 0, FP16_UnfusedOptimizer  | whole, `.grad` in bf16                          | whole, `fp32_groups`               |
+| stage 0, FP16_UnfusedOptimizer  | whole, `.grad`, by default in fp32              | whole, `fp32_groups`               |
 | stage 1, BF16_Optimizer         | whole, `fp32_groups_gradients`                  | flat partitions                    |
 | stages 1 and 2                  | flat partitions, `averaged_gradients`           | flat partitions                    |
 | the same, offloaded             | flat partitions, `.grad` of the masters         | flat partitions, in host memory    |
@@ -85,7 +85,7 @@ def gradient_parts(engine: Any) -> dict[nn.Parameter, Part]:
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             parts[parameter] = Part(parameter.shape, parameter.grad)
     return parts
 

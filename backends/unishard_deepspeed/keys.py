@@ -14,7 +14,7 @@ from unishard.rules import Fit
 
 __all__ = ["ACCEPTED", "BLOCKS", "DECIDED", "REFUSED", "REMOVED", "SAME_MATHS", "check", "verdict"]
 
-BLOCKS = ("zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer", "bf16", "data_types")
+BLOCKS = ("zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer", "bf16", "fp16", "data_types")
 """Mappings whose keys are listed one by one here; every other accepted mapping is handed on as it is."""
 
 _Z = "zero_optimization."
@@ -115,10 +115,17 @@ DECIDED: dict[str, str] = {
     "optimizer": "optimizer",
     "scheduler": "scheduler",
     "bfloat16": "precision.compute",
-    "fp16": "precision.compute",
     "bf16.enabled": "precision.compute",
+    "bf16.bf16_master_weights_and_grads": "precision.master",
+    "bf16.bf16_optimizer_states": "precision.master",
+    "fp16.enabled": "precision.compute",
+    "fp16.loss_scale": "precision.loss_scale",
+    "fp16.initial_scale_power": "precision.initial_loss_scale",
+    "fp16.loss_scale_window": "precision.loss_scale_growth_interval",
+    "fp16.fp16_master_weights_and_grads": "precision.master",
     "data_types.param_dtype": "precision.compute",
-    "data_types.grad_accum_dtype": "precision.compute",
+    "data_types.grad_accum_dtype": "precision.accumulate",
+    "data_types.buffer_dtype": "precision.buffers",
     "bf16.check_grad_overflow": "training.nonfinite",
     "dataloader_drop_last": "training.last_window",
     _Z + "stage": "sharding.strategy",
@@ -144,6 +151,7 @@ DECIDED: dict[str, str] = {
 _DATA = "reads deepspeed.initialize's own loader; use unishard.dataloader"
 _NVME = "belongs to an optimizer in files, which unishard refuses; remove it"
 _CPU_ADAM = "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer; remove it"
+_SCALE = "belongs to DeepSpeed's loss scale, and unishard scales the loss by torch's rule on every engine; remove it"
 _PARALLEL = "splits ranks in other ways than data parallelism, which unishard would not see; remove it"
 
 REFUSED: dict[str, str] = {
@@ -151,10 +159,11 @@ REFUSED: dict[str, str] = {
     "gradient_allreduce_op": "would add gradients up instead of averaging them; scale the loss instead",
     "zero_allow_untested_optimizer": "unishard always passes the torch optimizer; remove it",
     "zero_force_ds_cpu_optimizer": _CPU_ADAM,
-    "torch_autocast": "would cast operations instead of parameters; set precision.compute to bf16",
-    "bf16.bf16_master_weights_and_grads": "would drop the fp32 masters that unishard promises; remove it",
-    "bf16.bf16_optimizer_states": "would drop the fp32 optimizer state that unishard promises; remove it",
-    "data_types.buffer_dtype": "buffers keep their dtype; cast them in the model",
+    "torch_autocast": "would cast operations instead of parameters; set precision.compute to bf16 or fp16",
+    "fp16.auto_cast": "unishard casts floating inputs to the compute format; remove it",
+    "fp16.hysteresis": _SCALE,
+    "fp16.consecutive_hysteresis": _SCALE,
+    "fp16.min_loss_scale": _SCALE,
     "seq_parallel_communication_data_type": _PARALLEL,
     "sequence_parallel_size": _PARALLEL,
     "data_parallel_size": _PARALLEL,
@@ -206,7 +215,7 @@ REMOVED: dict[str, str] = {
         ),
         _GONE + "remove it",
     ),
-    "amp": _GONE + "set precision.compute to bf16",
+    "amp": _GONE + "set precision.compute to fp16",
     "elasticity": _GONE + "set training.micro_batch_size and training.gradient_accumulation_steps",
     _Z + "mics_shard_size": _GONE + "MiCS has no successor, remove it",
     _Z + "mics_hierarchical_params_gather": _GONE + "MiCS has no successor, remove it",

@@ -1,4 +1,4 @@
-"""The table: what DeepSpeed 0.19.8 makes of each field of the config, and the keys that no field decides."""
+"""The table: what DeepSpeed 0.19.8 makes of each field of the config."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from unishard.config import Config
 from unishard.grouping import parts
 from unishard.rules import Fit, Rule, When, idle, loop
 from unishard.topology import Topology
+from unishard_deepspeed.loop_rules import LOOP
 
-__all__ = ["CONSTANTS", "RULES"]
+__all__ = ["RULES"]
 
 _STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
 
@@ -21,13 +22,24 @@ def _stage(cfg: Config) -> int:
     return _STAGES[cfg.sharding.within_group]
 
 
-def _replicated_bf16(cfg: Config) -> bool:
-    return _stage(cfg) == 0 and cfg.precision.compute == "bf16"
+def _bare(cfg: Config) -> bool:
+    """Stage 0 runs the torch optimizer on the model's own parameters (DeepSpeed 0.19.8, runtime/engine.py, _configure_optimizer)."""
+    return _stage(cfg) == 0 and cfg.precision.compute == cfg.precision.master
+
+
+def _wide(cfg: Config) -> bool:
+    """Gradients are added up in a wider format than they are computed in."""
+    return cfg.precision.accumulate != cfg.precision.compute
+
+
+def _bf16_optimizer(cfg: Config) -> bool:
+    """DeepSpeed's BF16_Optimizer runs (DeepSpeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check)."""
+    return _stage(cfg) == 1 and cfg.precision.compute == "bf16" and _wide(cfg) and cfg.offload.optimizer == "none"
 
 
 def _whole_gradients(cfg: Config) -> bool:
-    """DeepSpeed's BF16_Optimizer runs (DeepSpeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check)."""
-    return _stage(cfg) == 1 and cfg.precision.compute == "bf16" and cfg.offload.optimizer == "none"
+    """Stage 1 adds up in fp32 in whole gradients: BF16_Optimizer, or `grad_accum` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py)."""
+    return _stage(cfg) == 1 and _wide(cfg)
 
 
 def _zero(**settings: Any) -> dict[str, Any]:
@@ -51,9 +63,20 @@ def _units(cfg: Config, topology: Topology) -> dict[str, Any]:
 
 
 def _compute(cfg: Config, topology: Topology) -> dict[str, Any]:
-    bf16 = cfg.precision.compute == "bf16"
-    accumulate = "bf16" if _replicated_bf16(cfg) else "fp32"
-    return {"bf16": {"enabled": bf16}, "data_types": {"param_dtype": cfg.precision.compute, "grad_accum_dtype": accumulate}}
+    # Where DeepSpeed is not to make masters at stage 0, it is told of fp32 and runs the model in the format that it finds.
+    seen = "fp32" if _bare(cfg) else cfg.precision.compute
+    return {"bf16": {"enabled": seen == "bf16"}, "fp16": {"enabled": seen == "fp16"}, "data_types": {"param_dtype": seen}}
+
+
+def _master(cfg: Config, topology: Topology) -> dict[str, Any]:
+    pure = cfg.precision.pure and not _bare(cfg)
+    return {"bf16": {"bf16_master_weights_and_grads": pure, "bf16_optimizer_states": pure}}
+
+
+def _accumulate(cfg: Config, topology: Topology) -> dict[str, Any]:
+    if _stage(cfg) == 0:  # takes no other format here than that of the parameters
+        return {"data_types": {"grad_accum_dtype": "fp32" if _bare(cfg) else cfg.precision.compute}}
+    return {"data_types": {"grad_accum_dtype": cfg.precision.accumulate}}
 
 
 def _offload(cfg: Config, topology: Topology) -> dict[str, Any]:
@@ -77,22 +100,14 @@ def _global_batch(cfg: Config, topology: Topology) -> dict[str, Any]:
     return {"train_batch_size": training.micro_batch_size * training.gradient_accumulation_steps * ranks}
 
 
+_NOT_FP16 = idle("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parameters"
-_TORCH_OPTIMIZER = "unishard builds the optimizer and passes it in; ZeRO hands it flat fp32 partitions, the same maths element by element"
 
 
 _BETWEEN = (
     "unishard averages each rank's part of the gradients over the groups at the end of a window, after the last backward instead of "
     "beside it (MiCS, which did that, has left DeepSpeed 0.19.8; hpZ still divides optimizer and gradients between all ranks)"
 )
-
-
-def _optimizer_field() -> Rule:
-    return Rule(Fit.EXACT, "client optimizer", _TORCH_OPTIMIZER)
-
-
-def _groups_field() -> Rule:
-    return Rule(Fit.EXACT, "groups of the client optimizer", "ZeRO flattens each group on its own, so that no partition mixes two")
 
 
 RULES: dict[str, Rule] = {
@@ -105,10 +120,10 @@ RULES: dict[str, Rule] = {
         when=(
             When("no_shard", lambda cfg: _stage(cfg) == 0, Fit.EXACT, "stage 0: one all-reduce for each update"),
             When(
-                "shard_optimizer in bf16",
+                "shard_optimizer in bf16 or fp16, accumulated in fp32",
                 _whole_gradients,
                 Fit.EQUIVALENT,
-                "stage 1; DeepSpeed keeps whole fp32 gradients beside the bf16 ones (4 more bytes for each parameter) and all-reduces them",
+                "stage 1; DeepSpeed keeps whole fp32 gradients beside the low ones (4 more bytes for each parameter) and all-reduces them",
             ),
             When(
                 "shard_optimizer",
@@ -173,15 +188,33 @@ RULES: dict[str, Rule] = {
     ),
     "precision.compute": Rule(
         Fit.EXACT,
-        "bf16.enabled, data_types.param_dtype, data_types.grad_accum_dtype",
-        "prepare sets the fp32 masters from the fp32 model (DeepSpeed alone would round them to bf16) and casts floating inputs",
+        "bf16.enabled, fp16.enabled, data_types.param_dtype",
+        "prepare sets the fp32 masters from the fp32 model (DeepSpeed alone would round them) and casts floating inputs",
         to=_compute,
+    ),
+    "precision.master": Rule(
+        Fit.EXACT,
+        "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states",
+        "`prepare` casts the trainable parameters to it before sharding; the optimizer's state follows it",
+        to=_master,
         when=(
             When(
-                "bf16 with no_shard",
-                _replicated_bf16,
-                Fit.APPROXIMATE,
-                "stage 0 adds up the gradients of a window in bf16; choose shard_optimizer for fp32 accumulation",
+                "that of compute with no_shard",
+                lambda cfg: cfg.precision.pure and _stage(cfg) == 0,
+                Fit.EXACT,
+                "DeepSpeed is told of fp32 and finds a model in the lower format, whose own parameters the torch optimizer then steps",
+            ),
+            When(
+                "fp16 with sharding",
+                lambda cfg: cfg.precision.master == "fp16",
+                Fit.UNSUPPORTED,
+                "DeepSpeed has fp16 masters only under its own CPU optimizer; write fp32, or choose no_shard or compute and master bf16",
+            ),
+            When(
+                "bf16 with offload.optimizer cpu",
+                lambda cfg: cfg.precision.master == "bf16" and cfg.offload.optimizer == "cpu",
+                Fit.UNSUPPORTED,
+                "DeepSpeed offloads bf16 masters only under its own CPU optimizer; write fp32, or set offload.optimizer to none",
             ),
         ),
     ),
@@ -190,16 +223,29 @@ RULES: dict[str, Rule] = {
         "communication_data_type",
         "the sum over the ranks is taken in this format",
         to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce},
+    ),
+    "precision.accumulate": Rule(
+        Fit.EXACT,
+        "data_types.grad_accum_dtype",
+        to=_accumulate,
         when=(
             When(
-                "fp32 with compute bf16 and no_shard",
-                lambda cfg: _replicated_bf16(cfg) and cfg.precision.reduce == "fp32",
-                Fit.APPROXIMATE,
-                "the sum over the ranks is taken in fp32, but stage 0 rounds what goes in and what comes out to bf16; "
-                "choose shard_optimizer",
+                "fp32 in bf16 or fp16 with no_shard",
+                lambda cfg: _stage(cfg) == 0 and _wide(cfg),
+                Fit.EXACT,
+                "stage 0 takes no other format than that of compute; prepare lets torch accumulate in fp32 (Tensor.grad_dtype)",
             ),
         ),
     ),
+    "precision.buffers": loop("cast before sharding (data_types.buffer_dtype is null, so that DeepSpeed casts none)"),
+    "precision.loss_scale": Rule(
+        Fit.EXACT,
+        "unishard's loop; fp16.loss_scale is 1.0",
+        "unishard scales the loss; step makes the scale known to DeepSpeed's optimizer, which divides and clips in one pass",
+        when=(_NOT_FP16,),
+    ),
+    "precision.initial_loss_scale": loop("where the dynamic scale begins", _NOT_FP16),
+    "precision.loss_scale_growth_interval": loop("counts updates", _NOT_FP16),
     "offload.params": Rule(
         Fit.EXACT,
         "zero_optimization.offload_param",
@@ -269,10 +315,10 @@ RULES: dict[str, Rule] = {
         to=lambda cfg, topology: {"gradient_clipping": cfg.training.gradient_clipping or 0.0},
         when=(
             When(
-                "no_shard in fp32",
-                lambda cfg: _stage(cfg) == 0 and cfg.precision.compute == "fp32" and cfg.training.gradient_clipping is not None,
+                "no_shard in fp32, or with master in the format of compute",
+                lambda cfg: _bare(cfg) and cfg.training.gradient_clipping is not None,
                 Fit.EQUIVALENT,
-                "stage 0 discards the norm in fp32, so unishard takes it and clips, by torch's formula, after the all-reduce",
+                "stage 0 discards the norm then, so unishard takes it and clips, by torch's formula, after the all-reduce",
             ),
         ),
     ),
@@ -284,7 +330,7 @@ RULES: dict[str, Rule] = {
         when=(
             When(
                 "ignore with no_shard in bf16",
-                lambda cfg: cfg.training.nonfinite == "ignore" and _replicated_bf16(cfg),
+                lambda cfg: cfg.training.nonfinite == "ignore" and _stage(cfg) == 0 and not _bare(cfg),
                 Fit.UNSUPPORTED,
                 "stage 0 in bf16 always leaves out an update that is not finite; write skip or raise, or choose shard_optimizer",
             ),
@@ -292,20 +338,7 @@ RULES: dict[str, Rule] = {
     ),
     "training.last_window": loop("divides by the true length of the last window, or leaves it out"),
     "training.seed": loop("seeds the data order, and each rank after prepare"),
-    "optimizer.name": _optimizer_field(),
-    "optimizer.lr": _optimizer_field(),
-    "optimizer.betas": _optimizer_field(),
-    "optimizer.eps": _optimizer_field(),
-    "optimizer.amsgrad": _optimizer_field(),
-    "optimizer.momentum": _optimizer_field(),
-    "optimizer.nesterov": _optimizer_field(),
-    "optimizer.weight_decay": _optimizer_field(),
-    "optimizer.no_decay": _groups_field(),
-    "optimizer.groups": _groups_field(),
-    "scheduler.name": loop("writes the learning rate of each update into the optimizer's groups"),
-    "scheduler.warmup_steps": loop("moves once for each real update"),
-    "scheduler.total_steps": loop("moves once for each real update"),
-    "scheduler.min_lr_ratio": loop("part of the same formula"),
+    **LOOP,
     "communication.reduce_bucket_size": Rule(
         Fit.EXACT,
         "zero_optimization.reduce_bucket_size",
@@ -313,8 +346,8 @@ RULES: dict[str, Rule] = {
         to=lambda cfg, topology: _zero(reduce_bucket_size=cfg.communication.reduce_bucket_size),
         when=(
             When(
-                "no_shard, or shard_optimizer in bf16",
-                lambda cfg: _stage(cfg) == 0 or _whole_gradients(cfg),
+                "no_shard, or shard_optimizer in bf16 accumulated in fp32",
+                lambda cfg: _stage(cfg) == 0 or _bf16_optimizer(cfg),
                 Fit.EQUIVALENT,
                 "DeepSpeed uses buckets of 500,000,000 elements there",
             ),
@@ -349,37 +382,4 @@ RULES: dict[str, Rule] = {
         "any key",
         "`native.deepspeed` is merged last; each of its keys has a line of its own in the report, approximate if it may change the maths",
     ),
-}
-
-CONSTANTS: dict[str, tuple[Any, str]] = {
-    "managed_gradient_accumulation": (False, "a call of step is the end of a window, as in torch"),
-    "zero_allow_untested_optimizer": (True, "unishard passes the torch optimizer; DeepSpeed only lists the ones it knows"),
-    "zero_force_ds_cpu_optimizer": (False, "an offloaded torch optimizer is not replaced by DeepSpeedCPUAdam"),
-    "fp16": ({"enabled": False}, "precision.compute has no fp16"),
-    "torch_autocast": ({"enabled": False}, "parameters are cast, not operations"),
-    "bf16.immediate_grad_update": (False, "gradients are added up after backward"),
-    "bf16.bf16_master_weights_and_grads": (False, "masters and accumulated gradients are fp32"),
-    "bf16.bf16_optimizer_states": (False, "the optimizer state is fp32"),
-    "data_types.buffer_dtype": (None, "buffers keep their dtype"),
-    "data_types.keep_in_fp32_modules": ([], "buffers keep their dtype"),
-    "gradient_allreduce_op": ("mean", "gradients are averaged over the ranks"),
-    "prescale_gradients": (False, "the division happens in one place"),
-    "gradient_predivide_factor": (1.0, "the division happens in one place"),
-    "steps_per_print": (None, "unishard has its own progress"),
-    "wall_clock_breakdown": (False, "would wait for the device in every micro-batch"),
-    "memory_breakdown": (False, "would log in every micro-batch"),
-    "dump_state": (False, "would log the whole engine"),
-    "timers.throughput.enabled": (False, "would wait for the device in every step"),
-    "zero_optimization.contiguous_gradients": (True, "gradients are copied into one buffer for each bucket"),
-    "zero_optimization.reduce_scatter": (True, "stage 3 reduces to the owner of each part"),
-    "zero_optimization.use_multi_rank_bucket_allreduce": (True, "stages 1 and 2: one collective for each bucket"),
-    "zero_optimization.allgather_partitions": (True, "updated parameters are gathered by all-gather"),
-    "zero_optimization.allgather_bucket_size": (500_000_000, "DeepSpeed's default, elements"),
-    "zero_optimization.sub_group_size": (1_000_000_000, "DeepSpeed's default, elements updated at once at stage 3"),
-    "zero_optimization.compute_grad_norm": (True, "step reports the norm"),
-    "zero_optimization.round_robin_gradients": (False, "corrupts the map from parameters to masters"),
-    "zero_optimization.ignore_unused_parameters": (True, "unishard leaves parameters without gradient out of the update"),
-    "zero_optimization.stage3_param_persistence_threshold": (0, "stage 3 shards small parameters too"),
-    "zero_optimization.memory_efficient_linear": (False, "replaces torch's linear by one that rounds otherwise in bf16"),
-    "zero_optimization.zero_hpz_partition_size": (1, "no secondary copy of the parameters"),
 }

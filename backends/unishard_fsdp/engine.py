@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine import TrainingEngine
+from unishard.engine.formats import DTYPES
+from unishard.engine.inputs import cast_inputs
 from unishard.engine.parts import Part
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
@@ -135,6 +137,11 @@ class FSDPEngine(TorchEngine):
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self._averages_late = isinstance(native, options.FullyShard) and native.requires_all_reduce == "last_micro_batch"
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
+        # FSDP2 casts too, but passes over a UserDict such as a transformers BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
+        casts = cfg.precision.compute != "fp32" and native.mp_policy.cast_forward_inputs
+        self._hooks = cast_inputs(
+            (part for part in module.modules() if casts and isinstance(part, FSDPModule)), DTYPES[cfg.precision.compute]
+        )
 
     def _begin_micro_batch(self, *, last: bool) -> None:
         if last is self._last:
@@ -195,6 +202,11 @@ class FSDPEngine(TorchEngine):
             part.reshard()  # where a unit is still gathered, its names mean copies
         super()._set_trainable(names, trainable)
         refresh_trainable(part for _, part in self._parts)
+
+    def _release(self) -> None:
+        super()._release()
+        for hook in self._hooks:
+            hook.remove()
 
     def _class_name(self) -> str:
         return (FSDPModule if self._sharded else ReplicateModule).__name__

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+
+from unishard.engine.norm import norm_of
 
 __all__ = ["local", "scale", "total_norm"]
 
@@ -27,7 +28,7 @@ def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) ->
         device: Where this rank computes.
         copies: How often all ranks together hold each gradient.
     """
-    norm = get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
+    norm = norm_of(gradients).to(device) if gradients else torch.zeros((), device=device)
     if copies == dist.get_world_size():
         return norm
     square = norm.double().square()

@@ -83,8 +83,9 @@ def verdict(key: str, value: Any, written: Native) -> tuple[Fit, str]:
         value: What the user writes there.
         written: The native config that the fields decide.
     """
-    if key in _ACCUMULATES and value == "last_micro_batch" and written.get("mp_policy", {}).get("reduce_dtype") == "bfloat16":
-        return Fit.APPROXIMATE, "FSDP2 adds up in the reduce format what it does not reduce yet, here bf16 (torch 2.13)"
+    reduced = written.get("mp_policy", {}).get("reduce_dtype")
+    if key in _ACCUMULATES and value == "last_micro_batch" and reduced not in (None, "float32"):
+        return Fit.APPROXIMATE, f"FSDP2 adds up in the reduce format what it does not reduce yet, here {reduced} (torch 2.13)"
     if key in SAME_MATHS:
         return Fit.EQUIVALENT, "your own setting, about time, memory or collectives; the maths stays"
     return Fit.APPROXIMATE, "only PyTorch's engines have this setting, so another backend trains without it"

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Timing = Literal["every_micro_batch", "last_micro_batch"]
-DType = Literal["float32", "bfloat16"]
+DType = Literal["float32", "bfloat16", "float16"]
 
 
 class _Arguments(BaseModel):

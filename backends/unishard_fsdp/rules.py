@@ -9,13 +9,14 @@ from unishard.config import Config
 from unishard.grouping import parts
 from unishard.rules import Fit, Native, Rule, When, idle, loop
 from unishard.topology import Topology
+from unishard_fsdp.loop_rules import LOOP
 
 __all__ = ["RULES", "form_of"]
 
 Form = Literal["fully_shard", "replicate", "DistributedDataParallel"]
 
 _EVERY, _LAST = "every_micro_batch", "last_micro_batch"
-_DTYPES = {"fp32": None, "bf16": "bfloat16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def form_of(cfg: Config) -> Form:
@@ -48,19 +49,24 @@ def _for(forms: tuple[Form, ...], setting: Callable[[Config], Native]) -> Callab
     return lambda cfg, topology: setting(cfg) if form_of(cfg) in forms else {}
 
 
-def _waits(cfg: Config) -> bool:
-    """Whether gradients are left unreduced until the last micro-batch, if they can be accumulated in fp32 until then."""
+def _may_wait(cfg: Config) -> bool:
+    """Whether the strategy leaves gradients unreduced until the last micro-batch."""
     return cfg.sharding.strategy in ("no_shard", "shard_optimizer")
+
+
+def _waits(cfg: Config) -> bool:
+    """The same, if FSDP2 accumulates in the right format until then: it does so in the one that it reduces in (torch 2.13)."""
+    return _may_wait(cfg) and cfg.precision.reduce == cfg.precision.accumulate
 
 
 def _timing(cfg: Config, topology: Topology) -> Native:
     form = form_of(cfg)
-    native: Native = {"data_parallel": form, "requires_gradient_sync": _LAST if _waits(cfg) and cfg.precision.reduce == "fp32" else _EVERY}
+    native: Native = {"data_parallel": form, "requires_gradient_sync": _LAST if _waits(cfg) else _EVERY}
     if form != "DistributedDataParallel":
         native["reshard_after_backward"] = _EVERY if cfg.sharding.within_group == "full_shard" else _LAST
     if form == "fully_shard":
         # FSDP2 adds up in the reduce format what it has not sent to the other groups yet.
-        late = _LAST if cfg.precision.reduce == "fp32" else _EVERY
+        late = _LAST if cfg.precision.reduce == cfg.precision.accumulate else _EVERY
         native["requires_all_reduce"] = late if _groups(cfg, topology) > 1 else None
     return native
 
@@ -77,8 +83,12 @@ def _mesh(cfg: Config, topology: Topology) -> Native:
     return {"mesh": {"replicate": groups, "shard": parts(cfg, topology)} if groups > 1 else None}
 
 
+def _compute(cfg: Config) -> Native:
+    return {"mp_policy": {"param_dtype": None if cfg.precision.compute == "fp32" else _DTYPES[cfg.precision.compute]}}
+
+
 def _reduce(cfg: Config) -> Native:
-    return {"mp_policy": {"reduce_dtype": "bfloat16" if cfg.precision.reduce == "bf16" else "float32"}}
+    return {"mp_policy": {"reduce_dtype": _DTYPES[cfg.precision.reduce]}}
 
 
 def _optimizer_alone(cfg: Config) -> bool:
@@ -97,37 +107,11 @@ def _prefetch(cfg: Config) -> Native:
 
 
 _MIXED: tuple[Form, ...] = ("fully_shard", "replicate")
+_NOT_FP16 = idle("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 _TOGETHER = "CPUOffloadPolicy moves parameters, gradients and optimizer state together"
 _MASTERS = "FSDP2's sharded parameters are the fp32 masters, which the optimizer would need back on the device for its step"
 _NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
-
-_LOOP: Mapping[str, Rule] = {
-    "training.micro_batch_size": loop("batch size of `unishard.dataloader`"),
-    "training.gradient_accumulation_steps": loop("`backward` divides the loss by it, `step` updates at the end of a window"),
-    "training.global_batch_size": loop("compared with micro-batch x accumulation x ranks"),
-    "training.gradient_clipping": loop("fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"),
-    "training.nonfinite": loop("looks at the global norm before the update, which is the same on every rank"),
-    "training.last_window": loop("`batches` looks one window ahead; `step` divides by the window's true length"),
-    "training.seed": loop("seeds the data order, and each rank's generators after `prepare`"),
-    "optimizer.name": loop(
-        "torch's own, or Lion of lion-pytorch, built after sharding; a shard is updated as the whole would be. AdamW and Adam are fused, "
-        "SGD where parameters are whole"
-    ),
-    "optimizer.lr": loop("argument of the optimizer"),
-    "optimizer.betas": loop("argument of the optimizer"),
-    "optimizer.eps": loop("argument of the optimizer"),
-    "optimizer.amsgrad": loop("argument of the optimizer"),
-    "optimizer.momentum": loop("argument of the optimizer"),
-    "optimizer.nesterov": loop("argument of the optimizer"),
-    "optimizer.weight_decay": loop("argument of the optimizer"),
-    "optimizer.no_decay": loop("parameter groups, by the names that parameters have before sharding"),
-    "optimizer.groups": loop("parameter groups, by the names that parameters have before sharding"),
-    "scheduler.name": loop("closed form, written into the parameter groups after each update"),
-    "scheduler.warmup_steps": loop("counts updates"),
-    "scheduler.total_steps": loop("counts updates"),
-    "scheduler.min_lr_ratio": loop("factor of `optimizer.lr`"),
-}
 
 RULES: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "torch", "PyTorch's own data parallelism"),
@@ -145,10 +129,10 @@ RULES: Mapping[str, Rule] = {
                 "DistributedDataParallel; gradients are all-reduced on the last micro-batch (no_sync on the others)",
             ),
             When(
-                "no_shard in bf16",
+                "no_shard in bf16 or fp16",
                 lambda cfg: cfg.sharding.strategy == "no_shard",
                 Fit.EXACT,
-                "replicate(): fp32 masters and a bf16 copy on each rank",
+                "replicate(): the masters and a copy in the compute format on each rank",
             ),
             When(
                 "shard_optimizer with native.fsdp.zero_redundancy_optimizer",
@@ -222,23 +206,52 @@ RULES: Mapping[str, Rule] = {
     "precision.compute": Rule(
         Fit.EXACT,
         "MixedPrecisionPolicy(param_dtype=...)",
-        "the parameters that the optimizer steps are the fp32 masters; bf16 copies are made when they are gathered",
-        _for(_MIXED, lambda cfg: {"mp_policy": {"param_dtype": _DTYPES[cfg.precision.compute]}}),
+        "the parameters that the optimizer steps are the masters; copies in this format are made when they are gathered",
+        _for(_MIXED, _compute),
+    ),
+    "precision.master": Rule(
+        Fit.EXACT,
+        "format of the parameters",
+        "`prepare` casts the trainable parameters to it before sharding; the optimizer's state follows it",
     ),
     "precision.reduce": Rule(
         Fit.EXACT,
         "MixedPrecisionPolicy(reduce_dtype=...)",
-        "gradients are accumulated in fp32",
+        "the sum over the ranks is taken in this format",
         _for(_MIXED, _reduce),
         (
             When(
-                "bf16 with no_shard or shard_optimizer",
-                lambda cfg: cfg.precision.reduce == "bf16" and _waits(cfg),
+                "another format than accumulate with no_shard or shard_optimizer",
+                lambda cfg: _may_wait(cfg) and not _waits(cfg),
                 Fit.EQUIVALENT,
-                "gradients are reduced on every micro-batch, since FSDP2 accumulates in bf16 what it has not reduced yet",
+                "gradients are reduced on every micro-batch, since FSDP2 accumulates in the reduce format what it has not reduced yet",
             ),
         ),
     ),
+    "precision.accumulate": Rule(
+        Fit.EXACT,
+        "format of the parameters' gradients",
+        "a gradient has the format of its parameter, which is the master",
+        when=(
+            When(
+                "not that of master, with no_shard or shard_optimizer and reduce in the same",
+                lambda cfg: cfg.precision.accumulate != cfg.precision.master and _waits(cfg),
+                Fit.EXACT,
+                "FSDP2 adds up in the reduce format until the last micro-batch (torch 2.13)",
+            ),
+            When(
+                "not that of master",
+                lambda cfg: cfg.precision.accumulate != cfg.precision.master,
+                Fit.UNSUPPORTED,
+                "FSDP2 keeps a gradient in the format of its parameter, the fp32 master; remove it, or reduce in this format as well and "
+                "choose no_shard or shard_optimizer, or backend deepspeed",
+            ),
+        ),
+    ),
+    "precision.buffers": loop("cast before sharding; FSDP2 casts none"),
+    "precision.loss_scale": loop("scales the loss and divides the gradients; a GradScaler is not used", _NOT_FP16),
+    "precision.initial_loss_scale": loop("where the dynamic scale begins", _NOT_FP16),
+    "precision.loss_scale_growth_interval": loop("counts updates", _NOT_FP16),
     "offload.params": Rule(
         Fit.EXACT,
         "CPUOffloadPolicy",
@@ -297,7 +310,7 @@ RULES: Mapping[str, Rule] = {
             When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
         ),
     ),
-    **_LOOP,
+    **LOOP,
     "communication.reduce_bucket_size": Rule(
         Fit.EXACT,
         "DistributedDataParallel(bucket_cap_mb=...)",

@@ -72,6 +72,7 @@ def test_what_an_engine_is() -> None:
         "gather_for_metrics",
         "generate",
         "lockstep",
+        "loss_scale",
         "lr",
         "mean",
         "module",

@@ -40,7 +40,7 @@ def meta_buffer() -> nn.Module:
     [
         (nn.ReLU(), "ReLU has no parameters; there is nothing to train"),
         (nn.Linear(2, 2).requires_grad_(False), "all 2 parameters of Linear are frozen; set requires_grad"),
-        (nn.Linear(2, 2).bfloat16(), "must be fp32, .* weight and 1 others of Linear are not; call model.float()"),
+        (nn.Linear(2, 2).double(), "must be fp32, bf16 or fp16, .* weight and 1 others of Linear are torch.float64; call model.float()"),
         (nn.LazyLinear(2), "parameter weight of LazyLinear has no shape yet; run the model once on a batch"),
         (nn.Linear(2, 2, device="meta"), "parameter weight of Linear is on the meta device and has no data; build the model on the CPU"),
         (meta_buffer(), "buffer table of Linear is on the meta device"),
@@ -49,7 +49,7 @@ def meta_buffer() -> nn.Module:
         (hooked_after_accumulation(), "parameter bias of Linear has a gradient hook"),
         (torch.compile(nn.Linear(2, 2), backend="eager"), "compiled already; prepare the module itself, model._orig_mod"),
     ],
-    ids=["none", "frozen", "bf16", "lazy", "meta", "meta buffer", "scalar", "hook", "late hook", "compiled"],
+    ids=["none", "frozen", "double", "lazy", "meta", "meta buffer", "scalar", "hook", "late hook", "compiled"],
 )
 def test_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):

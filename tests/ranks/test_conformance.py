@@ -38,15 +38,15 @@ def test_clipping_always_acts_where_a_cell_asks_for_it():
     assert all(min(conformance.expected(cell).norms) > cell.clip for cell in clipped)
 
 
-@pytest.mark.parametrize("gap", conformance.GAPS, ids=lambda gap: "-".join(gap[:4]))
-def test_a_declared_gap_is_still_there(gap):
+def test_every_declared_gap_is_still_there():
     """Else it must go from the table: upstream has closed it."""
-    common = conformance.TOLERANCES[gap.precision].first_losses
-    inside = [cell for cell in conformance.plain_cells() if (cell.model, cell.strategy, cell.precision) == gap[1:4] and cell.world == 2]
-    assert inside
-    found = [conformance.compare(conformance.measure(gap.backend, cell), conformance.expected(cell)).first_losses for cell in inside]
-    assert max(found) > common, found
-    assert gap.link.startswith("https://")
+    for gap in conformance.GAPS:
+        common = conformance.TOLERANCES[gap.precision].first_losses
+        inside = [cell for cell in conformance.plain_cells() if (cell.model, cell.strategy, cell.precision) == gap[1:4] and cell.world == 2]
+        assert inside
+        found = [conformance.compare(conformance.measure(gap.backend, cell), conformance.expected(cell)).first_losses for cell in inside]
+        assert max(found) > common, found
+        assert gap.link.startswith("https://")
 
 
 CURVE = Curve((2.0, 1.5, 1.0, 0.5), (3.0, 2.0, 2.0, 2.0), (0.1, 0.1, 0.1, 0.1))

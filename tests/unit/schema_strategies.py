@@ -29,9 +29,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         sharding |= draw(some(units=st.just("auto") | names, min_unit_params=st.integers(0, 2**40)))
     if strategy in BY_UNITS:
         sharding |= draw(some(reshard_after_forward=st.booleans()))
-    compute = draw(st.sampled_from(("fp32", "bf16")))
-    precision = {"compute": compute, "reduce": draw(st.sampled_from(("fp32", "bf16") if compute == "bf16" else ("fp32",)))}
     places = ("none", "cpu", "nvme")
+    precision = draw(_precisions())
     offload = {
         "params": draw(st.sampled_from(places if strategy in BY_UNITS else ("none",))),
         "optimizer": draw(st.sampled_from(places if strategy != "no_shard" else ("none",))),
@@ -61,7 +60,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     micro_batch_size=positive,
                     gradient_accumulation_steps=positive,
                     gradient_clipping=st.none() | st.floats(1e-9, 1e9),
-                    nonfinite=st.sampled_from(("skip", "raise", "ignore")),
+                    nonfinite=st.sampled_from(("skip", "raise") if precision["compute"] == "fp16" else ("skip", "raise", "ignore")),
                     last_window=st.sampled_from(("step", "drop")),
                     seed=st.integers(0, 2**32 - 1),
                 ),
@@ -98,6 +97,21 @@ def _optimizers(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         optimizer |= {"weight_decay": draw(positive_rate)} | draw(some(no_decay=patterns))
     return optimizer
+
+
+@st.composite
+def _precisions(draw: st.DrawFn) -> dict[str, Any]:
+    compute = draw(st.sampled_from(("fp32", "bf16", "fp16")))
+    formats = st.sampled_from(("fp32", compute))
+    precision = {"compute": compute, "reduce": draw(formats), **draw(some(buffers=st.sampled_from(("keep", "fp32", "bf16", "fp16"))))}
+    if draw(st.booleans()):
+        precision |= {"master": compute, **draw(some(accumulate=st.just(compute)))}
+    else:
+        precision |= draw(some(master=st.just("fp32"), accumulate=formats))
+    if compute == "fp16":
+        dynamic = some(loss_scale=st.just("dynamic"), initial_loss_scale=st.floats(1e-3, 1e9), loss_scale_growth_interval=positive)
+        precision |= draw(dynamic | st.builds(lambda scale: {"loss_scale": scale}, st.floats(1e-3, 1e9)))
+    return precision
 
 
 @st.composite

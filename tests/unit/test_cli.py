@@ -19,8 +19,8 @@ from unishard.config import leaves
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "llama_tiny.yaml")
-ROUGH = "backend: deepspeed\nsharding: no_shard\nprecision: bf16\n"  # DeepSpeed's stage 0 adds up gradients in bf16
 REFUSED = "offload:\n  params: cpu\n"  # FSDP2's sharded parameters are the masters that the optimizer steps
+ROUGH = "backend: deepspeed\nnative:\n  deepspeed: {vocabulary_size: 3}\n"  # a setting that only DeepSpeed has
 
 
 def run(*arguments: str) -> Result:
@@ -144,7 +144,7 @@ def test_approximate_is_reported_and_under_strict_refused_with_2(config: Path) -
     assert "approximate" in relaxed.stderr
     strict = run("translate", "c.yaml", "--strict", "--report", "none", "-o", "native.json")
     assert (strict.exit_code, strict.stdout) == (2, "")
-    assert strict.stderr.startswith("c.yaml:3: precision.compute: 'bf16' is only approximate on deepspeed, and strict is true: ")
+    assert strict.stderr.startswith("c.yaml:3: native.deepspeed.vocabulary_size: 3 is only approximate on deepspeed, and strict is true: ")
     assert not Path("native.json").exists()
 
 

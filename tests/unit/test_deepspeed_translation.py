@@ -19,7 +19,7 @@ from unishard_deepspeed import backend
 from unishard_deepspeed.keys import ACCEPTED, DECIDED, REFUSED, REMOVED, SAME_MATHS
 
 STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"]
-PRECISIONS = ["fp32", "bf16", {"compute": "bf16", "reduce": "bf16"}]
+PRECISIONS = ["fp32", "bf16", {"compute": "bf16", "reduce": "bf16"}, "fp16"]
 
 
 def translate(world: int = 2, **sections: Any) -> Translation:
@@ -46,15 +46,46 @@ def test_a_strategy_is_a_stage(strategy: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "precision"), list(product(STRATEGIES, PRECISIONS)))
-def test_only_bf16_without_sharding_is_approximate(strategy: str, precision: Any) -> None:
+def test_by_default_nothing_is_approximate(strategy: str, precision: Any) -> None:
     translation = translate(sharding=strategy, precision=precision)
-    approximate = [line.path for line in translation.report.of(Fit.APPROXIMATE)]
-    assert bool(approximate) == (strategy == "no_shard" and precision != "fp32")
-    if approximate:
-        with pytest.raises(TranslationError, match=r"precision\.compute.*stage 0"):
-            translation.check(strict=True)
+    assert translation.check(strict=True) is translation
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_masters_are_deepspeeds_own_or_the_models_parameters(strategy: str, dtype: str) -> None:
+    translation = translate(sharding=strategy, precision={"compute": dtype, "master": dtype})
+    native = translation.native
+    if strategy == "no_shard":
+        translation.check(strict=True)
+        assert not native["bf16"]["enabled"]
+        assert not native["fp16"]["enabled"]
+        assert native["data_types"]["grad_accum_dtype"] == native["data_types"]["param_dtype"] == "fp32"
+    elif dtype == "bf16":
+        translation.check(strict=True)
+        assert native["bf16"]["bf16_master_weights_and_grads"] is native["bf16"]["bf16_optimizer_states"] is True
+        assert native["data_types"]["grad_accum_dtype"] == "bf16"
     else:
-        assert translation.check(strict=True) is translation
+        with pytest.raises(TranslationError, match=r"precision\.master: 'fp16' is not supported by deepspeed: .*; write fp32"):
+            translation.check(strict=False)
+
+
+def test_offloaded_bf16_masters_are_refused() -> None:
+    translation = translate(sharding="shard_grad_op", precision={"compute": "bf16", "master": "bf16"}, offload={"optimizer": "cpu"})
+    with pytest.raises(TranslationError, match=r"precision\.master.*offload.optimizer to none"):
+        translation.check(strict=False)
+
+
+def test_deepspeeds_own_loss_scale_is_off() -> None:
+    native = translate(precision={"compute": "fp16", "loss_scale": 128}).native
+    assert native["fp16"] == {"enabled": True, "loss_scale": 1.0, "auto_cast": False, "fp16_master_weights_and_grads": False}
+    assert native["data_types"]["grad_accum_dtype"] == native["communication_data_type"] == "fp32"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_low_accumulation_is_written(strategy: str) -> None:
+    translation = translate(sharding=strategy, precision={"compute": "fp16", "accumulate": "fp16"}).check(strict=True)
+    assert translation.native["data_types"]["grad_accum_dtype"] == "fp16"
 
 
 def test_what_decides_the_maths_is_always_written() -> None:
@@ -287,6 +318,7 @@ def known(block: str) -> set[str]:
         ("zero_optimization.offload_param", "runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
         ("zero_optimization.offload_optimizer", "runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
         ("bf16", "runtime.precision_config", "DeepSpeedBF16Config"),
+        ("fp16", "runtime.precision_config", "DeepSpeedFP16Config"),
     ],
 )
 def test_the_keys_of_a_block_are_those_that_deepspeed_validates(deepspeed: Any, block: str, module: str, model: str) -> None:
@@ -344,5 +376,6 @@ def test_deepspeed_takes_the_json(deepspeed: Any, strategy: str, precision: Any)
     config = deepspeed.DeepSpeedConfig(translation.native)
     assert config.zero_optimization_stage == STRATEGIES.index(strategy)
     assert config.gradient_clipping == 0.5
-    assert config.bfloat16_config.enabled == (precision != "fp32")
+    assert config.bfloat16_config.enabled == (precision not in ("fp32", "fp16"))
+    assert config.float16_config.enabled == (precision == "fp16")
     assert not config.managed_gradient_accumulation

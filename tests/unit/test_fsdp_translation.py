@@ -77,6 +77,26 @@ def test_the_constants_are_written_wherever_the_form_has_them(strategy: str, pre
             assert (native[section] if section else native)[leaf] is value
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_low_accumulation_is_what_fsdp2_does_until_it_reduces_and_else_refused(strategy: str) -> None:
+    low = translate(sharding=strategy, precision={"compute": "bf16", "reduce": "bf16", "accumulate": "bf16"})
+    if strategy in ("no_shard", "shard_optimizer"):
+        assert low.check(strict=True).native["requires_gradient_sync"] == "last_micro_batch"
+    else:
+        with pytest.raises(TranslationError, match=r"precision\.accumulate: 'bf16' is not supported by fsdp: .*fp32 master; remove it"):
+            low.check(strict=False)
+    with pytest.raises(TranslationError, match=r"precision\.accumulate"):
+        translate(sharding=strategy, precision={"compute": "bf16", "accumulate": "bf16"}).check(strict=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_masters_each_micro_batch_is_reduced_and_added_up_in_the_low_format(strategy: str) -> None:
+    native = translate(sharding=strategy, precision={"compute": "bf16", "master": "bf16"}).check(strict=True).native
+    assert native["requires_gradient_sync"] == "every_micro_batch"
+    assert native["mp_policy"]["param_dtype"] == "bfloat16"
+    assert native["mp_policy"]["reduce_dtype"] == "float32"
+
+
 def test_bf16_keeps_fp32_masters_and_reduces_in_fp32_unless_asked() -> None:
     policy = translate(precision="bf16").native["mp_policy"]
     assert (policy["param_dtype"], policy["reduce_dtype"]) == ("bfloat16", "float32")
@@ -273,7 +293,11 @@ def test_all_problems_of_native_settings_are_told_at_once() -> None:
             "is 'never'; write one of every_micro_batch, last_micro_batch",
         ),
         ({"reduce_scatter_unused_params": 1}, "native.fsdp.reduce_scatter_unused_params", "is 1; write true or false"),
-        ({"mp_policy": {"output_dtype": "fp8"}}, "native.fsdp.mp_policy.output_dtype", "is 'fp8'; write one of float32, bfloat16, or null"),
+        (
+            {"mp_policy": {"output_dtype": "fp8"}},
+            "native.fsdp.mp_policy.output_dtype",
+            "is 'fp8'; write one of float32, bfloat16, float16, or null",
+        ),
     ],
 )
 def test_a_native_value_of_the_wrong_kind(settings: dict[str, Any], path: str, what: str) -> None:

@@ -77,6 +77,8 @@ class Config(Section):
         if offload.params != "none" and within_group != "full_shard":
             what = f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"
             problems.append(("offload.params", what))
+        if self.precision.compute == "fp16" and self.training.nonfinite == "ignore":
+            problems.append(("training.nonfinite", "ignore would make updates with overflown fp16 gradients; write skip or raise"))
         if within_group != "full_shard" and "prefetch_bucket_size" in self.communication.model_fields_set:
             problems.append(
                 (

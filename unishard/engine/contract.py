@@ -23,6 +23,7 @@ from unishard.engine.evaluation import Evaluation
 from unishard.engine.feeding import Feeding
 from unishard.engine.freezing import Freezing
 from unishard.engine.items import Items
+from unishard.engine.loss_scale import LossScale
 from unishard.engine.schedule import Schedule
 from unishard.engine.schedulers import TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
@@ -53,6 +54,7 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
         self._optimizer = optimizer
         self._device = device
         self._schedule: Schedule | TorchSchedule = Schedule(cfg.scheduler, optimizer.param_groups)
+        self._loss_scale = LossScale(cfg.precision)
         self._window = cfg.training.gradient_accumulation_steps
         self._micro_batch = 0
         self._items = Items(device)
@@ -127,6 +129,11 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
         """Learning rate that the next update will use (first parameter group)."""
         return self._schedule.lr
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward, and the gradients divided by after it; 1.0 but in fp16."""
+        return self._loss_scale.value
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one micro-batch; in evaluation mode without a graph, as under `torch.no_grad`. Collective.
 
@@ -182,7 +189,7 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
         self._items.add(num_items)
         if self._progress is not None:
             self._progress.record_loss(loss.detach() / (1 if num_items is None else max(1, num_items)))
-        self._backward(loss if self._window == 1 or num_items is not None else loss / self._window)
+        self._backward(self._loss_scale.scale(loss if self._window == 1 or num_items is not None else loss / self._window))
         self._phase, self._graph = _Phase.BACKWARD_DONE, False
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
@@ -197,8 +204,8 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
         Raises:
             ContractError: No backward since the last step, the engine is closed, `clip_grad_norm` is not positive, or the window
                 has no items.
-            NonFiniteError: On every rank: a gradient is infinite or not a number on one of them, and `training.nonfinite` is
-                `raise`. The window is over and nothing was updated.
+            NonFiniteError: On every rank: a gradient is infinite or not a number on one of them, `training.nonfinite` is `raise`,
+                and a lower loss scale cannot help. The window is over and nothing was updated.
         """
         self._require_open("step")
         if self._phase is not _Phase.BACKWARD_DONE:
@@ -318,7 +325,7 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
     def _end_window(self, max_norm: float | None) -> Step:
         lr = self.lr
         try:
-            divisor = self._items.divisor()
+            divisor = self._gradient_divisor()
         except ContractError:
             self.discard()  # else the next window would add to this one
             raise
@@ -329,9 +336,10 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
             self._items.clear()
             self._settled = False
             self._updates += 1
+        lowered = self._loss_scale.end_window(skipped=not updated)
         if updated:
             self._schedule.advance()
-        elif self._cfg.training.nonfinite == "raise":
+        elif self._cfg.training.nonfinite == "raise" and not lowered:
             raise NonFiniteError(
                 "a gradient is infinite or not a number on at least one rank; nothing was updated; look at this window's batches and loss, "
                 "lower optimizer.lr, or set training.nonfinite to skip"
@@ -340,7 +348,7 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
         return Step(updated=updated, grad_norm=norm if math.isfinite(norm) else math.inf, lr=lr, skipped=not updated)
 
     def _gradient_divisor(self) -> float:
-        return self._items.divisor()
+        return self._items.divisor() * self._loss_scale.value
 
     def _enter(self, call: str, detail: str = "") -> None:
         """Before the collectives of a call: raise on every rank where another one is elsewhere. Collective."""

@@ -51,7 +51,7 @@ def facts_of(model: nn.Module, sharding: Sharding) -> ModelFacts:
 
     Raises:
         ModelError: It cannot be sharded as asked: it has nothing to train, is sharded already, or has parameters that are not
-            there yet, are no fp32 masters, or would lose something by being sharded.
+            there yet, are in a format that no engine trains, or would lose something by being sharded.
     """
     problem = next(_problems(model, sharding), None)
     if problem:
@@ -81,11 +81,11 @@ def _problems(model: nn.Module, sharding: Sharding) -> Iterator[str]:
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trainable:
         yield f"all {len(named)} parameters of {kind} are frozen; set requires_grad on those to train"
-    low = [name for name, parameter in trainable.items() if parameter.dtype != torch.float32]
-    if low:
+    other = [name for name, parameter in trainable.items() if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16)]
+    if other:
         yield (
-            f"trainable parameters must be fp32, since they become the master weights, but {low[0]} and {len(low) - 1} others of "
-            f"{kind} are not; call model.float() and choose the format of computation with precision.compute"
+            f"trainable parameters must be fp32, bf16 or fp16, but {other[0]} and {len(other) - 1} others of {kind} are "
+            f"{named[other[0]].dtype}; call model.float() and choose the formats of training in the section precision"
         )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:

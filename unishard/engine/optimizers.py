@@ -51,19 +51,26 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
         sections: list[dict[str, Any]] = [
             {"params": [found[name] for name in group.names], "lr": group.lr, "weight_decay": group.weight_decay} for group in groups
         ]
-        return _new(cfg, sections, sharded=any(isinstance(parameter, DTensor) for parameter in found.values()))
+        return _new(cfg, sections, fuses=not any(isinstance(p, DTensor) or p.dtype != torch.float32 for p in found.values()))
 
     return build
 
 
-def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, sharded: bool) -> torch.optim.Optimizer:
+def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) -> torch.optim.Optimizer:
+    """An optimizer over these groups.
+
+    Args:
+        cfg: Its name and options.
+        groups: Parameters, rate and weight decay of each.
+        fuses: Whether SGD may be fused: torch 2.13 cannot on DTensors, and in a low format it would round otherwise than there.
+    """
     match cfg.name:
         case "adamw":
             return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
         case "adam":
             return torch.optim.Adam(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
         case "sgd":
-            return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=not sharded)
+            return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=fuses)
         case "adagrad":
             return torch.optim.Adagrad(groups, lr=cfg.lr, eps=cfg.eps)
         case "lion":

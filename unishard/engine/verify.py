@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from unishard.backend import Placement
 from unishard.config import Config
+from unishard.engine.formats import DTYPES
 from unishard.engine.model import ModelFacts
 from unishard.errors import EngineMismatchError
 
@@ -44,8 +45,9 @@ def verify(
     # ZeRO-1 and ZeRO-2 keep whole parameters on each rank, so an engine need not have units there.
     if set(placement.units) != set(units) and (strategy == "full_shard" or placement.units):
         found.append(("sharded units", ", ".join(units) or "none", ", ".join(placement.units) or "none"))
-    if placement.master_dtypes != {"float32"}:
-        found.append(("format of the master weights", "float32", ", ".join(sorted(placement.master_dtypes))))
+    master = str(DTYPES[cfg.precision.master]).removeprefix("torch.")
+    if placement.master_dtypes != {master}:
+        found.append(("format of the master weights", master, ", ".join(sorted(placement.master_dtypes))))
     if placement.master_numel > most:
         found.append(("master weights on this rank", f"at most {most:,} elements", f"{placement.master_numel:,}"))
     if int(everywhere) < everything:

@@ -33,6 +33,16 @@ _ELSEWHERE = {
     "stage": "sharding.strategy",
     "mixed_precision": "precision.compute",
     "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "initial_scale_power": "precision.initial_loss_scale",
+    "loss_scale_window": "precision.loss_scale_growth_interval",
+    "growth_interval": "precision.loss_scale_growth_interval",
+    "init_scale": "precision.initial_loss_scale",
+    "param_dtype": "precision.compute",
+    "reduce_dtype": "precision.reduce",
+    "buffer_dtype": "precision.buffers",
+    "grad_accum_dtype": "precision.accumulate",
+    "communication_data_type": "precision.reduce",
     "cpu_offload": "offload",
     "engine": "backend",
 }
@@ -64,7 +74,8 @@ def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
         if raw["type"] == "default_factory_not_called":
             continue  # a default that depends on a field beside it, which has a finding of its own
         path, kind = _resolve(raw["loc"])
-        if path in seen:
+        # A default that follows another field, which is wrong itself and has a finding of its own.
+        if path in seen or raw["type"] == "default_factory_not_called":
             continue
         seen.add(path)
         if kind is None:

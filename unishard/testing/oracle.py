@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from unishard.backend import OptimizerFactory
-from unishard.config import Config, Optimizer, Scheduler
+from unishard.config import Config, Optimizer, Precision, Scheduler
 
 __all__ = ["Curve", "Summed", "rate", "train"]
 
 Batch = Mapping[str, Tensor]
 Edit = Callable[[int, nn.Module], None]
 """Changes a model in place: which update it is, counted from 0, and the model."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Summed(NamedTuple):
@@ -30,7 +31,7 @@ class Summed(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What a run reports, one entry for each update."""
+    """What a run reports, one entry for each update that was made."""
 
     losses: tuple[float, ...]
     """Mean loss over the update's micro-batches and ranks."""
@@ -56,9 +57,9 @@ def train(
     """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
 
     Args:
-        model: fp32; afterwards it holds the fp32 (master) weights.
+        model: In any format; afterwards it holds the master weights.
         windows: For each update the micro-batches of all ranks, of equal size: micro-batch by micro-batch, in each rank by rank.
-        cfg: Optimizer, schedule, clipping and compute format. What it says about sharding is what must make no difference.
+        cfg: Optimizer, schedule, clipping and number formats. What it says about sharding is what must make no difference.
         world: Number of ranks.
         clips: Gradient clipping of each update; left out, `training.gradient_clipping`.
         optimizer: Builds the optimizer from the trainable parameters; left out, `cfg.optimizer` decides.
@@ -69,27 +70,40 @@ def train(
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     trainable = [parameter for _, parameter in named]
+    for parameter in trainable:
+        parameter.data = parameter.data.to(_DTYPES[cfg.precision.master])
     built = optimizer(trainable) if optimizer else _optimizer(cfg.optimizer, named)
     peaks = [group["lr"] for group in built.param_groups]
-    gradients = _Bf16(model, summed) if cfg.precision.compute == "bf16" else _Fp32(model, summed)
-    losses, norms, lrs = [], [], []
-    for update, window in enumerate(windows):
+    gradients = _Fp32(model, summed) if cfg.precision.compute == "fp32" else _Low(model, summed, cfg.precision)
+    losses: list[float] = []
+    norms, lrs = [], []
+    for turn, window in enumerate(windows):
         if before_window is not None:
-            before_window(update)
-        clip = clips[update] if clips is not None else cfg.training.gradient_clipping
-        part = rate(cfg.scheduler, update)
+            before_window(turn)
+        clip = clips[turn] if clips is not None else cfg.training.gradient_clipping
+        part = rate(cfg.scheduler, len(losses))
         for group, peak in zip(built.param_groups, peaks, strict=True):
             group["lr"] = peak * part
         built.zero_grad()
-        losses.append(gradients.fill(window, world))
+        loss = gradients.fill(window, world)
         if before_update:
-            before_update(update, model)
-        norms.append(nn.utils.clip_grad_norm_(trainable, math.inf if clip is None else clip).item())
+            before_update(turn, model)
+        norm = _norm(trainable)
+        if gradients.skips(norm):
+            continue
+        nn.utils.clip_grads_with_norm_(trainable, math.inf if clip is None else clip, norm)
         built.step()
+        losses.append(loss)
+        norms.append(norm.item())
         lrs.append(peaks[0] * part)
         if after_update:
-            after_update(update, model)
+            after_update(turn, model)
     return Curve(tuple(losses), tuple(norms), tuple(lrs))
+
+
+def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    squares = [parameter.grad.double().square().sum() for parameter in parameters if parameter.grad is not None]
+    return torch.stack(squares).sum().sqrt().float()
 
 
 def rate(schedule: Scheduler, update: int) -> float:
@@ -123,20 +137,31 @@ class _Fp32:
         loss.backward()
         return float(loss.item())
 
+    def skips(self, norm: Tensor) -> bool:
+        """Nothing is scaled."""
+        return False
 
-class _Bf16:
-    """Forward and backward on a bf16 copy, micro-batch by micro-batch; gradients summed and averaged in fp32.
+
+class _Low:
+    """Forward and backward on a copy in bf16 or fp16, micro-batch by micro-batch; gradients averaged and summed as asked.
 
     The loss is divided by the number of a rank's micro-batches before backward, as the contract of the engines says: with 3
-    of them the bf16 gradients round differently from those of an undivided loss.
+    of them the low gradients round differently from those of an undivided loss. In fp16 it is scaled, and a window whose
+    gradients are not finite is left out.
     """
 
-    def __init__(self, model: nn.Module, summed: Summed | None) -> None:
+    def __init__(self, model: nn.Module, summed: Summed | None, precision: Precision) -> None:
         self.summed = summed
+        self.precision = precision
+        self.low = _DTYPES[precision.compute]
+        self.scale = 1.0
+        self.quiet = 0
+        if precision.compute == "fp16":
+            self.scale = precision.initial_loss_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
         self.masters = list(model.parameters())
         self.copy = copy.deepcopy(model)
-        for parameter in self.copy.parameters():  # not .to(bfloat16): buffers keep their format
-            parameter.data = parameter.data.to(torch.bfloat16)
+        for parameter in self.copy.parameters():  # not .to(dtype): buffers keep their format
+            parameter.data = parameter.data.to(self.low)
 
     def fill(self, window: Sequence[Batch], world: int) -> float:
         """Fill `.grad` of the masters and return the mean loss."""
@@ -144,21 +169,43 @@ class _Bf16:
         for low, master in zip(copies, self.masters, strict=True):
             low.data.copy_(master.data)
             low.requires_grad_(master.requires_grad)
+        wide = self.precision.reduce == self.precision.accumulate == "fp32"
+        length = len(window) if wide else world  # what is summed before it is averaged over the ranks
         total = 0.0
-        for batch in window:
-            inputs = {name: value.to(torch.bfloat16) if value.is_floating_point() else value for name, value in batch.items()}
-            loss = self.copy(**inputs).loss if self.summed is None else self.summed.loss(self.copy, inputs)
-            (loss / (len(window) // world) if self.summed is None else loss).backward()
-            total += loss.item()
-            for low, master in zip(copies, self.masters, strict=True):
-                if low.grad is not None:
-                    master.grad = low.grad.float() if master.grad is None else master.grad + low.grad.float()
-                    low.grad = None
-        items = None if self.summed is None else sum(self.summed.count(batch) for batch in window)
+        for start in range(0, len(window), length):
+            sums: dict[int, Tensor] = {}
+            for batch in window[start : start + length]:
+                inputs = {name: value.to(self.low) if value.is_floating_point() else value for name, value in batch.items()}
+                loss = self.copy(**inputs).loss if self.summed is None else self.summed.loss(self.copy, inputs)
+                total += loss.item()
+                (loss.float() * (self.scale / (len(window) // world) if self.summed is None else self.scale)).backward()
+                for index, low in enumerate(copies):
+                    if low.grad is not None:
+                        gradient = low.grad.to(_DTYPES[self.precision.reduce])
+                        sums[index] = sums[index] + gradient if index in sums else gradient
+                        low.grad = None
+            for index, gradient in sums.items():
+                master = self.masters[index]
+                mean = (gradient / world).to(_DTYPES[self.precision.accumulate]).to(master.dtype)
+                master.grad = mean if master.grad is None else (master.grad + mean).to(_DTYPES[self.precision.accumulate]).to(master.dtype)
+        items = len(window) if self.summed is None else sum(self.summed.count(batch) for batch in window)
         for master in self.masters:
             if master.grad is not None:
-                master.grad /= world if items is None else items
-        return total / (len(window) if items is None else items)
+                master.grad /= self.scale if self.summed is None else self.scale * items / world
+        return total / items
+
+    def skips(self, norm: Tensor) -> bool:
+        """Whether the window is left out; moves the scale."""
+        if self.precision.compute != "fp16":
+            return False
+        bad = not math.isfinite(norm.item())
+        if self.precision.loss_scale == "dynamic":
+            self.quiet = 0 if bad else self.quiet + 1
+            if bad:
+                self.scale /= 2
+            elif self.quiet % self.precision.loss_scale_growth_interval == 0:
+                self.scale *= 2
+        return bad
 
 
 def _optimizer(cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -1,0 +1,263 @@
+"""Number formats: the loss scale of fp16, masters, buffers, and what models and callers see of it."""
+
+from __future__ import annotations
+
+import math
+from collections import UserDict
+
+import pytest
+import torch
+from playing import STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import unishard
+from unishard.testing.models import Mlp, llama, mlp
+
+BACKENDS = ("fsdp", "deepspeed")
+CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
+
+
+def held(module):
+    """Copies of what this rank keeps of the parameters."""
+    with torch.no_grad():
+        parts = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in module.parameters())
+        return [getattr(part, "ds_tensor", part).detach().clone() for part in parts]
+
+
+def state_of(engine):
+    """Copies of the optimizer's state, on this rank."""
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    found = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone() for tensor in found]
+
+
+def unchanged(before, after):
+    return len(before) == len(after) and all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+# -- the loss scale -----------------------------------------------------------------------------------------------------------------
+
+
+def overflowing(backend, strategy):
+    """Six updates; in the third, one rank's gradient overflows fp16 and the other's does not."""
+    formats = {"compute": "fp16", "initial_loss_scale": 8.0, "loss_scale_growth_interval": 2}
+    falling = {"name": "linear", "total_steps": 10}
+    cfg = config(backend, strategy, precision=formats, scheduler=falling, optimizer={"name": "adamw", "lr": 1e-2})
+    log = []
+    with prepare(cfg) as engine:
+        for turn, batch in enumerate(own_share(6)):
+            loss = engine(**batch).loss
+            engine.backward(loss * (1e6 if turn == 2 and my_rank() == 1 else 1.0))
+            before = held(engine.module), state_of(engine)
+            scale, lr = engine.loss_scale, engine.lr
+            step = engine.step()
+            after = held(engine.module), state_of(engine)
+            same = [unchanged(one, other) for one, other in zip(before, after, strict=True)]
+            log.append((scale, step.updated, step.skipped, step.grad_norm, same, engine.lr == lr))
+        return log, engine.loss_scale
+
+
+@everywhere
+def test_a_step_that_one_rank_overflows_is_skipped_on_all_and_leaves_everything_as_it_was(cell):
+    ranks = values(play(tuple((overflowing, cell) for cell in CELLS))[overflowing, cell])
+    for log, scale in ranks:
+        # Doubled after two updates in a row, halved by the skipped one.
+        assert [entry[0] for entry in log] == [8, 8, 16, 8, 8, 16]
+        assert scale == 16
+        assert [entry[1:3] for entry in log] == [(True, False)] * 2 + [(False, True)] + [(True, False)] * 3
+        assert log[2][3] == float("inf")
+        assert log[2][4] == [True, True], "neither parameters nor the optimizer's state"
+        assert log[2][5], "nor the schedule"
+        assert log[3][4] == [False, False]
+        assert not log[3][5]
+    assert [[entry[3] for entry in log] for log, _ in ranks] == [[entry[3] for entry in ranks[0][0]]] * 2
+
+
+def scaled(backend, strategy, scale):
+    formats = {"compute": "fp16", "loss_scale": scale}
+    with prepare(config(backend, strategy, precision=formats, training={"gradient_clipping": 1.0})) as engine:
+        return [(loss, step.grad_norm) for loss, step in train(engine, own_share(3))], engine.loss_scale
+
+
+SCALED = tuple((*cell, scale) for cell in CELLS for scale in (1.0, 64.0))
+
+
+@everywhere
+def test_losses_and_norms_do_not_depend_on_the_scale(cell):
+    played = play(tuple((scaled, cell) for cell in SCALED))
+    (one, _), (other, scale) = (values(played[scaled, (*cell, scale)])[0] for scale in (1.0, 64.0))
+    assert scale == 64.0
+    for found, wanted in zip(other, one, strict=True):
+        assert found == pytest.approx(wanted, rel=2e-3)  # at a scale of 1 small fp16 gradients are denormal
+
+
+def looked_at(backend, strategy):
+    """The norms of a window's gradients before and after one of them is doubled."""
+    with prepare(config(backend, strategy, precision={"compute": "fp16", "loss_scale": 64.0})) as engine:
+        engine.backward(engine(**own_share(1)[0]).loss)
+        before = engine.grad_norms()
+        engine.set_grad("head.weight", 2 * engine.grad("head.weight"))
+        after = engine.grad_norms()
+        return before, after, engine.step().grad_norm
+
+
+@everywhere
+def test_gradients_that_a_user_sees_and_sets_are_not_scaled(cell):
+    played = play((*((looked_at, cell) for cell in CELLS), *((scaled, (*cell, 64.0)) for cell in CELLS)))
+    plain = values(played[scaled, (*cell, 64.0)])[0][0][0][1]
+    for before, after, norm in values(played[looked_at, cell]):
+        assert math.hypot(*before.values()) == pytest.approx(plain, rel=1e-5)
+        assert after == pytest.approx(before | {"head.weight": 2 * before["head.weight"]}, rel=1e-6)
+        assert norm == pytest.approx(math.hypot(*after.values()), rel=1e-5)
+
+
+def raising(backend, strategy, scale):
+    """An infinite gradient of one rank where the user wants an error; then what is left of the scale."""
+    formats = {"compute": "fp16"} | scale
+    with prepare(config(backend, strategy, precision=formats, training={"nonfinite": "raise"})) as engine:
+        log = []
+        for batch in own_share(3):
+            engine.backward(engine(**batch).loss * (float("inf") if my_rank() else 1.0))
+            try:
+                log.append(engine.step().skipped)
+            except unishard.NonFiniteError:
+                log.append("raised")
+        return log, engine.loss_scale
+
+
+DYNAMIC, STATIC = (("initial_loss_scale", 4.0),), (("loss_scale", 4.0),)
+
+
+def raising_of(backend, strategy, scale):
+    return raising(backend, strategy, dict(scale))
+
+
+RAISING = tuple((backend, strategy, scale) for backend, strategy in CELLS for scale in (DYNAMIC, STATIC))
+
+
+@everywhere
+def test_an_error_is_raised_once_a_lower_scale_cannot_help(cell):
+    played = play(tuple((raising_of, cell) for cell in RAISING))
+    assert values(played[raising_of, (*cell, DYNAMIC)]) == [([True, True, "raised"], 0.5)] * 2
+    assert values(played[raising_of, (*cell, STATIC)]) == [(["raised"] * 3, 4.0)] * 2
+
+
+# -- masters ------------------------------------------------------------------------------------------------------------------------
+
+
+def in_format(dtype):
+    model = mlp()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data = parameter.data.to(dtype if dtype is not None else (torch.float32, torch.bfloat16, torch.float16)[index % 3])
+    return model
+
+
+def masters(backend, strategy, loaded, compute, master):
+    """Formats of masters and state, and whether an update too small for the low format is remembered."""
+    formats = {"compute": compute, "master": master}
+    optimizer = {"name": "adamw", "lr": 1e-6, "weight_decay": 0.0}
+    with unishard.prepare(in_format(loaded), config(backend, strategy, precision=formats, optimizer=optimizer)) as engine:
+        train(engine, own_share(2))
+        state = {str(tensor.dtype) for tensor in state_of(engine) if tensor.dim()}
+        return sorted(engine.placement().master_dtypes), state, str(engine(**own_share(1)[0]).logits.dtype)
+
+
+LOADED = tuple(
+    (*cell, *formats)
+    for cell in CELLS
+    for formats in (
+        (torch.bfloat16, "fp32", "fp32"),
+        (torch.bfloat16, "bf16", "fp32"),
+        (torch.float16, "fp16", "fp32"),
+        (None, "bf16", "fp32"),
+        (torch.float32, "bf16", "bf16"),
+    )
+)
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.mark.parametrize("asked", LOADED, ids=lambda asked: "-".join(map(str, asked)).replace("torch.", ""))
+def test_masters_and_state_have_the_asked_format_whatever_the_model_was_loaded_in(asked):
+    for found, state, logits in values(play(tuple((masters, asked) for asked in LOADED))[masters, asked]):
+        assert found == [NAMES[asked[-1]]]
+        assert state == {f"torch.{NAMES[asked[-1]]}"}
+        assert logits == f"torch.{NAMES[asked[-2]]}"
+
+
+def refused(backend, strategy, dtype):
+    return prepare(config(backend, strategy, precision={"compute": dtype, "master": dtype}))
+
+
+def test_fp16_masters_under_zero_are_refused_with_what_instead():
+    found = error(play(((refused, ("deepspeed", "full_shard", "fp16")),))[refused, ("deepspeed", "full_shard", "fp16")])
+    assert found.startswith("TranslationError: ")
+    assert "precision.master: 'fp16' is not supported by deepspeed" in found
+    assert "write fp32" in found
+
+
+# -- buffers and inputs -------------------------------------------------------------------------------------------------------------
+
+
+def buffers(backend, strategy, wanted):
+    """Formats and sums of the rotary table, which bf16 cannot hold, after training."""
+    formats = {"compute": "bf16", "buffers": wanted}
+    cfg = config(backend, strategy, precision=formats)
+    with unishard.prepare(llama(), cfg) as engine:
+        train(engine, own_share(1, "llama"))
+        return {name: (str(buffer.dtype), buffer.double().tolist()) for name, buffer in engine.module.named_buffers()}
+
+
+BUFFERS = tuple((*cell, wanted) for cell in CELLS for wanted in ("keep", "bf16"))
+
+
+@everywhere
+def test_buffers_keep_their_bits_unless_another_format_is_asked_for(cell):
+    played = play(tuple((buffers, cell) for cell in BUFFERS))
+    original = {name: buffer for name, buffer in llama().named_buffers() if buffer.is_floating_point()}
+    assert original
+    for wanted, dtype in (("keep", torch.float32), ("bf16", torch.bfloat16)):
+        for found in values(played[buffers, (*cell, wanted)]):
+            for name, buffer in original.items():
+                assert found[name] == (str(dtype), buffer.to(dtype).double().tolist())
+                assert wanted == "keep" or found[name][1] != buffer.double().tolist()
+
+
+class Encoding(UserDict):
+    """As a transformers BatchEncoding."""
+
+
+class Nested(nn.Module):
+    """Takes its batch as a whole, beside a nested keyword, and notes the formats."""
+
+    seen = ()
+
+    def __init__(self):
+        super().__init__()
+        self.model = Mlp()
+
+    def forward(self, batch, more):
+        tensors = (batch["x"], more["pair"][0], more["pair"][1], batch["labels"])
+        self.seen = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors), type(batch).__name__
+        return self.model(batch["x"] + more["pair"][0], batch["labels"])
+
+
+def nested(backend, strategy, compute):
+    with unishard.prepare(Nested(), config(backend, strategy, precision=compute)) as engine:
+        batch = own_share(1)[0]
+        given = Encoding(batch)
+        output = engine(given, more={"pair": (torch.zeros(13), torch.arange(2))})
+        return engine.module.seen, str(output.logits.dtype), str(given["x"].dtype)
+
+
+NESTED = tuple((*cell, compute) for cell in CELLS for compute in ("fp32", "bf16", "fp16"))
+
+
+@pytest.mark.parametrize("cell", NESTED, ids="-".join)
+def test_floating_inputs_are_cast_wherever_they_are_and_outputs_have_the_compute_format(cell):
+    dtype = NAMES[cell[2]]
+    for seen, output, given in values(play(tuple((nested, cell) for cell in NESTED))[nested, cell]):
+        assert seen == ((dtype, dtype, "int64", "int64"), "Encoding")
+        assert output == f"torch.{dtype}"
+        assert given == "torch.float32", "the caller's batch is left alone"

@@ -1,0 +1,88 @@
+"""Casts floating-point inputs to the compute format, the same way for every engine, so that all take the same models."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["cast", "cast_inputs"]
+
+
+def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[RemovableHandle]:
+    """Cast the floating-point inputs of modules, positional and by keyword, before each forward.
+
+    Args:
+        modules: The root, and those whose parameters are gathered together.
+        dtype: The compute format.
+
+    Returns:
+        What removes it.
+    """
+    # First of a module's hooks, so that the engine's own see what the module sees.
+    return [module.register_forward_pre_hook(partial(_before_forward, dtype), prepend=True, with_kwargs=True) for module in modules]
+
+
+def _before_forward(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return cast(args, dtype), cast(kwargs, dtype)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with every floating-point tensor in it in `dtype`; other tensors, and other things, as they are.
+
+    Reaches into lists, tuples, named tuples, mappings (a `UserDict` such as a transformers `BatchEncoding` too), dataclasses and
+    packed sequences. What holds nothing to cast is handed on as the same object.
+
+    Args:
+        value: Anything.
+        dtype: Floating.
+    """
+    match value:
+        case Tensor():
+            return value.to(dtype) if value.is_floating_point() else value
+        case PackedSequence():
+            return value.to(dtype) if value.data.is_floating_point() else value
+        case UserDict() | dict():
+            return _replaced(value, {key: cast(inner, dtype) for key, inner in value.items()})
+        case tuple() | list():
+            return _sequence(value, [cast(inner, dtype) for inner in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _fields(value, dtype)
+    return value
+
+
+def _replaced(mapping: Any, inner: Mapping[Any, Any]) -> Any:
+    if all(inner[key] is old for key, old in mapping.items()):
+        return mapping
+    # A copy keeps the class and what else it carries: a defaultdict's factory, the encodings of a BatchEncoding.
+    fresh = copy.copy(mapping)
+    if isinstance(mapping, UserDict):
+        fresh.data = dict(inner)
+        return fresh
+    for key, value in inner.items():
+        fresh[key] = value
+    return fresh
+
+
+def _sequence(value: Any, inner: list[Any]) -> Any:
+    if all(new is old for new, old in zip(inner, value, strict=True)):
+        return value
+    return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+
+
+def _fields(value: Any, dtype: torch.dtype) -> Any:
+    changed = {field.name: new for field in dataclasses.fields(value) if (new := cast(old := getattr(value, field.name), dtype)) is not old}
+    if not changed:
+        return value
+    fresh = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(fresh, name, new)  # also where it is frozen
+    return fresh
