@@ -10,39 +10,52 @@ from typing import Any
 import torch
 from torch import nn
 
-from unishard.backend import OptimizerBuilder
+from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config, Sharding
+from unishard.engine import materialization
 from unishard.engine.replica import broadcast
 from unishard.engine.units import find_units
 from unishard.process_group import device_of
 from unishard.topology import Topology
-from unishard_deepspeed import inputs, internals, start
+from unishard_deepspeed import inputs, internals, partitioning, start
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
+from unishard_deepspeed.untrained import DeepSpeedUntrainedEngine
 
 __all__ = ["adapted", "build"]
 
 
 def build(
-    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: Sequence[str], optimizer: OptimizerBuilder
-) -> DeepSpeedTrainingEngine:
+    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: Sequence[str], optimizer: OptimizerBuilder | None
+) -> Engine:
     """Shard a model in place and build its engine. Collective.
 
     Args:
-        model: Whole, fp32; rank 0's parameters and buffers count.
+        model: Whole on rank 0, fp32; rank 0's parameters and buffers count.
         cfg: What to run.
         native: The JSON for `deepspeed.initialize`, not changed.
         topology: The ranks. The process group is up.
         units: Names of the modules that are gathered on their own at stage 3.
-        optimizer: Builds the optimizer from the named trainable parameters.
+        optimizer: Builds the optimizer from the named trainable parameters; None to evaluate only, at stage 3.
     """
     deepspeed = start.load(topology)
     device = device_of(topology)
-    model.to(device)
-    broadcast([*model.parameters(), *model.buffers()])
+    settings = adapted(native, model, units)
+    if optimizer is None:
+        partitioning.partition(deepspeed, model, cfg, settings, device, train=False)
+        with start.hushed():
+            engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
+        return DeepSpeedUntrainedEngine(cfg, engine, device, inputs.cast_to_bf16(model, units) if cfg.precision.compute == "bf16" else [])
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # DeepSpeed puts bf16 tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
-    originals = [(parameter, parameter.data) for _, parameter in named] if cfg.precision.compute == "bf16" else []
-    settings, client_optimizer = adapted(native, model, units), optimizer(named)
+    if settings["zero_optimization"]["stage"] == 3:
+        materialization.stand_in(model.parameters(), device)  # an optimizer refuses the meta device, and the shapes of parts
+        client_optimizer = optimizer(named)
+        originals = partitioning.partition(deepspeed, model, cfg, settings, device, train=True)
+    else:
+        materialization.materialize([*model.parameters(), *model.buffers()], device)
+        broadcast([*model.parameters(), *model.buffers()])
+        client_optimizer = optimizer(named)
+        # DeepSpeed puts bf16 tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
+        originals = [(parameter, parameter.data) for _, parameter in named] if cfg.precision.compute == "bf16" else []
     # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
     casting = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
     keeping = internals.keeping_groups(client_optimizer) if native["zero_optimization"]["stage"] else nullcontext()
@@ -60,7 +73,7 @@ def adapted(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> d
     native = copy.deepcopy(native)
     zero = native["zero_optimization"]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trainable)
+    zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], trainable))
     if zero["stage"] == 3:
         zero["leaf_module"] = {"classes": [], "names": list(units), "name_suffixes": []}
     if zero.get("stage3_max_live_parameters") and not zero["stage3_max_reuse_distance"]:

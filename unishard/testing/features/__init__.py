@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.testing.cells import Feature
-from unishard.testing.features import access, accumulation, evaluation, lora, optimizers, plain
+from unishard.testing.features import access, accumulation, evaluation, lora, models, optimizers, plain
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
@@ -16,6 +16,7 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "optimizers": optimizers.FEATURES,
     "lora": lora.FEATURES,
     "evaluation": evaluation.FEATURES,
+    "models": models.FEATURES,
 }
 """Features by area, in the order of the table."""
 
