@@ -243,6 +243,8 @@ def partition(init: Any, parameter: nn.Parameter) -> None:
     """
     init._convert_to_deepspeed_param(parameter)
     parameter.partition()  # type: ignore[attr-defined]
+    part, rank = parameter.ds_tensor, parameter.ds_zero_partition_rank  # type: ignore[attr-defined]
+    part[max(0, parameter.ds_numel - part.numel() * rank) :].zero_()  # type: ignore[attr-defined]  # padding; DeepSpeed leaves what was there
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -87,7 +87,9 @@ def both_ways(backend, name, where, precision, trained):
     ties = [len({id(p) for _, p in model.named_parameters(remove_duplicate=False)}) for model in (plain, ours)]
     for model in (plain, ours):
         with unishard.prepare(model, cfg, train=trained) as engine:
+            assert not engine.module.training  # as transformers leaves it
             if trained:
+                engine.train()
                 answers.append([(loss, step.grad_norm) for loss, step in train(engine, inputs(name))])
             else:
                 answers.append([engine(**batch).loss.item() for batch in inputs(name)])
