@@ -30,7 +30,9 @@ from unishard.translation import translate
 
 if TYPE_CHECKING:
     from unishard.data import dataloader
+    from unishard.initialization import init
     from unishard.preparation import prepare
+    from unishard.pretrained import from_pretrained
     from unishard.process_group import shutdown
 
 __version__ = "0.1.0"
@@ -59,13 +61,21 @@ __all__ = [
     "UnishardError",
     "available",
     "dataloader",
+    "from_pretrained",
+    "init",
     "load",
     "prepare",
     "shutdown",
     "translate",
 ]
 
-_NEEDS_TORCH = {"dataloader": "unishard.data", "prepare": "unishard.preparation", "shutdown": "unishard.process_group"}
+_NEEDS_TORCH = {
+    "dataloader": "unishard.data",
+    "from_pretrained": "unishard.pretrained",
+    "init": "unishard.initialization",
+    "prepare": "unishard.preparation",
+    "shutdown": "unishard.process_group",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -130,6 +130,10 @@ class Engine(Protocol):
         """Freeze parameters, or let those train that were trainable in `prepare`, from the next accumulation window on."""
         ...
 
+    def frozen(self) -> AbstractContextManager[None]:
+        """Forwards inside pass gradients on to their inputs and leave none on this model's parameters."""
+        ...
+
     def train(self, mode: bool = True) -> Engine:
         """Put the model in training mode."""
         ...
@@ -218,16 +222,18 @@ class Backend(Protocol):
         translation: Translation,
         topology: Topology,
         units: Sequence[Unit],
-        optimizer: OptimizerBuilder,
+        optimizer: OptimizerBuilder | None,
     ) -> Engine:
         """Shard the model and build its engine. Imports the engine. Collective.
 
         Args:
             model: Whole, on any device, trainable parameters in `precision.master`; they may differ between ranks (rank 0's count).
+                They may be on the meta device, on rank 0 too: `unishard.engine.materialization` gives them their data.
             cfg: What to run.
             translation: What `translate` made of it; its native config is what runs.
             topology: The ranks. The process group is up.
             units: Modules whose parameters are to be gathered together.
-            optimizer: Builds the optimizer from the named trainable parameters.
+            optimizer: Builds the optimizer from the named trainable parameters. None for an engine that only evaluates, which is asked
+                for where the strategy shards parameters: an `UntrainedEngine`, its parameters frozen and in the compute format.
         """
         ...

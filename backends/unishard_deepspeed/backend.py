@@ -72,7 +72,7 @@ class DeepSpeedBackend:
         translation: Translation,
         topology: Topology,
         units: Sequence[Unit],
-        optimizer: OptimizerBuilder,
+        optimizer: OptimizerBuilder | None,
     ) -> Engine:
         """Shard the model and build its engine. Imports DeepSpeed. Collective."""
         from unishard_deepspeed.build import build

@@ -9,51 +9,63 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from unishard.backend import OptimizerBuilder
+from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config, Sharding
+from unishard.engine import materialization
 from unishard.engine.formats import DTYPES
 from unishard.engine.inputs import cast_inputs
 from unishard.engine.replica import broadcast
 from unishard.engine.units import find_units
 from unishard.process_group import device_of
 from unishard.topology import Topology
-from unishard_deepspeed import internals, start
+from unishard_deepspeed import internals, partitioning, start
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
 from unishard_deepspeed.replicas import replicas_of
+from unishard_deepspeed.untrained import DeepSpeedUntrainedEngine
 
 __all__ = ["adapted", "build"]
 
 
 def build(
-    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: Sequence[str], optimizer: OptimizerBuilder
-) -> DeepSpeedTrainingEngine:
+    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: Sequence[str], optimizer: OptimizerBuilder | None
+) -> Engine:
     """Shard a model in place and build its engine. Collective.
 
     Args:
-        model: Whole, trainable parameters in `precision.master`; rank 0's parameters and buffers count.
+        model: Whole on rank 0, trainable parameters in `precision.master`; rank 0's parameters and buffers count.
         cfg: What to run.
         native: The JSON for `deepspeed.initialize`, not changed.
         topology: The ranks. The process group is up.
         units: Names of the modules that are gathered on their own at stage 3.
-        optimizer: Builds the optimizer from the named trainable parameters.
+        optimizer: Builds the optimizer from the named trainable parameters; None to evaluate only, at stage 3.
     """
     deepspeed = start.load(topology)
     start.require_files(cfg)
-    device = device_of(topology)
-    model.to(device)
-    broadcast([*model.parameters(), *model.buffers()])
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    formats = cfg.precision
-    # DeepSpeed puts low tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
-    originals = [(parameter, parameter.data) for _, parameter in named] if formats.compute != formats.master else []
-    settings, client_optimizer = adapted(native, model, units), optimizer(named)
-    # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
-    casting = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
-    keeping = internals.keeping_groups(client_optimizer) if native["zero_optimization"]["stage"] else nullcontext()
-    replicas = replicas_of(cfg, topology, device.type)
+    device, formats = device_of(topology), cfg.precision
+    settings, replicas = adapted(native, model, units), replicas_of(cfg, topology, device.type)
     if formats.compute == "fp16":
         internals.allow_fp16()
+    if optimizer is None:
+        partitioning.partition(deepspeed, model, cfg, settings, device, replicas, train=False)
+        with start.hushed():
+            engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
+        if replicas is not None:
+            internals.forget_groups()
+        return DeepSpeedUntrainedEngine(cfg, engine, device, _casting(model, cfg, units))
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if settings["zero_optimization"]["stage"] == 3:
+        materialization.stand_in(model.parameters(), device)  # an optimizer refuses the meta device, and the shapes of parts
+        client_optimizer = optimizer(named)
+        originals = partitioning.partition(deepspeed, model, cfg, settings, device, replicas, train=True)
+    else:
+        materialization.materialize([*model.parameters(), *model.buffers()], device)
+        broadcast([*model.parameters(), *model.buffers()])
+        client_optimizer = optimizer(named)
+        # DeepSpeed puts low tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
+        originals = [(parameter, parameter.data) for _, parameter in named] if formats.compute != formats.master else []
+    keeping = internals.keeping_groups(client_optimizer) if settings["zero_optimization"]["stage"] else nullcontext()
     with start.hushed(), keeping:
         engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False, mpu=replicas)
     if replicas is not None:
@@ -64,9 +76,16 @@ def build(
     internals.reduce_units_by_parameter(engine.optimizer)
     if formats.accumulate == "fp32":
         internals.accumulate_in_fp32(engine.optimizer)
-    casts = [model, *(model.get_submodule(name) for name in casting)] if formats.compute != "fp32" else []
-    hooks = cast_inputs(casts, DTYPES[formats.compute])
-    return DeepSpeedTrainingEngine(cfg, engine, device, hooks)
+    return DeepSpeedTrainingEngine(cfg, engine, device, _casting(model, cfg, units))
+
+
+def _casting(model: nn.Module, cfg: Config, units: Sequence[str]) -> list[RemovableHandle]:
+    """Hooks that cast the inputs of the root and of what is gathered together."""
+    if cfg.precision.compute == "fp32":
+        return []
+    # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
+    names = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
+    return cast_inputs([model, *(model.get_submodule(name) for name in names)], DTYPES[cfg.precision.compute])
 
 
 def adapted(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:
@@ -74,7 +93,7 @@ def adapted(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> d
     native = copy.deepcopy(native)
     zero = native["zero_optimization"]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trainable)
+    zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], trainable))
     if zero["stage"] == 3:
         zero["leaf_module"] = {"classes": [], "names": list(units), "name_suffixes": []}
     if zero.get("stage3_max_live_parameters") and not zero["stage3_max_reuse_distance"]:

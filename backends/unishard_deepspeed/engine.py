@@ -33,9 +33,17 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         """On the model; they go with the engine."""
         self._unused = Unused(engine.optimizer, device)
         self._forward_is_collective = engine.zero_optimization_stage() == 3
+        # Before DeepSpeed's own hooks on the outputs, which some stages fail in when a backward is not the engine's.
+        self._output_hook = engine.module.register_forward_hook(self._watch_early)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
+
+    def _watch(self, output: Any) -> None:
+        """Done by a hook on the model."""
+
+    def _watch_early(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._watch(output)
 
     def _backward(self, loss: Tensor) -> None:
         # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss itself by the accumulation steps,
@@ -87,6 +95,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
 
     def _release(self) -> None:
         self._unused.remove()
+        self._output_hook.remove()
         for hook in self._hooks:
             hook.remove()
         self._engine.destroy()

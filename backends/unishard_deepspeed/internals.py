@@ -29,6 +29,7 @@ __all__ = [
     "making_every_update",
     "master_tensors",
     "parameter_bytes",
+    "partition",
     "pieces_of_masters",
     "reduce_units_by_parameter",
     "set_masters",
@@ -59,7 +60,7 @@ def master_tensors(optimizer: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def set_masters(optimizer: Any, originals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Copy fp32 weights into the masters. Every rank needs all of them.
+    """Copy fp32 weights into the masters. Every rank needs all of them: whole ones, at stage 3 its own parts.
 
     DeepSpeed's own `safe_set_full_fp32_param` fails at stage 3 where the ranks do not divide a parameter.
     """
@@ -69,8 +70,7 @@ def set_masters(optimizer: Any, originals: Iterable[tuple[nn.Parameter, Tensor]]
             replicated[parameter].copy_(value)
         elif hasattr(parameter, "ds_id"):
             part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)  # runtime/zero/stage3.py
-            mine = value.flatten()[part.numel() * optimizer._get_param_partition_rank(parameter) :][: part.numel()]
-            part.data[: mine.numel()].copy_(mine)
+            part.data[: value.numel()].copy_(value)
         else:
             parameter.set_full_hp_param(value)  # type: ignore[attr-defined]  # utils/tensor_fragment.py
 
@@ -317,6 +317,19 @@ def units(engine: Any) -> tuple[str, ...]:
     if engine.zero_optimization_stage() != 3:
         return ()
     return tuple(name for name, module in engine.module.named_modules() if getattr(module, "_z3_leaf", False))
+
+
+def partition(init: Any, parameter: nn.Parameter) -> None:
+    """Leave this rank its part of a parameter that is whole and the same on all ranks (runtime/zero/partition_parameters.py).
+
+    Args:
+        init: A `deepspeed.zero.Init` that is not entered.
+        parameter: On the device.
+    """
+    init._convert_to_deepspeed_param(parameter)
+    parameter.partition()  # type: ignore[attr-defined]
+    part, rank = parameter.ds_tensor, parameter.ds_zero_partition_rank  # type: ignore[attr-defined]
+    part[max(0, parameter.ds_numel - part.numel() * rank) :].zero_()  # type: ignore[attr-defined]  # padding; DeepSpeed leaves what was there
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:

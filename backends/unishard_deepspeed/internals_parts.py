@@ -96,7 +96,7 @@ def _stage_3_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
 
 
 def _stage_3_part(optimizer: Any, parameter: Any, padded: Tensor) -> Part:
-    start = min(padded.numel() * optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
+    start = min(padded.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)  # runtime/zero/partition_parameters.py
     values = padded.detach().view(-1)[: parameter.ds_numel - start]
     return Part(parameter.ds_shape, values, start, parameter.ds_process_group)
 

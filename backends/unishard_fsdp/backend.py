@@ -70,7 +70,7 @@ class FSDPBackend:
         translation: Translation,
         topology: Topology,
         units: Sequence[Unit],
-        optimizer: OptimizerBuilder,
+        optimizer: OptimizerBuilder | None,
     ) -> Engine:
         """Shard the model as `translation.native` says and build its engine. Imports torch. Collective.
 

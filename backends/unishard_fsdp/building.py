@@ -20,6 +20,7 @@ from unishard.topology import Topology
 from unishard_fsdp import options, sharding
 from unishard_fsdp.engine import DDPEngine, FSDPEngine
 from unishard_fsdp.internals import count_as_stepped
+from unishard_fsdp.untrained import FSDPUntrainedEngine
 
 __all__ = ["build"]
 
@@ -30,13 +31,16 @@ def build(
     native: options.Options,
     topology: Topology,
     units: Sequence[Unit],
-    optimizer: OptimizerBuilder,
+    optimizer: OptimizerBuilder | None,
 ) -> Engine:
     """Shard a model in place and build its engine. Collective.
 
     The optimizer is built last: `fully_shard` replaces the parameters by their shards.
     """
     device = process_group.device_of(topology)
+    if optimizer is None:
+        sharding.apply_fully_shard(model, units, device, cast(options.FullyShard, native), frozen=cfg)
+        return FSDPUntrainedEngine(cfg, model, device)
     if isinstance(native, options.DistributedDataParallel):
         sharding.load(model, (), device)
         wrap = partial(

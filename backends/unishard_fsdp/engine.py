@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule  # private path; the only one in torch 2.13
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unishard.backend import Placement
@@ -23,9 +24,10 @@ from unishard.engine.parts import Part
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.access import part_of
+from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.gradients import local, scale, total_norm
 from unishard_fsdp.host import OnHost
-from unishard_fsdp.internals import drop_unreduced, refresh_trainable
+from unishard_fsdp.internals import drop_unreduced, gathered_leaves, refresh_trainable
 
 __all__ = ["DDPEngine", "FSDPEngine"]
 
@@ -167,23 +169,29 @@ class FSDPEngine(TorchEngine):
             ) from error
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        # Gathers what lies in no unit: an encoder, or the model inside an adapter, runs without the forward of the root.
-        module = self._module
-        before = vars(module).get("generate")
-        register_fsdp_forward_method(module, "generate")
-        try:
+        with gathering_in_generate(self._module):
             return super()._generate(*args, **kwargs)
-        finally:
-            if before is None:
-                vars(module).pop("generate", None)
-            else:
-                vars(module)["generate"] = before
 
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
+        self._at_rest()
+        return super()._update(max_norm, divisor)
+
+    def _at_rest(self) -> None:
         # A forward between backward and step leaves units gathered, and the next forward would use them as they were.
         for _, part in self._parts:
             part.reshard()
-        return super()._update(max_norm, divisor)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """As the contract says."""
+        try:
+            with super().frozen():
+                yield
+        finally:
+            refresh_trainable(part for _, part in self._parts)
+
+    def _leaves(self) -> list[Tensor]:
+        return gathered_leaves(part for _, part in self._parts)
 
     def _step(self) -> None:
         (self._on_host or self._optimizer).step()

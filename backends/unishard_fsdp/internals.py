@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["count_as_stepped", "drop_unreduced", "mend_post_backward", "refresh_trainable"]
+__all__ = ["count_as_stepped", "drop_unreduced", "gathered_leaves", "mend_post_backward", "refresh_trainable"]
 
 
 def drop_unreduced(parts: Iterable[Any]) -> None:
@@ -44,6 +44,13 @@ def refresh_trainable(parts: Iterable[Any]) -> None:
     for part in parts:
         for group in part._get_fsdp_state()._fsdp_param_groups:
             group._init_mp_dtypes()
+
+
+def gathered_leaves(parts: Iterable[Any]) -> list[Tensor]:
+    """The gathered parameters, on which autograd leaves gradients until they are reduced (_fully_shard/_fsdp_param.py)."""
+    parameters = [parameter for part in parts for group in part._get_fsdp_state()._fsdp_param_groups for parameter in group.fsdp_params]
+    whole = [getattr(parameter, "_unsharded_param", None) for parameter in parameters]
+    return [tensor for tensor in whole if tensor is not None and tensor.requires_grad]
 
 
 def _post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:

@@ -11,8 +11,11 @@ from torch.distributed._composable.replicate_with_fsdp import replicate  # priva
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from unishard.config import Config
+from unishard.engine.materialization import materialize
 from unishard.engine.replica import broadcast
 from unishard.engine.units import Unit
+from unishard.engine.untrained import to_compute_format
 from unishard.errors import ModelError
 from unishard_fsdp.internals import mend_post_backward
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
@@ -22,16 +25,19 @@ __all__ = ["apply_fully_shard", "apply_replicate", "load"]
 Apply = Callable[[nn.Module], object]
 
 
-def load(model: nn.Module, units: Sequence[Unit], device: torch.device, apply: Apply | None = None) -> None:
+def load(
+    model: nn.Module, units: Sequence[Unit], device: torch.device, apply: Apply | None = None, *, frozen: Config | None = None
+) -> None:
     """Bring rank 0's model onto every rank's device and shard it, one unit at a time, the root last. Collective.
 
     Only one unit beside the shards is ever whole on the device.
 
     Args:
-        model: Whole; each parameter and buffer is placed and sent once, however many names it has.
+        model: Whole on rank 0; each parameter and buffer is placed and sent once, however many names it has.
         units: Sharded before the root; the root takes what is left.
         device: Where this rank computes.
         apply: Shards a module whose tensors are in place; None leaves it whole.
+        frozen: For a model that is not trained: freeze it, and hold it in this config's compute format.
     """
     seen: set[Tensor] = set()
     parts: list[tuple[nn.Module, list[Tensor]]] = []
@@ -42,9 +48,10 @@ def load(model: nn.Module, units: Sequence[Unit], device: torch.device, apply: A
     del seen
     while parts:
         module, own = parts.pop(0)
-        for tensor in own:
-            tensor.data = tensor.data.to(device)
+        materialize(own, device)
         broadcast(own)
+        if frozen is not None:
+            to_compute_format(own, frozen)
         del own[:]
         if apply is not None:
             _keep_attributes(apply, module)
@@ -78,8 +85,10 @@ def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
     )
 
 
-def apply_fully_shard(model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard) -> None:
-    """`fully_shard` on each unit and the root. Collective."""
+def apply_fully_shard(
+    model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Config | None = None
+) -> None:
+    """`fully_shard` on each unit and the root; `frozen` as in `load`. Collective."""
     mesh = _mesh(device, "shard", options.mesh)
     sizes = [unit.numel for unit in units]
     offload = OffloadPolicy()
@@ -96,7 +105,7 @@ def apply_fully_shard(model: nn.Module, units: Sequence[Unit], device: torch.dev
             offload_policy=offload,
         )
 
-    load(model, units, device, apply)
+    load(model, units, device, apply, frozen=frozen)
     _set_reduction(model, unused=options.reduce_scatter_unused_params)
     if options.prefetch_numel:
         _set_prefetch(model, [unit.module for unit in units], sizes, options.prefetch_numel)

@@ -31,6 +31,8 @@ PUBLIC = [
     "UnishardError",
     "available",
     "dataloader",
+    "from_pretrained",
+    "init",
     "load",
     "prepare",
     "shutdown",
@@ -65,6 +67,7 @@ def test_what_an_engine_is() -> None:
         "device",
         "discard",
         "eval",
+        "frozen",
         "gathered",
         "grad",
         "grad_norms",
@@ -104,7 +107,7 @@ def test_signatures() -> None:
     )
     assert str(inspect.signature(unishard.prepare)) == (
         "(model: 'nn.Module', cfg: 'Config', optimizer: 'OptimizerFactory | torch.optim.Optimizer | None' = None, "
-        "scheduler: 'SchedulerFactory | LRScheduler | None' = None) -> 'Engine'"
+        "scheduler: 'SchedulerFactory | LRScheduler | None' = None, *, train: 'bool' = True) -> 'Engine'"
     )
 
 

@@ -29,12 +29,6 @@ def scalar() -> nn.Module:
     return model
 
 
-def meta_buffer() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model.register_buffer("table", torch.empty(2, device="meta"))
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -42,14 +36,12 @@ def meta_buffer() -> nn.Module:
         (nn.Linear(2, 2).requires_grad_(False), "all 2 parameters of Linear are frozen; set requires_grad"),
         (nn.Linear(2, 2).double(), "must be fp32, bf16 or fp16, .* weight and 1 others of Linear are torch.float64; call model.float()"),
         (nn.LazyLinear(2), "parameter weight of LazyLinear has no shape yet; run the model once on a batch"),
-        (nn.Linear(2, 2, device="meta"), "parameter weight of Linear is on the meta device and has no data; build the model on the CPU"),
-        (meta_buffer(), "buffer table of Linear is on the meta device"),
         (scalar(), r"parameter scale of Linear has no dimensions, so it cannot be sharded; give it the shape \(1,\)"),
         (hooked(), "parameter weight of Linear has a gradient hook, which sharding would lose; remove it"),
         (hooked_after_accumulation(), "parameter bias of Linear has a gradient hook"),
         (torch.compile(nn.Linear(2, 2), backend="eager"), "compiled already; prepare the module itself, model._orig_mod"),
     ],
-    ids=["none", "frozen", "double", "lazy", "meta", "meta buffer", "scalar", "hook", "late hook", "compiled"],
+    ids=["none", "frozen", "double", "lazy", "scalar", "hook", "late hook", "compiled"],
 )
 def test_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
@@ -73,5 +65,5 @@ def test_a_description_is_that_of_what_must_agree() -> None:
     assert description_of(model)["weight"] == "(2,) torch.float32 frozen"
     assert description_of(model)["num_batches_tracked"] == "() torch.int64"
     assert description_of(nn.LazyLinear(2))["weight"] == "uninitialised"
-    assert description_of(nn.Linear(1, 1, device="meta"))["weight"] == "(1, 1) torch.float32 on meta"
+    assert description_of(nn.Linear(1, 1, device="meta"))["weight"] == "(1, 1) torch.float32"
     assert description_of("no module") == {"class of the model": "str"}

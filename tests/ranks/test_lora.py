@@ -27,7 +27,9 @@ def own(parameter):
     """This rank's part of a parameter."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
-    return getattr(parameter, "ds_tensor", parameter.data)
+    if hasattr(parameter, "ds_tensor"):  # without the padding behind the last rank's part
+        return parameter.ds_tensor[: max(0, parameter.ds_numel - parameter.ds_tensor.numel() * my_rank())]
+    return parameter.data
 
 
 def state_bytes(engine):

@@ -112,10 +112,24 @@ def a_scheduler_that_needs_a_metric(backend):
     unishard.prepare(mlp(), config(backend), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
-def meta_on_one_rank(backend):
-    with torch.device(("cpu", "meta")[my_rank()]):
+def no_data_on_rank_0(backend):
+    with torch.device(("meta", "cpu")[my_rank()]):
         model = Mlp()
     unishard.prepare(model, config(backend))
+
+
+def a_buffer_without_data(backend):
+    model = mlp()
+    model.center = model.center.to("meta")
+    unishard.prepare(model, config(backend))
+
+
+def trained_on_one_rank(backend):
+    unishard.prepare(mlp(), config(backend), train=bool(my_rank()))
+
+
+def an_optimizer_for_what_is_not_trained(backend):
+    unishard.prepare(mlp(), config(backend), optimizer=torch.optim.SGD, train=False)
 
 
 def not_installed(backend):
@@ -165,7 +179,10 @@ REFUSED = {
     ),
     scheduler_given_twice: ("ConfigError", "scheduler: is in the config, and prepare was given one as well; remove one of the two"),
     a_scheduler_that_needs_a_metric: ("ConfigError", "scheduler: ReduceLROnPlateau needs a metric"),
-    meta_on_one_rank: ("RankMismatchError", "rank 1 has '(23, 13) torch.float32 on meta'"),
+    no_data_on_rank_0: ("ModelError", "parameter inp.weight of Mlp is on the meta device and has no data", "inside unishard.init(cfg)"),
+    a_buffer_without_data: ("ModelError", "buffer center of Mlp is on the meta device"),
+    trained_on_one_rank: ("RankMismatchError", "train: rank 0 has False, rank 1 has True"),
+    an_optimizer_for_what_is_not_trained: ("ConfigError", "optimizer: was given to prepare with train=False"),
     not_installed: ("BackendError", "pip install 'unishard["),
 }
 

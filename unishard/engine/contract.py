@@ -24,6 +24,7 @@ from unishard.engine.feeding import Feeding
 from unishard.engine.freezing import Freezing
 from unishard.engine.items import Items
 from unishard.engine.loss_scale import LossScale
+from unishard.engine.passing import Passing
 from unishard.engine.schedule import Schedule
 from unishard.engine.schedulers import TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
@@ -40,7 +41,7 @@ class _Phase(Enum):
     CLOSED = "closed"
 
 
-class TrainingEngine(Evaluation, Feeding, ParameterAccess):
+class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
     """Implements `unishard.backend.Engine`: division by accumulation, clipping, the schedule, zero_grad and their order.
 
     A backend subclasses it and supplies the abstract methods, each of which does one thing on its engine. A new engine's
@@ -141,6 +142,9 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
             ContractError: The engine is closed, or a `lockstep` block runs in training mode.
         """
         self._require_open("forward")
+        if self._is_frozen:
+            self._enter("forward", ", frozen")
+            return self._forward_frozen(*args, **kwargs)
         if not self._module.training:
             return self._evaluate("forward", args, kwargs)
         if self._turns is not None:
@@ -150,7 +154,9 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
         if self._phase is _Phase.OPEN:
             self._phase = _Phase.FORWARD_DONE
         self._graph = self._graph or torch.is_grad_enabled()
-        return self._forward(*args, **kwargs)
+        output = self._forward(*args, **kwargs)
+        self._watch(output)
+        return output
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
         """Backward of one micro-batch. Collective.
@@ -189,7 +195,11 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess):
         self._items.add(num_items)
         if self._progress is not None:
             self._progress.record_loss(loss.detach() / (1 if num_items is None else max(1, num_items)))
-        self._backward(self._loss_scale.scale(loss if self._window == 1 or num_items is not None else loss / self._window))
+        self._in_backward = True
+        try:
+            self._backward(self._loss_scale.scale(loss if self._window == 1 or num_items is not None else loss / self._window))
+        finally:
+            self._in_backward = False
         self._phase, self._graph = _Phase.BACKWARD_DONE, False
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:

@@ -16,7 +16,7 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 
 @torch.no_grad()
-def bring_into_format(model: nn.Module, cfg: Precision) -> None:
+def bring_into_format(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
     """Cast the trainable parameters to the format of the masters, and the buffers where another one is asked for, in place.
 
     So a model that was loaded in bf16 has fp32 masters on every engine: DeepSpeed makes them itself, FSDP2 would update bf16
@@ -25,10 +25,11 @@ def bring_into_format(model: nn.Module, cfg: Precision) -> None:
     Args:
         model: Whole, not sharded.
         cfg: `master` and `buffers` of the config.
+        train: Whether there are masters.
     """
     master = DTYPES[cfg.master]
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype != master:
+        if train and parameter.requires_grad and parameter.dtype != master:
             parameter.data = parameter.data.to(master)
             parameter.grad = None
     if cfg.buffers == "keep":

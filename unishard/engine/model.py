@@ -42,54 +42,56 @@ def description_of(model: Any) -> dict[str, str]:
                 else f"{tuple(tensor.shape)} {tensor.dtype}"
             )
             frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-            described[name] = shape + frozen + (" on meta" if tensor.is_meta else "")
+            described[name] = shape + frozen
     return described
 
 
-def facts_of(model: nn.Module, sharding: Sharding) -> ModelFacts:
+def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True) -> ModelFacts:
     """Read the facts of a model that is not sharded yet.
+
+    Args:
+        model: Not sharded yet.
+        sharding: What is asked.
+        train: Whether its parameters that need a gradient are trained; else none is.
 
     Raises:
         ModelError: It cannot be sharded as asked: it has nothing to train, is sharded already, or has parameters that are not
             there yet, are in a format that no engine trains, or would lose something by being sharded.
     """
-    problem = next(_problems(model, sharding), None)
+    problem = next(_problems(model, sharding, train=train), None)
     if problem:
         raise ModelError(problem)
     parameters = list(model.parameters())
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    trainable = [parameter for parameter in parameters if parameter.requires_grad and train]
     # FSDP2 divides by rows of dim 0, ZeRO pads flat parts by a few elements, ZeroRedundancyOptimizer keeps parameters whole.
     rows = sum(max(64, parameter[0].numel() if parameter.dim() and len(parameter) else 1) for parameter in parameters)
     return ModelFacts(
         elements=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in trainable),
-        frozen_bytes=sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad),
-        indivisible=max(rows, *(parameter.numel() for parameter in trainable)),
+        frozen_bytes=sum(parameter.nbytes for parameter in parameters if not (parameter.requires_grad and train)),
+        indivisible=max([rows, *(parameter.numel() for parameter in trainable)]),
     )
 
 
-def _problems(model: nn.Module, sharding: Sharding) -> Iterator[str]:
+def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[str]:
     kind, named = type(model).__name__, dict(model.named_parameters())
     if not named:
-        yield f"{kind} has no parameters; there is nothing to train"
+        yield f"{kind} has no parameters; there is nothing to {'train' if train else 'shard, so call it as it is'}"
     if hasattr(model, "require_backward_grad_sync"):  # DistributedDataParallel, and whatever stands in for it
         yield f"{kind} is wrapped already; pass the module inside, model.module"
     if hasattr(model, "_orig_mod"):
         yield "the model is compiled already; prepare the module itself, model._orig_mod"
     for name, parameter in named.items():
         yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter, sharding))
-    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if not trainable:
-        yield f"all {len(named)} parameters of {kind} are frozen; set requires_grad on those to train"
+    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad and train}
+    if train and not trainable:
+        yield f"all {len(named)} parameters of {kind} are frozen; set requires_grad on those to train, or prepare it with train=False"
     other = [name for name, parameter in trainable.items() if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16)]
     if other:
         yield (
             f"trainable parameters must be fp32, bf16 or fp16, but {other[0]} and {len(other) - 1} others of {kind} are "
             f"{named[other[0]].dtype}; call model.float() and choose the formats of training in the section precision"
         )
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            yield f"buffer {name} of {kind} is on the meta device and has no data; build the model on the CPU"
 
 
 def _parameter_problems(parameter: nn.Parameter, sharding: Sharding) -> Iterator[str]:
@@ -97,8 +99,6 @@ def _parameter_problems(parameter: nn.Parameter, sharding: Sharding) -> Iterator
         yield "has no shape yet; run the model once on a batch, then prepare it"
     elif isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
         yield "is sharded already; build the model anew and prepare it once"
-    elif parameter.is_meta:
-        yield "is on the meta device and has no data; build the model on the CPU"
     elif sharding.strategy != "no_shard" and parameter.dim() == 0:
         yield "has no dimensions, so it cannot be sharded; give it the shape (1,)"
     # torch 2.13 keeps both kinds of hooks in private attributes; sharding replaces the tensor they hang on.

@@ -10,22 +10,28 @@ from torch import Tensor
 
 __all__ = ["broadcast"]
 
-_BUCKET_BYTES = 64 * 2**20
+_BUCKET_BYTES = 8 * 2**20
+_LARGE_BYTES = 2**20
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors with rank 0's, many in one collective. Collective.
+    """Overwrite tensors with rank 0's, large ones in place, many small ones in one collective. Collective.
 
     Args:
-        tensors: The same shapes, dtypes, order and device on every rank. Costs up to 64 MiB (or the largest tensor) beside them.
+        tensors: The same shapes, dtypes, order and device on every rank. Costs up to 8 MiB beside them.
     """
     if dist.get_world_size() == 1:
         return
+    tensors = list(tensors)
     with torch.no_grad():
-        for bucket in _buckets(tensors):
-            for tensor in bucket:
-                if 0 in tensor.stride():  # expanded: several elements in one place, which cannot be written
-                    tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        for tensor in tensors:
+            if tensor.nbytes >= _LARGE_BYTES or 0 in tensor.stride():
+                # Expanded: several elements in one place, which cannot be written. Otherwise strided: cannot be sent as it is.
+                tensor.data = tensor.data.contiguous()
+        large = [tensor for tensor in tensors if tensor.nbytes >= _LARGE_BYTES]
+        for tensor in large:
+            dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
+        for bucket in _buckets(tensor for tensor in tensors if tensor.nbytes < _LARGE_BYTES):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: a backend need not know the dtype
             if dist.get_rank() == 0:

@@ -45,15 +45,16 @@ def verify(
     # ZeRO-1 and ZeRO-2 keep whole parameters on each rank, so an engine need not have units there.
     if set(placement.units) != set(units) and (strategy == "full_shard" or placement.units):
         found.append(("sharded units", ", ".join(units) or "none", ", ".join(placement.units) or "none"))
-    master = str(DTYPES[cfg.precision.master]).removeprefix("torch.")
-    if placement.master_dtypes != {master}:
-        found.append(("format of the master weights", master, ", ".join(sorted(placement.master_dtypes))))
+    masters = {str(DTYPES[cfg.precision.master]).removeprefix("torch.")} if facts.trainable else set()
+    if placement.master_dtypes != masters:
+        wanted, got = (", ".join(sorted(formats)) or "none" for formats in (masters, placement.master_dtypes))
+        found.append(("format of the master weights", wanted, got))
     if placement.master_numel > most:
         found.append(("master weights on this rank", f"at most {most:,} elements", f"{placement.master_numel:,}"))
     if int(everywhere) < everything:
         found.append(("master weights on all ranks", f"at least {everything:,} elements", f"{int(everywhere):,}"))
-    # Frozen parameters keep their format on every engine: a base in bf16 has no fp32 copy.
-    whole = 4 * facts.trainable + facts.frozen_bytes
+    # Frozen parameters keep their format on every engine: a base in bf16 has no fp32 copy. What is not trained is in the compute format.
+    whole = 4 * facts.trainable + facts.frozen_bytes if facts.trainable else DTYPES[cfg.precision.compute].itemsize * facts.elements
     largest = -(-whole // parts) + 4 * slack if strategy == "full_shard" else whole
     if placement.param_bytes > largest:
         found.append(("parameters on this rank", f"at most {largest:,} bytes", f"{placement.param_bytes:,}"))

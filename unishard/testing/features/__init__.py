@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.testing.cells import Feature
-from unishard.testing.features import access, accumulation, evaluation, lora, offload, optimizers, plain, precision, sharding
+from unishard.testing.features import access, accumulation, evaluation, lora, models, offload, optimizers, plain, precision, sharding
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
@@ -19,6 +19,7 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "sharding": sharding.FEATURES,
     "offload": offload.FEATURES,
     "precision": precision.FEATURES,
+    "models": models.FEATURES,
 }
 """Features by area, in the order of the table."""
 

@@ -1,0 +1,55 @@
+"""A model at stage 3 that is only evaluated: DeepSpeed's `DeepSpeedZeRoOffload` in place of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unishard.backend import Placement
+from unishard.config import Config
+from unishard.engine.parts import Part
+from unishard.engine.untrained import UntrainedEngine
+from unishard_deepspeed import internals, internals_parts
+
+__all__ = ["DeepSpeedUntrainedEngine"]
+
+
+class DeepSpeedUntrainedEngine(UntrainedEngine):
+    """Gathers a unit for its forward and drops it afterwards."""
+
+    def __init__(self, cfg: Config, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle]) -> None:
+        super().__init__(cfg, engine.module, device)
+        self._engine = engine
+        self._hooks = hooks
+        """On the model; they go with the engine."""
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Not through the engine, which would take a backward through the outputs for one of its own (runtime/engine.py, forward).
+        return self._module(*args, **kwargs)
+
+    def placement(self) -> Placement:
+        """What the engine really holds, read off its live tensors."""
+        return Placement(
+            engine=type(self._engine).__name__,
+            units=internals.units(self._engine),
+            master_dtypes=frozenset(),
+            master_numel=0,
+            param_bytes=internals.parameter_bytes(self._module.parameters()),
+        )
+
+    def _master_part(self, parameter: nn.Parameter) -> Part:
+        return internals_parts.master_part(self._engine.optimizer, parameter)
+
+    def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        internals_parts.low_precision_copy(self._engine.optimizer, parameter, whole)
+
+    def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._engine.destroy()
+        internals.forget(self._engine)
+        del self._engine

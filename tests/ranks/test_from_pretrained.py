@@ -1,0 +1,154 @@
+"""Transformers models read from safetensors as they are sharded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from playing import config, error, own_share, play, train, values
+
+import unishard
+from unishard.testing.models import llama
+
+BACKENDS = ("fsdp", "deepspeed")
+_kept = []
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0))
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 97, "d_model": 24, "d_kv": 8, "d_ff": 41, "num_layers": 2, "num_heads": 3}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 1, "num_attention_heads": 3}
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2))
+
+
+SAVED = {
+    "llama": (llama, "30KB"),
+    "llama bf16": (lambda: llama().bfloat16(), "10MB"),
+    "tied llama": (lambda: llama(tie_word_embeddings=True), "10MB"),
+    "gpt2": (gpt2, "40KB"),
+    "t5": (t5, "40KB"),
+    "base": (lambda: llama().model, "10MB"),
+    "mixtral": (mixtral, "10MB"),
+}
+
+
+@cache
+def folder():
+    """Every model, saved once in a session."""
+    where = TemporaryDirectory()
+    _kept.append(where)
+    for name, (build, size) in SAVED.items():
+        build().save_pretrained(Path(where.name) / name, max_shard_size=size)
+    pickled = Path(where.name) / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text((Path(where.name) / "llama" / "config.json").read_text())
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    return where.name
+
+
+def inputs(name):
+    return [{"input_ids": batch["input_ids"], "labels": batch["labels"]} for batch in own_share(3, "llama")]
+
+
+def both_ways(backend, name, where, precision, trained):
+    """Losses and norms of a model from transformers' own loader and from ours, and what ours left on the ranks before prepare."""
+    answers = []
+    cls = type(SAVED[name][0]())
+    cfg = config(backend, precision=precision)
+    path = os.path.join(where, name)
+    plain = cls.from_pretrained(path, dtype=torch.float32)
+    ours = unishard.from_pretrained(cls, path, cfg)
+    empty = all(parameter.is_meta for parameter in ours.parameters())
+    buffers = [(key, buffer.tolist()) for key, buffer in ours.named_buffers()] == [
+        (key, buffer.tolist()) for key, buffer in plain.named_buffers()
+    ]
+    ties = [len({id(p) for _, p in model.named_parameters(remove_duplicate=False)}) for model in (plain, ours)]
+    for model in (plain, ours):
+        with unishard.prepare(model, cfg, train=trained) as engine:
+            assert not engine.module.training  # as transformers leaves it
+            if trained:
+                engine.train()
+                answers.append([(loss, step.grad_norm) for loss, step in train(engine, inputs(name))])
+            else:
+                answers.append([engine(**batch).loss.item() for batch in inputs(name)])
+    return answers, empty, buffers, ties
+
+
+def refused(backend, cls, name, where):
+    import transformers
+
+    found = getattr(transformers, cls, None) or torch.nn.Linear
+    unishard.from_pretrained(found, os.path.join(where, name), config(backend))
+
+
+CASES = [
+    *(("full_shard", name, "fp32", True) for name in ("llama", "llama bf16", "tied llama", "gpt2", "t5")),
+    ("full_shard", "t5", "bf16", True),
+    ("full_shard", "gpt2", "bf16", False),
+]
+REFUSED = {
+    ("Linear", "llama"): "needs a model class of transformers, such as LlamaForCausalLM, got 'Linear'; build any other model inside",
+    ("AutoModelForCausalLM", "llama"): "got 'AutoModelForCausalLM'",
+    ("LlamaForCausalLM", "base"): "does not hold a LlamaForCausalLM: not in the files: lm_head.weight; load it with the class",
+    ("LlamaModel", "llama"): "does not hold a LlamaModel: in the files alone: lm_head.weight",
+    ("LlamaForCausalLM", "pickled"): "holds pytorch_model.bin and no safetensors, and loading a pickle runs what is in it; convert it",
+    ("LlamaForCausalLM", "nowhere"): "there is no config.json; pass a folder that save_pretrained has written",
+    ("MixtralForCausalLM", "mixtral"): "from several tensors or by an operation on them",
+}
+
+
+def played(backend):
+    scenarios = [(both_ways, (backend, name, folder(), precision, trained)) for _, name, precision, trained in CASES]
+    scenarios += [(refused, (backend, *case, folder())) for case in REFUSED]
+    return play(tuple(scenarios))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[1:])).replace(" ", "_"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_as_transformers_own_loader_without_holding_it(backend, case):
+    _, name, precision, trained = case
+    for (plain, ours), empty, buffers, ties in values(played(backend)[both_ways, (backend, name, folder(), precision, trained)]):
+        assert ours == plain
+        assert empty
+        assert buffers
+        assert ties[0] == ties[1]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids="-".join)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_cannot_be_loaded_is_one_clear_error_on_every_rank(backend, case):
+    raised = error(played(backend)[refused, (backend, *case, folder())])
+    assert raised.startswith("ModelError: ")
+    assert REFUSED[case] in raised
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 43}))
+    with pytest.raises(unishard.ModelError, match=re.escape("mlp.down_proj.weight has the shape (24, 41), and")):
+        unishard.from_pretrained(LlamaForCausalLM, tmp_path, config("fsdp"))

@@ -1,0 +1,207 @@
+"""Models whose data only rank 0 has before `prepare`, and what loading costs in host memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from playing import STRATEGIES, config, own_share, play, train, values
+from torch import nn
+
+import unishard
+from unishard import process_group
+from unishard.testing import run_ranks
+from unishard.testing.models import Mlp, llama, mlp
+
+BACKENDS = ("fsdp", "deepspeed")
+
+
+class Awkward(Mlp):
+    """A parameter that two modules take, one that is set twice, a buffer that is computed, and a constructor that computes."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Parameter(torch.randn(23, 23))
+        self.left, self.right = nn.Linear(23, 23, bias=False), nn.Linear(23, 23, bias=False)
+        self.left.weight = self.right.weight = shared
+        self.register_buffer("steps", torch.linspace(0, 1, 4), persistent=False)
+        self.rates = [step.item() for step in self.steps]
+        self.head = nn.Linear(23, 11)
+
+    def forward(self, x, labels):
+        out = super().forward(x, labels)
+        return out._replace(loss=out.loss + self.rates[-1] * (self.left.weight @ self.right.weight).square().mean())
+
+
+def awkward():
+    torch.manual_seed(8)
+    return Awkward()
+
+
+MODELS = {"mlp": mlp, "llama": lambda: llama(tie_word_embeddings=True), "awkward": awkward}
+
+
+def both_ways(backend, strategy, precision, name):
+    """Losses and norms of a model built plainly and inside `init`, where its data was, and whether its ties hold."""
+    curves, data = [], "llama" if name == "llama" else "mlp"
+    cfg = config(backend, strategy, precision=precision)
+    for inside in (False, True):
+        if inside:
+            with unishard.init(cfg):
+                model = MODELS[name]()
+            devices = {tensor.device.type for tensor in model.parameters()}, {tensor.device.type for tensor in model.buffers()}
+        else:
+            model = MODELS[name]()
+        with unishard.prepare(model, cfg) as engine:
+            curves.append([(loss, step.grad_norm) for loss, step in train(engine, own_share(3, data))])
+            if name == "awkward":
+                assert engine.module.left.weight is engine.module.right.weight
+    return curves, devices
+
+
+def several(backend):
+    """Two models built in one context, prepared in the other order, one of them not trained."""
+    cfg = config(backend)
+    with unishard.init(cfg):
+        first, second = mlp(), mlp(seed=9)
+    other = mlp(seed=9)
+    with unishard.prepare(second, cfg, train=False) as judge, unishard.prepare(first, cfg) as engine:
+        batch = own_share(1)[0]
+        return torch.equal(judge(**batch).logits, other(**batch).logits), len(train(engine, own_share(2)))
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = self.linear.weight.abs().max().item()
+
+
+def reads_its_parameters(backend):
+    try:
+        with unishard.init(config(backend)):
+            Reading()
+    except RuntimeError as error:
+        return error.__notes__
+    return None
+
+
+PLAYED = (
+    *((both_ways, (strategy, precision, "mlp")) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
+    *((both_ways, ("full_shard", "bf16", name)) for name in ("llama", "awkward")),
+    (several, ()),
+    (reads_its_parameters, ()),
+)
+
+
+def played(backend, function, *arguments):
+    return values(play(tuple((name, (backend, *given)) for name, given in PLAYED))[function, (backend, *arguments)])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "model"), [arguments for function, arguments in PLAYED if function is both_ways], ids="-".join
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_built_inside_is_bit_for_bit_that_built_outside(backend, strategy, precision, model):
+    for rank, ((plain, inside), devices) in enumerate(played(backend, both_ways, strategy, precision, model)):
+        assert inside == plain
+        assert devices == ({"meta" if rank else "cpu"}, {"cpu"} if model != "none" else set())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_models_in_any_order(backend):
+    assert played(backend, several) == [(True, 2)] * 2
+
+
+def test_a_constructor_that_reads_its_parameters_is_told_of():
+    none, (note,) = played("fsdp", reads_its_parameters)
+    assert none is None
+    assert "only rank 0 has the data of parameters" in note
+
+
+# -- host memory --------------------------------------------------------------------------------------------------------------------
+
+WIDTH, BLOCKS = 1024, 50
+MODEL_BYTES = 4 * BLOCKS * WIDTH * WIDTH
+
+
+class Large(nn.Module):
+    """200 MiB in 25 units of two matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(BLOCKS // 2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def held():
+    """Bytes of this process that are no file's."""
+    with open("/proc/self/status") as lines:
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def memory(backend, inside, trained):
+    """What this rank holds beyond what it held before, by time, while a model is built and prepared."""
+    cfg = config(backend, optimizer={"name": "sgd", "lr": 0.1}, communication={"reduce_bucket_size": 2_000_000})
+    process_group.ensure(unishard.Topology.from_environment())
+    with unishard.prepare(nn.Linear(4, 4), cfg):
+        gc.collect()
+    dist.barrier()
+    base, samples, done = held(), [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            samples.append((time.time(), held() - base))
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    if inside:
+        with unishard.init(cfg):
+            model = Large()
+    else:
+        model = Large()
+    dist.barrier()  # else one rank could be done before the other begins
+    engine = unishard.prepare(model, cfg, train=trained)
+    dist.barrier()
+    done.set()
+    watcher.join()
+    samples.append((time.time(), held() - base))
+    engine.close()
+    return samples
+
+
+def peak_of_all(samples):
+    """The most that all ranks held together at one time, in models."""
+    now, most = [0] * len(samples), 0
+    for _, rank, value in sorted((at, rank, value) for rank, each in enumerate(samples) for at, value in each):
+        now[rank] = value
+        most = max(most, sum(now))
+    return most / MODEL_BYTES
+
+
+@pytest.mark.parametrize(("backend", "trained"), [("fsdp", True), ("fsdp", False), ("deepspeed", False)])
+def test_all_ranks_together_hold_the_model_once_while_it_is_loaded(backend, trained, record_property):
+    samples = run_ranks(2, memory, backend, True, trained, timeout=120)
+    record_property("peak host memory over all ranks, in models", peak_of_all(samples))
+    assert peak_of_all(samples) <= 1.2
+    assert max(value for _, value in samples[1]) / MODEL_BYTES <= 0.6
+
+
+def test_deepspeed_holds_no_more_while_it_loads_than_it_trains_with():
+    samples = run_ranks(2, memory, "deepspeed", True, True, timeout=120)
+    assert peak_of_all(samples) <= sum(each[-1][1] for each in samples) / MODEL_BYTES + 0.2
+
+
+def test_without_init_each_rank_holds_a_model():
+    assert peak_of_all(run_ranks(2, memory, "fsdp", False, True, timeout=120)) > 1.9
