@@ -162,7 +162,7 @@ def measure_offloaded(optimizer: Any) -> None:
 def master_part(optimizer: Any, parameter: Any) -> Part:
     """What this rank holds of a master; of a parameter that was frozen in `prepare`, of the parameter itself."""
     if hasattr(parameter, "ds_id"):
-        if optimizer.get_param_id(parameter) not in optimizer.grad_position:
+        if not hasattr(optimizer, "grad_position") or optimizer.get_param_id(parameter) not in optimizer.grad_position:
             return _stage_3_part(optimizer, parameter, parameter.ds_tensor)
         return _stage_3_part(optimizer, parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
     if hasattr(parameter, "_hp_mapping"):
