@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unishard.testing.cells import Feature
-from unishard.testing.features import accumulation
+from unishard.rules import merge
+from unishard.testing.cells import STRATEGIES, Feature
+from unishard.testing.features import access, accumulation
 from unishard.testing.models import MODELS
 
 __all__ = ["FEATURES"]
 
 _HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 _GROUPS = {"sharding": {"group_size": 2}}
-_ITEMS = next(feature for feature in accumulation.FEATURES if feature.name == "items")
 
 FEATURES = (
     Feature("hybrid", "groups of 2 ranks hold a copy each", _GROUPS, models=MODELS, strategies=_HYBRID, worlds=(4,), accumulation=3),
     Feature("one_group", "one group holds all ranks", strategies=_HYBRID, precisions=("fp32",), worlds=(1, 2), accumulation=1, clip=None),
-    replace(
-        _ITEMS,
-        name="hybrid_items",
-        about="`backward(loss_sum, num_items=n)` where groups of 2 ranks hold a copy each",
-        sections=_GROUPS,
-        models={"mlp": MODELS["mlp"]},
-        strategies=_HYBRID,
-        worlds=(4,),
+    *(
+        replace(
+            feature,
+            name=f"hybrid_{feature.name}",
+            about=f"{feature.about}, where groups of 2 ranks hold a copy each",
+            sections=merge(feature.sections, _GROUPS),
+            models={"mlp": MODELS["mlp"]},
+            strategies=_HYBRID,
+            worlds=(4,),
+        )
+        for feature in (*accumulation.FEATURES, *access.FEATURES)
+        if feature.strategies == STRATEGIES
     ),
 )
