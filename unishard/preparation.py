@@ -11,11 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from unishard import process_group, registry
 from unishard.backend import Engine, OptimizerFactory
 from unishard.config import Config, expect_config, leaves, value_at
-from unishard.engine import desync, optimizers
+from unishard.engine import compilation, desync, optimizers, recomputation
 from unishard.engine.model import description_of, facts_of
 from unishard.engine.recipe import Recipe
 from unishard.engine.schedulers import SchedulerFactory
-from unishard.engine.units import find_units
+from unishard.engine.units import find_units, find_whole
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ModelError
 from unishard.grouping import parts
@@ -78,10 +78,15 @@ def prepare(
         raise ModelError(f"this {type(model).__name__} has been prepared before; build the model anew and prepare it once")
     facts = facts_of(model, cfg.sharding)
     sharded = cfg.sharding.strategy != "no_shard"
+    find_whole(model, cfg.sharding)  # refuses what is not there, also where nothing is sharded
     units = find_units(model, cfg.sharding) if sharded else []
+    recomputed, compiled = recomputation.find(model, cfg), compilation.find(model, cfg)
     recipe = Recipe(cfg, model, optimizer, scheduler)
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     _prepared.add(model)
+    # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and gathers once.
+    recomputation.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
+    compilation.apply(compiled, cfg.compile)
     engine = backend.prepare(model, cfg, translation, topology, units, recipe)
     if recipe.scheduler is not None:
         engine.follow(recipe.scheduler)

@@ -13,12 +13,13 @@ from torch import nn
 from unishard.backend import OptimizerBuilder
 from unishard.config import Config, Sharding
 from unishard.engine.replica import broadcast
-from unishard.engine.units import find_units
+from unishard.engine.units import find_units, find_whole
 from unishard.process_group import device_of
 from unishard.topology import Topology
 from unishard_deepspeed import inputs, internals, start
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
 from unishard_deepspeed.replicas import replicas_of
+from unishard_deepspeed.whole import WholeUnits
 
 __all__ = ["adapted", "build"]
 
@@ -44,9 +45,11 @@ def build(
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     # DeepSpeed puts bf16 tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
     originals = [(parameter, parameter.data) for _, parameter in named] if cfg.precision.compute == "bf16" else []
+    left_out = find_whole(model, cfg.sharding)
     settings, client_optimizer = adapted(native, model, units), optimizer(named)
     # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
-    casting = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
+    replicated = Sharding(whole_units=cfg.sharding.whole_units)
+    casting = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, replicated)]
     keeping = internals.keeping_groups(client_optimizer) if native["zero_optimization"]["stage"] else nullcontext()
     replicas = replicas_of(cfg, topology, device.type)
     with start.hushed(), keeping:
@@ -56,9 +59,11 @@ def build(
         internals.average_between_groups(engine.optimizer, replicas.get_model_parallel_group())
     internals.undo_first_step(engine.optimizer)
     internals.set_masters(engine.optimizer, originals)
+    whole = WholeUnits(engine, left_out, units)
     internals.reduce_units_by_parameter(engine.optimizer)
+    whole.reduce_last()
     hooks = inputs.cast_to_bf16(model, casting) if cfg.precision.compute == "bf16" else []
-    return DeepSpeedTrainingEngine(cfg, engine, device, hooks)
+    return DeepSpeedTrainingEngine(cfg, engine, device, hooks, whole)
 
 
 def adapted(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:

@@ -47,7 +47,10 @@ def meta_buffer() -> nn.Module:
         (scalar(), r"parameter scale of Linear has no dimensions, so it cannot be sharded; give it the shape \(1,\)"),
         (hooked(), "parameter weight of Linear has a gradient hook, which sharding would lose; remove it"),
         (hooked_after_accumulation(), "parameter bias of Linear has a gradient hook"),
-        (torch.compile(nn.Linear(2, 2), backend="eager"), "compiled already; prepare the module itself, model._orig_mod"),
+        (
+            torch.compile(nn.Linear(2, 2), backend="eager"),
+            "compiled already; prepare with the module itself, model._orig_mod",
+        ),
     ],
     ids=["none", "frozen", "bf16", "lazy", "meta", "meta buffer", "scalar", "hook", "late hook", "compiled"],
 )

@@ -29,6 +29,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         sharding |= draw(some(units=st.just("auto") | names, min_unit_params=st.integers(0, 2**40)))
     if strategy in BY_UNITS:
         sharding |= draw(some(reshard_after_forward=st.booleans()))
+    sharding |= draw(some(whole_units=st.lists(st.sampled_from(("Expert", "VisionTower")), max_size=2)))
     compute = draw(st.sampled_from(("fp32", "bf16")))
     precision = {"compute": compute, "reduce": draw(st.sampled_from(("fp32", "bf16") if compute == "bf16" else ("fp32",)))}
     places = ("none", "cpu", "nvme")
@@ -55,6 +56,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "offload": offload,
         "optimizer": draw(_optimizers()),
         "scheduler": draw(_schedulers()),
+        "activation_checkpointing": draw(st.sampled_from(("none", "full", "selective", "FULL")) | names),
+        "compile": draw(st.sampled_from(("none", "per_block", {"mode": "full", "backend": "eager"}))),
         **draw(
             some(
                 training=some(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.testing.cells import Feature
-from unishard.testing.features import access, accumulation, evaluation, lora, offload, optimizers, plain, sharding
+from unishard.testing.features import access, accumulation, evaluation, lora, offload, optimizers, plain, recomputation, sharding, units
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
@@ -18,6 +18,8 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "evaluation": evaluation.FEATURES,
     "sharding": sharding.FEATURES,
     "offload": offload.FEATURES,
+    "recomputation": recomputation.FEATURES,
+    "units": units.FEATURES,
 }
 """Features by area, in the order of the table."""
 
