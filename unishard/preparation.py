@@ -12,12 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from unishard import process_group, registry
 from unishard.backend import Backend, Engine, OptimizerFactory
 from unishard.config import Config, Sharding, expect_config, leaves, value_at
-from unishard.engine import desync, materialization, optimizers
+from unishard.engine import compilation, desync, materialization, optimizers, recomputation
 from unishard.engine.formats import bring_into_format
 from unishard.engine.model import ModelFacts, description_of, facts_of
 from unishard.engine.recipe import Recipe
 from unishard.engine.schedulers import SchedulerFactory
-from unishard.engine.units import Unit, find_units
+from unishard.engine.units import Unit, find_units, find_whole
 from unishard.engine.untrained import hold_whole
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ConfigError, ModelError, Problem
@@ -96,7 +96,9 @@ def prepare(
     facts = facts_of(model, cfg.sharding, train=train)
     materialization.check(model)
     sharded = cfg.sharding.strategy != "no_shard"
+    find_whole(model, cfg.sharding)  # refuses what is not there, also where nothing is sharded
     units = find_units(model, cfg.sharding) if sharded else []
+    recomputed, compiled = recomputation.find(model, cfg), compilation.find(model, cfg)
     recipe = Recipe(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     if recipe is None:
@@ -105,9 +107,13 @@ def prepare(
             raise ConfigError([Problem(name, "was given to prepare with train=False, which updates nothing; remove it") for name in given])
         _prepared.add(model)
         bring_into_format(model, cfg.precision, train=False)
+        compilation.apply(compiled, cfg.compile)
         return _evaluated(model, cfg, backend, translation, topology, units, facts)
     _prepared.add(model)
     bring_into_format(model, cfg.precision)
+    # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and gathers once.
+    recomputation.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
+    compilation.apply(compiled, cfg.compile)
     engine = backend.prepare(model, cfg, translation, topology, units, recipe)
     if recipe.scheduler is not None:
         engine.follow(recipe.scheduler)

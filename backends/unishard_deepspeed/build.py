@@ -17,13 +17,14 @@ from unishard.engine import materialization
 from unishard.engine.formats import DTYPES
 from unishard.engine.inputs import cast_inputs
 from unishard.engine.replica import broadcast
-from unishard.engine.units import find_units
+from unishard.engine.units import find_units, find_whole
 from unishard.process_group import device_of
 from unishard.topology import Topology
 from unishard_deepspeed import internals, partitioning, start
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
 from unishard_deepspeed.replicas import replicas_of
 from unishard_deepspeed.untrained import DeepSpeedUntrainedEngine
+from unishard_deepspeed.whole import WholeUnits
 
 __all__ = ["adapted", "build"]
 
@@ -66,6 +67,7 @@ def build(
         # DeepSpeed puts low tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
         originals = [(parameter, parameter.data) for _, parameter in named] if formats.compute != formats.master else []
     keeping = internals.keeping_groups(client_optimizer) if settings["zero_optimization"]["stage"] else nullcontext()
+    left_out = find_whole(model, cfg.sharding)
     with start.hushed(), keeping:
         engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False, mpu=replicas)
     if replicas is not None:
@@ -73,10 +75,12 @@ def build(
         internals.average_between_groups(engine.optimizer, replicas.get_model_parallel_group())
     internals.undo_first_step(engine.optimizer)
     internals.set_masters(engine.optimizer, originals)
+    whole = WholeUnits(engine, left_out, units)
     internals.reduce_units_by_parameter(engine.optimizer)
     if formats.accumulate == "fp32":
         internals.accumulate_in_fp32(engine.optimizer)
-    return DeepSpeedTrainingEngine(cfg, engine, device, _casting(model, cfg, units))
+    whole.reduce_last()
+    return DeepSpeedTrainingEngine(cfg, engine, device, _casting(model, cfg, units), whole)
 
 
 def _casting(model: nn.Module, cfg: Config, units: Sequence[str]) -> list[RemovableHandle]:
@@ -84,7 +88,8 @@ def _casting(model: nn.Module, cfg: Config, units: Sequence[str]) -> list[Remova
     if cfg.precision.compute == "fp32":
         return []
     # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
-    names = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, Sharding())]
+    replicated = Sharding(whole_units=cfg.sharding.whole_units)
+    names = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, replicated)]
     return cast_inputs([model, *(model.get_submodule(name) for name in names)], DTYPES[cfg.precision.compute])
 
 

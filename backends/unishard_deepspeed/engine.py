@@ -17,6 +17,7 @@ from unishard_deepspeed import internals, internals_parts
 from unishard_deepspeed.access import Access
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.unused import Unused
+from unishard_deepspeed.whole import WholeUnits
 
 __all__ = ["DeepSpeedTrainingEngine"]
 
@@ -24,19 +25,21 @@ __all__ = ["DeepSpeedTrainingEngine"]
 class DeepSpeedTrainingEngine(TrainingEngine):
     """unishard's loop around a `DeepSpeedEngine`."""
 
-    def __init__(self, cfg: Config, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle]) -> None:
+    def __init__(self, cfg: Config, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle], whole: WholeUnits) -> None:
         super().__init__(cfg, engine.module, engine.optimizer, device)
         self._engine = engine
         self._clipping = clipping_of(engine, skips=cfg.training.nonfinite != "ignore")
         self._access = Access(engine)
         self._hooks = hooks
         """On the model; they go with the engine."""
+        self._whole = whole
         self._unused = Unused(engine.optimizer, device)
         self._forward_is_collective = engine.zero_optimization_stage() == 3
         # Before DeepSpeed's own hooks on the outputs, which some stages fail in when a backward is not the engine's.
         self._output_hook = engine.module.register_forward_hook(self._watch_early)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._whole.gather()
         return self._engine(*args, **kwargs)
 
     def _watch(self, output: Any) -> None:
@@ -49,6 +52,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss itself by the accumulation steps,
         # as it runs before the one that `backward` sets on it (DeepSpeed 0.19.8, runtime/engine.py, _backward_prologue_per_tensor).
         self._engine.backward(loss.view(()), scale_wrt_gas=False)
+        self._whole.drop()
 
     def _begin_micro_batch(self, *, last: bool) -> None:
         """DeepSpeed learns of the end of a window from `step`."""
@@ -100,4 +104,4 @@ class DeepSpeedTrainingEngine(TrainingEngine):
             hook.remove()
         self._engine.destroy()
         internals.forget(self._engine)
-        del self._engine, self._clipping, self._access, self._unused
+        del self._engine, self._clipping, self._access, self._unused, self._whole

@@ -172,7 +172,7 @@ REFUSED: dict[str, str] = {
     "use_data_before_expert_parallelism": _PARALLEL,
     "pipeline": "needs a PipelineModule; remove it",
     "hybrid_engine": "replaces the engine by one for generation; remove it",
-    "compile": "DeepCompile cannot run without managed gradient accumulation; remove it",
+    "compile": "DeepCompile cannot run without managed gradient accumulation; remove it, and set compile for torch.compile",
     "autotuning": "belongs to the deepspeed launcher; remove it",
     "weight_quantization": "belongs to inference; remove it",
     "data_efficiency": _DATA,

@@ -186,6 +186,27 @@ RULES: dict[str, Rule] = {
         "smaller modules are not among the names",
         when=(idle("strategy is not full_shard", lambda cfg: _stage(cfg) != 3, _NOT_STAGE_3),),
     ),
+    "sharding.whole_units": Rule(
+        Fit.EXACT,
+        "none: unishard's own",
+        "where a rank did not use a parameter, it adds zeros to the average",
+        when=(
+            idle("empty", lambda cfg: not cfg.sharding.whole_units, ""),
+            When(
+                "full_shard",
+                lambda cfg: _stage(cfg) == 3,
+                Fit.EQUIVALENT,
+                "gathered with the leaf module around them; those in none are gathered before each forward and dropped after each "
+                "backward, without DeepSpeed's hooks; their gradients stay whole until backward ends",
+            ),
+            When(
+                "shard_grad_op",
+                lambda cfg: _stage(cfg) == 2,
+                Fit.EQUIVALENT,
+                "their gradients stay whole until backward ends, and are then reduced in one order on every rank",
+            ),
+        ),
+    ),
     "precision.compute": Rule(
         Fit.EXACT,
         "bf16.enabled, fp16.enabled, data_types.param_dtype",
@@ -291,6 +312,11 @@ RULES: dict[str, Rule] = {
         "prepare refuses nvme where DeepSpeed's async_io op, which needs libaio, can be neither found nor built",
         when=(idle("null", lambda cfg: cfg.offload.nvme_path is None, ""),),
     ),
+    "activation_checkpointing": Rule(
+        Fit.EXACT,
+        "torch.utils.checkpoint.checkpoint",
+        "around `forward`, inside the engine's hooks; without reentrance, and random numbers are drawn again alike",
+    ),
     "training.micro_batch_size": Rule(
         Fit.EXACT,
         "train_micro_batch_size_per_gpu",
@@ -376,6 +402,22 @@ RULES: dict[str, Rule] = {
     ),
     "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
     "communication.desync_timeout": loop("seconds of patience of that check"),
+    "compile.mode": Rule(
+        Fit.EQUIVALENT,
+        "torch.compile",
+        "of each block's `forward`; DeepSpeed's hooks are not compiled, and DeepCompile is not used",
+        when=(
+            idle("none", lambda cfg: cfg.compile.mode == "none", ""),
+            When(
+                "full with full_shard",
+                lambda cfg: cfg.compile.mode == "full" and _stage(cfg) == 3,
+                Fit.EQUIVALENT,
+                "of the root's `forward`, with a graph break at each module that gathers; choose per_block for larger graphs",
+            ),
+            When("full", lambda cfg: cfg.compile.mode == "full", Fit.EQUIVALENT, "of the root's `forward`"),
+        ),
+    ),
+    "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
     "strict": loop("decides about the report of this table"),
     "native": Rule(
         Fit.EXACT,

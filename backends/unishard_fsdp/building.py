@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from unishard import process_group
 from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config, Sharding
-from unishard.engine.units import Unit, find_units
+from unishard.engine.units import Unit, find_units, find_whole
 from unishard.topology import Topology
 from unishard_fsdp import options, sharding
 from unishard_fsdp.engine import DDPEngine, FSDPEngine
 from unishard_fsdp.internals import count_as_stepped
 from unishard_fsdp.untrained import FSDPUntrainedEngine
+from unishard_fsdp.whole import WholeParameters
 
 __all__ = ["build"]
 
@@ -43,13 +44,16 @@ def build(
         return FSDPUntrainedEngine(cfg, model, device)
     if isinstance(native, options.DistributedDataParallel):
         sharding.load(model, (), device)
+        if native.whole_units:
+            # A rank that happens to have used all of them in a step is no sign that it always will (torch 2.13, reducer.cpp).
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
         wrap = partial(
             DistributedDataParallel,
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             init_sync=False,  # `load` has sent everything
             bucket_cap_mb=cast(int, native.bucket_cap_mb),  # torch 2.13 multiplies it by 2**20 and rounds
-            find_unused_parameters=native.find_unused_parameters,
+            find_unused_parameters=native.find_unused_parameters or bool(native.whole_units),
             static_graph=native.static_graph,
             gradient_as_bucket_view=native.gradient_as_bucket_view,
             forward_sync_buffers=native.forward_sync_buffers,
@@ -60,11 +64,13 @@ def build(
         built = _in_parts(built)
         owned = [parameter for group in built.optim.param_groups for parameter in group["params"]]
         return DDPEngine(cfg, model, built, device, native=native, wrap=wrap, owned=owned)
+    left_out = find_whole(model, cfg.sharding)
     if isinstance(native, options.Replicate):
-        sharding.apply_replicate(model, find_units(model, Sharding()), device, native)
+        sharding.apply_replicate(model, find_units(model, Sharding(whole_units=cfg.sharding.whole_units)), device, native)
     else:
         sharding.apply_fully_shard(model, units, device, native)
-    return FSDPEngine(cfg, model, optimizer(_named(model)), device, native=native, root=cast(FSDPModule, model))
+    whole = WholeParameters([parameter for unit in left_out for parameter in unit.module.parameters()], device)
+    return FSDPEngine(cfg, model, optimizer(_named(model)), device, native=native, root=cast(FSDPModule, model), whole=whole)
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

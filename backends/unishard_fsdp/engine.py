@@ -27,7 +27,8 @@ from unishard_fsdp.access import part_of
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.gradients import local, scale, total_norm
 from unishard_fsdp.host import OnHost
-from unishard_fsdp.internals import drop_unreduced, gathered_leaves, refresh_trainable
+from unishard_fsdp.internals import drop_unreduced, fill_unused, gathered_leaves, refresh_trainable
+from unishard_fsdp.whole import WholeParameters
 
 __all__ = ["DDPEngine", "FSDPEngine"]
 
@@ -126,6 +127,7 @@ class FSDPEngine(TorchEngine):
         *,
         native: options.FullyShard | options.Replicate,
         root: FSDPModule,
+        whole: WholeParameters,
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._root = root
@@ -133,6 +135,9 @@ class FSDPEngine(TorchEngine):
         if isinstance(native, options.FullyShard) and native.host_optimizer:
             self._on_host = OnHost(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
         self._parts = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        self._whole = whole
+        if whole.parameters:
+            fill_unused((part for _, part in self._parts), set(whole.parameters), whole.used)
         self._sharded = self._forward_is_collective = not isinstance(root, ReplicateModule)
         if isinstance(native, options.FullyShard):
             self._copies = native.mesh.replicate if native.mesh else 1
@@ -174,7 +179,13 @@ class FSDPEngine(TorchEngine):
 
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
         self._at_rest()
-        return super()._update(max_norm, divisor)
+        self._whole.find()
+        outcome = super()._update(max_norm, divisor)
+        self._whole.forget()
+        return outcome
+
+    def _finish_gradients(self) -> None:
+        self._whole.find()
 
     def _at_rest(self) -> None:
         # A forward between backward and step leaves units gathered, and the next forward would use them as they were.
@@ -202,6 +213,7 @@ class FSDPEngine(TorchEngine):
 
     def _drop_gradients(self) -> None:
         super()._drop_gradients()
+        self._whole.forget()
         self._root.reset_iter_state()
         drop_unreduced(part for _, part in self._parts)
 
@@ -259,7 +271,9 @@ class DDPEngine(TorchEngine):
             unused = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad and parameter.grad is None]
             raise ModelError(
                 f"the last backward reached no gradient of {', '.join(unused) or 'some parameters'}, and DistributedDataParallel then "
-                "reduces none of their bucket; set native.fsdp.find_unused_parameters to true, or freeze them before prepare"
+                "reduces none of their bucket; name their class in sharding.whole_units, "
+                "set native.fsdp.find_unused_parameters to true, or "
+                "freeze them before prepare"
             ) from error
 
     def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:

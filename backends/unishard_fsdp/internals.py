@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # private path; the only one in torch 2.13
 
-__all__ = ["count_as_stepped", "drop_unreduced", "gathered_leaves", "mend_post_backward", "refresh_trainable"]
+__all__ = ["count_as_stepped", "drop_unreduced", "fill_unused", "gathered_leaves", "mend_post_backward", "refresh_trainable"]
 
 
 def drop_unreduced(parts: Iterable[Any]) -> None:
@@ -32,6 +33,45 @@ def mend_post_backward(parts: Iterable[Any]) -> None:
     for part in parts:
         for group in part._get_fsdp_state()._fsdp_param_groups:
             group.post_backward = partial(_post_backward, group, group.post_backward)
+
+
+def fill_unused(parts: Iterable[Any], whole: Collection[Tensor], used: set[Tensor]) -> None:
+    """Let every rank reduce the same parameters in the same order, also where it did not use some of them.
+
+    Args:
+        parts: Sharded modules, the root first.
+        whole: Sharded parameters whose gradient counts as zero on a rank that does not use them.
+        used: Filled with those of them that this rank has used.
+    """
+    groups = [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]
+    for group in groups:
+        filled = [parameter for parameter in group.fsdp_params if parameter.sharded_param in whole]
+        if filled:
+            group.post_backward = partial(_fill, group, filled, used, group.post_backward)
+    groups[0].post_backward = partial(_after_the_others, groups[:0:-1], groups[0].post_backward)
+
+
+def _fill(group: Any, filled: Sequence[Any], used: set[Tensor], post_backward: Callable[..., None], *unused: Any) -> None:
+    for parameter in filled:
+        if not hasattr(parameter, "_unsharded_param"):
+            continue
+        if parameter.unsharded_param.grad is not None:
+            used.add(parameter.sharded_param)
+        elif group.reduce_grads and _has_no_gradient(parameter):
+            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+    post_backward(*unused)
+
+
+def _after_the_others(others: Sequence[Any], post_backward: Callable[..., None], *unused: Any) -> None:
+    """Reduce the root last, on every rank.
+
+    A module whose inputs need no gradient is reduced after the root, when backward has ended (_fully_shard/_fsdp_state.py,
+    FSDPState._root_post_backward_final_callback), else before it. Behind a tower that some ranks leave out, that differs between ranks.
+    """
+    for group in others:
+        if group._training_state is not TrainingState.POST_BACKWARD:
+            group.post_backward()
+    post_backward(*unused)
 
 
 def refresh_trainable(parts: Iterable[Any]) -> None:

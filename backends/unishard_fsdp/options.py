@@ -79,6 +79,8 @@ class FullyShard(_Arguments):
     """Classes of the modules that are gathered together, or `auto`."""
     min_unit_params: int
     """Smaller modules are no unit."""
+    whole_units: list[str]
+    """Classes of modules that a rank may not use; they belong to the unit around them."""
     reshard_after_forward: bool
     """For units; the root is never resharded after forward, since it is needed first in backward (torch's own default)."""
     reshard_after_backward: Timing
@@ -101,6 +103,8 @@ class Replicate(_Arguments):
     """`replicate()`: whole fp32 parameters on each rank with FSDP2's mixed precision."""
 
     data_parallel: Literal["replicate"]
+    whole_units: list[str]
+    """Classes of modules that a rank may not use."""
     reshard_after_backward: Timing
     """When the copy in `mp_policy.param_dtype` is freed."""
     requires_gradient_sync: Timing
@@ -114,6 +118,8 @@ class DistributedDataParallel(_Arguments):
     """`torch.nn.parallel.DistributedDataParallel`, with torch's ZeroRedundancyOptimizer or without."""
 
     data_parallel: Literal["DistributedDataParallel"]
+    whole_units: list[str]
+    """Classes of modules that a rank may not use; DDP then looks for unused parameters after each forward."""
     requires_gradient_sync: Timing
     """`last_micro_batch` is DDP's `no_sync` on all others."""
     bucket_cap_mb: float = Field(gt=0)

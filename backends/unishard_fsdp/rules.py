@@ -61,7 +61,8 @@ def _waits(cfg: Config) -> bool:
 
 def _timing(cfg: Config, topology: Topology) -> Native:
     form = form_of(cfg)
-    native: Native = {"data_parallel": form, "requires_gradient_sync": _LAST if _waits(cfg) else _EVERY}
+    waits = _waits(cfg) and not (form == "DistributedDataParallel" and cfg.sharding.whole_units)
+    native: Native = {"data_parallel": form, "requires_gradient_sync": _LAST if waits else _EVERY}
     if form != "DistributedDataParallel":
         native["reshard_after_backward"] = _EVERY if cfg.sharding.within_group == "full_shard" else _LAST
     if form == "fully_shard":
@@ -203,6 +204,23 @@ RULES: Mapping[str, Rule] = {
         "",
         _for(("fully_shard",), lambda cfg: {"min_unit_params": cfg.sharding.min_unit_params}),
     ),
+    "sharding.whole_units": Rule(
+        Fit.EXACT,
+        "which modules fully_shard is called on",
+        "gathered and reduced with the unit around them, or with the root, which is kept from forward to backward",
+        lambda cfg, topology: {"whole_units": cfg.sharding.whole_units},
+        (
+            idle("empty", lambda cfg: not cfg.sharding.whole_units, ""),
+            When(
+                "DistributedDataParallel",
+                _form("DistributedDataParallel"),
+                Fit.EQUIVALENT,
+                "find_unused_parameters is on, and gradients are all-reduced on every micro-batch, since DDP forgets which parameters "
+                "the earlier ones used",
+            ),
+            When("replicate", _form("replicate"), Fit.EXACT, "nothing is gathered; gradients are all-reduced block by block"),
+        ),
+    ),
     "precision.compute": Rule(
         Fit.EXACT,
         "MixedPrecisionPolicy(param_dtype=...)",
@@ -310,6 +328,11 @@ RULES: Mapping[str, Rule] = {
             When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
         ),
     ),
+    "activation_checkpointing": Rule(
+        Fit.EXACT,
+        "torch.utils.checkpoint.checkpoint",
+        "around `forward`, inside the engine's hooks; without reentrance, and random numbers are drawn again alike",
+    ),
     **LOOP,
     "communication.reduce_bucket_size": Rule(
         Fit.EXACT,
@@ -342,6 +365,16 @@ RULES: Mapping[str, Rule] = {
     ),
     "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
     "communication.desync_timeout": loop("seconds of patience of that check"),
+    "compile.mode": Rule(
+        Fit.EQUIVALENT,
+        "torch.compile",
+        "of each block's `forward`; the hooks that gather and reduce are not compiled",
+        when=(
+            idle("none", lambda cfg: cfg.compile.mode == "none", ""),
+            When("full", lambda cfg: cfg.compile.mode == "full", Fit.EQUIVALENT, "of the root's `forward`, a graph break at each unit"),
+        ),
+    ),
+    "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
     "strict": loop("an approximation is refused"),
     "native": Rule(
         Fit.EXACT,

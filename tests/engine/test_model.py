@@ -39,7 +39,10 @@ def scalar() -> nn.Module:
         (scalar(), r"parameter scale of Linear has no dimensions, so it cannot be sharded; give it the shape \(1,\)"),
         (hooked(), "parameter weight of Linear has a gradient hook, which sharding would lose; remove it"),
         (hooked_after_accumulation(), "parameter bias of Linear has a gradient hook"),
-        (torch.compile(nn.Linear(2, 2), backend="eager"), "compiled already; prepare the module itself, model._orig_mod"),
+        (
+            torch.compile(nn.Linear(2, 2), backend="eager"),
+            "compiled already; prepare with the module itself, model._orig_mod",
+        ),
     ],
     ids=["none", "frozen", "double", "lazy", "scalar", "hook", "late hook", "compiled"],
 )

@@ -29,6 +29,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         sharding |= draw(some(units=st.just("auto") | names, min_unit_params=st.integers(0, 2**40)))
     if strategy in BY_UNITS:
         sharding |= draw(some(reshard_after_forward=st.booleans()))
+    sharding |= draw(some(whole_units=st.lists(st.sampled_from(("Expert", "VisionTower")), max_size=2)))
     places = ("none", "cpu", "nvme")
     precision = draw(_precisions())
     offload = {
@@ -54,6 +55,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "offload": offload,
         "optimizer": draw(_optimizers()),
         "scheduler": draw(_schedulers()),
+        "activation_checkpointing": draw(st.sampled_from(("none", "full", "selective", "FULL")) | names),
+        "compile": draw(st.sampled_from(("none", "per_block", {"mode": "full", "backend": "eager"}))),
         **draw(
             some(
                 training=some(

@@ -128,7 +128,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "number as key",
         "1: 2\n",
         [
-            "c.yaml:1: 1: unknown field; known here: backend, sharding, precision, offload, training, optimizer, scheduler, communication, strict, native",
+            "c.yaml:1: 1: unknown field; known here: backend, sharding, precision, offload, activation_checkpointing, training, optimizer, scheduler, communication, compile, strict, native",
         ],
     ),
     (
@@ -220,7 +220,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "empty section",
         "sharding:\ntraining:\n",
         [
-            "c.yaml:1: sharding: is empty; write fields below it (strategy, group_size, reshard_after_forward, units, min_unit_params) or remove it",
+            "c.yaml:1: sharding: is empty; write fields below it (strategy, group_size, reshard_after_forward, units, min_unit_params, whole_units) or remove it",
             "c.yaml:2: training: is empty; write fields below it (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, seed) or remove it",
         ],
     ),

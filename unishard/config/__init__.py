@@ -13,6 +13,7 @@ from unishard.config.communication import Communication
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
 from unishard.config.precision import Precision
+from unishard.config.recomputation import ActivationCheckpointing, Compile
 from unishard.config.scheduler import Scheduler
 from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
 from unishard.config.sharding import Sharding
@@ -22,6 +23,7 @@ from unishard.errors import ConfigError, Problem
 __all__ = [
     "CROSS_FIELD",
     "Communication",
+    "Compile",
     "Config",
     "Offload",
     "Optimizer",
@@ -53,6 +55,13 @@ class Config(Section):
     """Number formats."""
     offload: Offload = Field(default_factory=Offload)
     """What lives in host memory."""
+    activation_checkpointing: ActivationCheckpointing = Field(default="none")
+    """Which modules keep their inputs alone and run their forward again in backward, which saves memory and costs time.
+
+    `full`: each of the model's repeated blocks. `selective`: the same, but the results of matrix products with weights, of
+    convolutions and of fused attention are kept, so that only cheap operations run again. A list of class names: the modules of these
+    classes. Random numbers are drawn again alike, so losses do not change.
+    """
     training: Training = Field(default_factory=Training)
     """The loop."""
     optimizer: Optimizer = Field(default_factory=Optimizer)
@@ -61,6 +70,8 @@ class Config(Section):
     """The learning rate over time."""
     communication: Communication = Field(default_factory=Communication)
     """Collectives."""
+    compile: Compile = Field(default_factory=Compile)
+    """`torch.compile`."""
     strict: bool = Field(default=False)
     """Whether an approximation is an error instead of a line in the report."""
     native: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -86,6 +97,8 @@ class Config(Section):
                     f"has no meaning with {strategy}, which gathers nothing ahead; remove it or choose full_shard",
                 )
             )
+        if self.activation_checkpointing == []:
+            problems.append(("activation_checkpointing", "is empty; name at least one class, or write full or none"))
         refuse(problems)
         return self
 

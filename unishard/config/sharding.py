@@ -70,6 +70,10 @@ class Sharding(Section):
     repeated blocks (`_no_split_modules` of a Hugging Face model)."""
     min_unit_params: int = Field(default=0, ge=0)
     """Modules with fewer parameters than this (a count) are no unit of their own."""
+    whole_units: list[str] = Field(default_factory=list)
+    """Classes of modules that some rank may leave out in a micro-batch, wholly or in part: experts behind a router, a tower for
+    images. Neither they nor anything inside them is a unit: they are gathered and reduced with the unit around them, or with the
+    root where there is none, and a rank that does not use one of their parameters adds zeros to the average."""
 
     @property
     def within_group(self) -> str:
@@ -99,5 +103,11 @@ class Sharding(Section):
             problems.append(("reshard_after_forward", f"has no meaning with strategy {self.strategy}; remove it or choose full_shard"))
         if self.units == []:
             problems.append(("units", "is empty; name at least one class or write auto"))
+        if self.units != "auto":
+            problems += [
+                ("whole_units", f"{name} is named in units as well, and a whole unit is no unit of its own; remove it from one of the two")
+                for name in self.whole_units
+                if name in self.units
+            ]
         refuse(problems)
         return self

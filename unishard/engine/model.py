@@ -79,8 +79,12 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[
         yield f"{kind} has no parameters; there is nothing to {'train' if train else 'shard, so call it as it is'}"
     if hasattr(model, "require_backward_grad_sync"):  # DistributedDataParallel, and whatever stands in for it
         yield f"{kind} is wrapped already; pass the module inside, model.module"
-    if hasattr(model, "_orig_mod"):
-        yield "the model is compiled already; prepare the module itself, model._orig_mod"
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            path, what = (f"{name}.", f"module {name} of {kind}") if name else ("model.", "the model")
+            yield f"{what} is compiled already; prepare with the module itself, {path}_orig_mod, and set compile to per_block or full"
+        if hasattr(module, "_checkpoint_wrapped_module"):
+            yield f"module {name} of {kind} is in torch's checkpoint_wrapper; use the module itself and set activation_checkpointing"
     for name, parameter in named.items():
         yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter, sharding))
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad and train}

@@ -9,7 +9,7 @@ Llama                           units: auto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -18,7 +18,7 @@ from torch import nn
 from unishard.config import Sharding
 from unishard.errors import ModelError
 
-__all__ = ["Unit", "find_units"]
+__all__ = ["Unit", "find_blocks", "find_classes", "find_units", "find_whole"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -47,15 +47,16 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     Raises:
         ModelError: A named class matches no module, or `min_unit_params` leaves no unit at all; lists the candidates.
     """
+    whole = find_whole(model, cfg)
     if cfg.units == "auto":
-        found = [*_outermost(model, _block_classes(model))]
-        inside = {id(part) for unit in found for part in unit.module.modules()}
+        found = [*_outermost(model, _block_classes(model), "sharding.units", set(cfg.whole_units))]
+        inside = {id(part) for unit in (*found, *whole) for part in unit.module.modules()}
         found += [
             Unit(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and id(module) not in inside
         ]
     else:
-        _require_present(model, set(cfg.units))
-        found = [*_outermost(model, set(cfg.units))]
+        _require_present(model, set(cfg.units), "sharding.units")
+        found = [*_outermost(model, set(cfg.units), "sharding.units", set(cfg.whole_units))]
     shared = _names_of_each_parameter(model)
     own = [unit for unit in _in_order(model, found) if not _ties_outside(unit, shared)]
     if cfg.units != "auto":
@@ -65,6 +66,48 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
         sizes = ", ".join(f"{unit.name} ({type(unit.module).__name__}, {unit.numel:,})" for unit in own[:8])
         raise ModelError(f"sharding.min_unit_params: {cfg.min_unit_params:,} leaves no unit; the candidates are {sizes}")
     return large
+
+
+def find_whole(model: nn.Module, cfg: Sharding) -> list[Unit]:
+    """The modules that `whole_units` names: those that some rank may leave out.
+
+    Raises:
+        ModelError: A named class matches no module; lists the candidates.
+    """
+    return find_classes(model, cfg.whole_units, "sharding.whole_units")
+
+
+def find_classes(model: nn.Module, classes: Iterable[str], field: str) -> list[Unit]:
+    """The modules of some classes; of one inside another, the outer one. The root is not among them.
+
+    Args:
+        model: Any module, not yet sharded.
+        classes: Names.
+        field: Who asks, for messages.
+
+    Raises:
+        ModelError: A named class matches no module; lists the candidates.
+    """
+    _require_present(model, set(classes), field)
+    return [*_outermost(model, set(classes), field)]
+
+
+def find_blocks(model: nn.Module, cfg: Sharding, field: str) -> list[Unit]:
+    """The repeated blocks of a model, which are units where something is sharded, whatever their size; no embeddings.
+
+    Args:
+        model: Any module, not yet sharded.
+        cfg: `units` names the classes of the blocks or says `auto`.
+        field: Who asks, for messages.
+
+    Raises:
+        ModelError: There is none; lists the classes that could be named.
+    """
+    classes = _block_classes(model) if cfg.units == "auto" else set(cfg.units)
+    found = [*_outermost(model, classes, field)]
+    if not found:
+        raise ModelError(f"{field}: {type(model).__name__} has no repeated blocks; its {_candidates(model)}")
+    return found
 
 
 def _numel(module: nn.Module) -> int:
@@ -88,15 +131,18 @@ def _block_classes(model: nn.Module) -> set[str]:
     return repeated
 
 
-def _outermost(model: nn.Module, classes: set[str], prefix: str = "") -> Iterator[Unit]:
+def _outermost(model: nn.Module, classes: set[str], field: str, closed: Collection[str] = (), prefix: str = "") -> Iterator[Unit]:
+    """Modules of some classes; nothing is sought inside one, nor inside one of a `closed` class."""
     for name, child in model.named_children():
+        if type(child).__name__ in closed:
+            continue
         if type(child).__name__ in classes and _numel(child):
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 kind = type(child).__name__
-                raise ModelError(f"sharding.units: {prefix}{name} is a {kind}, which has no forward; name the class of its elements")
+                raise ModelError(f"{field}: {prefix}{name} is a {kind}, which has no forward; name the class of its elements")
             yield Unit(prefix + name, child)
         else:
-            yield from _outermost(child, classes, f"{prefix}{name}.")
+            yield from _outermost(child, classes, field, closed, f"{prefix}{name}.")
 
 
 def _in_order(model: nn.Module, units: list[Unit]) -> list[Unit]:
@@ -114,18 +160,24 @@ def _ties_outside(unit: Unit, shared: dict[int, int]) -> bool:
     return any(count < shared[key] for key, count in inside.items())
 
 
-def _require_present(model: nn.Module, classes: set[str]) -> None:
-    sizes = {type(module).__name__: _numel(module) for module in model.modules() if module is not model and _numel(module)}
+def _require_present(model: nn.Module, classes: set[str], field: str) -> None:
+    sizes = _sizes(model)
     absent = sorted(classes - sizes.keys())
     if absent:
-        counts = Counter(type(module).__name__ for module in model.modules())
-        candidates = sorted(sizes, key=lambda name: -sizes[name])[:12]
         near = get_close_matches(absent[0], sizes, 1)
         hint = f"did you mean {near[0]}? Its" if near else "its"
-        raise ModelError(
-            f"sharding.units: no module of class {', '.join(absent)} in {type(model).__name__}; {hint} classes with parameters are "
-            + ", ".join(f"{name} (x{counts[name]}, {sizes[name]:,} parameters each)" for name in candidates)
-        )
+        raise ModelError(f"{field}: no module of class {', '.join(absent)} in {type(model).__name__}; {hint} {_candidates(model)}")
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    """Elements of a module of each class that has parameters."""
+    return {type(module).__name__: _numel(module) for module in model.modules() if module is not model and _numel(module)}
+
+
+def _candidates(model: nn.Module) -> str:
+    sizes, counts = _sizes(model), Counter(type(module).__name__ for module in model.modules())
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:12]
+    return "classes with parameters are " + ", ".join(f"{name} (x{counts[name]}, {sizes[name]:,} parameters each)" for name in largest)
 
 
 def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) -> None:
@@ -138,4 +190,6 @@ def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) ->
                 f"sharding.units: every {name} shares a weight with a module outside it, and tied weights must stay together; "
                 "name the class around both, or leave it out"
             )
-        raise ModelError(f"sharding.units: every {name} lies inside another unit; leave it out, or leave out the class around it")
+        raise ModelError(
+            f"sharding.units: every {name} lies inside another unit; leave it out, or the class around it (in units or in whole_units)"
+        )

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.testing.cells import Feature
-from unishard.testing.features import access, accumulation, evaluation, lora, models, offload, optimizers, plain, precision, sharding
+from unishard.testing.features import (
+    access,
+    accumulation,
+    evaluation,
+    lora,
+    models,
+    offload,
+    optimizers,
+    plain,
+    precision,
+    recomputation,
+    sharding,
+    units,
+)
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
@@ -20,6 +33,8 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "offload": offload.FEATURES,
     "precision": precision.FEATURES,
     "models": models.FEATURES,
+    "recomputation": recomputation.FEATURES,
+    "units": units.FEATURES,
 }
 """Features by area, in the order of the table."""
 

@@ -1,0 +1,252 @@
+"""Activation checkpointing and compilation: what runs twice, what is kept, what is told, on both engines."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from playing import STRATEGIES, config, error, own_share, play, prepare, train, values
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import unishard
+from unishard.testing.models import MODELS
+
+BACKENDS = ("fsdp", "deepspeed")
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def word(asked):
+    """As a config writes it; scenarios need arguments that can be hashed."""
+    return list(asked) if isinstance(asked, tuple) else asked
+
+
+def cost(backend, strategy, asked):
+    """Of one step: calls of a block's first layer, matrix products in backward, bytes kept for it, and the names of everything."""
+    built = MODELS["mlp"].build()
+    names = [name for name, _ in (*built.named_modules(), *built.named_parameters())]
+    calls = []
+    inner = next(module for name, module in built.named_modules() if name.endswith(".up"))
+    inner.register_forward_hook(lambda *_: calls.append(1))
+    (micro_batch,) = own_share(1)
+    kept = []
+    with unishard.prepare(built, config(backend, strategy, activation_checkpointing=word(asked))) as engine:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+            loss = engine(**micro_batch).loss
+        with Products() as products:
+            engine.backward(loss)
+        step = engine.step()
+        mentioned = [name for name, _ in (*engine.module.named_modules(), *engine.module.named_parameters())]
+        assert mentioned == names
+        assert set(engine.placement().units) <= set(names)
+        return len(calls), products.count, sum(kept), (engine.mean(loss), step.grad_norm)
+
+
+CASES = ("none", "full", "selective", ("Block",), ("Linear",))
+COSTS = tuple((cost, (backend, strategy, asked)) for backend in BACKENDS for strategy in STRATEGIES for asked in CASES)
+
+
+def costs(backend, strategy):
+    """By what was asked, in the order of `CASES`, on rank 0."""
+    return {asked: values(play(COSTS)[cost, (backend, strategy, asked)])[0] for asked in CASES}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_runs_twice_and_only_its_products_do_not_when_selective(backend, strategy):
+    found = costs(backend, strategy)
+    calls = {asked: result[0] for asked, result in found.items()}
+    assert calls == {"none": 1, "full": 2, "selective": 2, ("Block",): 2, ("Linear",): 1}
+    products = {asked: result[1] for asked, result in found.items()}
+    assert products["full"] == products[("Block",)] > products["none"]
+    assert products["selective"] == products["none"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_less_is_kept_for_backward_and_nothing_else_changes(backend, strategy):
+    found = costs(backend, strategy)
+    assert found["full"][2] < 0.5 * found["none"][2]
+    assert {result[3] for result in found.values()} == {found["none"][3]}  # bit for bit
+
+
+class Layer(nn.Module):
+    """A block that draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(13, 13)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return nn.functional.gelu(self.dropout(self.linear(x)))
+
+
+class Dropping(nn.Module):
+    """Blocks that draw random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(13, 11)
+
+    def forward(self, x, labels):
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def dropping(backend, asked):
+    torch.manual_seed(3)
+    model = Dropping()
+    losses = []
+    with unishard.prepare(model, config(backend, activation_checkpointing=asked)) as engine:
+        for micro_batch in own_share(3):
+            loss = engine(**micro_batch)
+            engine.backward(loss)
+            losses.append((loss.item(), engine.step().grad_norm))
+    return losses
+
+
+def containing_units(backend):
+    """A module that recomputes with units inside: they are gathered again."""
+    curves = []
+    for asked in ("none", ["Block"]):
+        with prepare(config(backend, {"strategy": "full_shard", "units": ["Linear"]}, activation_checkpointing=asked)) as engine:
+            curves.append(train(engine, own_share(3)))
+    return curves
+
+
+def cached(backend):
+    """A model whose blocks fill a cache of keys and values in each forward."""
+    curves = []
+    for asked in ("none", "full"):
+        torch.manual_seed(5)
+        model = MODELS["llama"].build()
+        model.config.use_cache = True
+        with unishard.prepare(model, config(backend, activation_checkpointing=asked)) as engine:
+            curves.append(train(engine, own_share(2, "llama")))
+    return curves
+
+
+def copied(backend):
+    """A copy of a model that recomputes and is compiled calls its own parameters, not those it was copied from."""
+    model = MODELS["mlp"].build()
+    sample = own_share(1)[0]
+    cfg = config(backend, "no_shard", activation_checkpointing="full", compile={"mode": "per_block", "backend": "eager"})
+    with unishard.prepare(model, cfg):
+        clone = copy.deepcopy(model)
+        before = clone(**sample).loss.item()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        return before, clone(**sample).loss.item()
+
+
+def compiled(backend, mode, inner):
+    """Graphs that were compiled, the curve, and the names that a user sees."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cfg = config(backend, "full_shard", compile={"mode": mode, "backend": inner})
+    with prepare(cfg) as engine:
+        curve = train(engine, own_share(2))
+        seen = [*engine.module.state_dict(), *(name for name, _ in engine.module.named_modules()), *engine.placement().units]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], curve, [name for name in seen if "_orig_mod" in name]
+
+
+def plain(backend):
+    with prepare(config(backend, "full_shard")) as engine:
+        return train(engine, own_share(2))
+
+
+SINGLE = (
+    *((dropping, (backend, asked)) for backend in BACKENDS for asked in ("none", "full", "selective")),
+    *((function, (backend,)) for function in (containing_units, cached, copied, plain) for backend in BACKENDS),
+    *((compiled, (backend, mode, "aot_eager")) for backend in BACKENDS for mode in ("per_block", "full")),
+    *((compiled, (backend, "per_block", "inductor")) for backend in BACKENDS),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_numbers_are_drawn_again_alike(backend):
+    without, full, selective = (values(play(SINGLE)[dropping, (backend, asked)]) for asked in ("none", "full", "selective"))
+    assert without == full == selective
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_module_with_units_inside_may_recompute(backend):
+    for without, asked in values(play(SINGLE)[containing_units, (backend,)]):
+        assert without == asked
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cache_of_keys_is_left_out_where_it_would_be_filled_twice(backend):
+    for without, asked in values(play(SINGLE)[cached, (backend,)]):
+        assert without == asked
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_copy_runs_on_its_own_parameters(backend):
+    for before, after in values(play(SINGLE)[copied, (backend,)]):
+        assert before == after
+
+
+@pytest.mark.parametrize(("mode", "inner"), [("per_block", "aot_eager"), ("full", "aot_eager"), ("per_block", "inductor")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_are_really_compiled_and_keep_their_names(backend, mode, inner):
+    wanted = values(play(SINGLE)[plain, (backend,)])[0]
+    for graphs, curve, odd in values(play(SINGLE)[compiled, (backend, mode, inner)]):
+        assert graphs > 0
+        assert odd == []
+        for (loss, step), (wanted_loss, wanted_step) in zip(curve, wanted, strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=1e-6)
+            assert step.grad_norm == pytest.approx(wanted_step.grad_norm, rel=1e-5)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------------------
+
+
+def refused(case):
+    model, sections = MODELS["llama"].build(), {}
+    if case == "unknown class":
+        sections = {"activation_checkpointing": ["LlamaDecoder"]}
+    elif case == "its own":
+        model.gradient_checkpointing_enable()
+        sections = {"activation_checkpointing": "full"}
+    elif case == "no blocks":
+        model, sections = nn.Sequential(nn.Linear(13, 11)), {"activation_checkpointing": "full"}
+    elif case == "compiled inside":
+        model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    elif case == "compiled twice":
+        model.model.layers[1].compile(backend="eager")
+        sections = {"compile": "per_block"}
+    elif case == "unknown backend":
+        sections = {"compile": {"mode": "full", "backend": "inducter"}}
+    unishard.prepare(model, config("fsdp", **sections)).close()
+
+
+REFUSED = {
+    "unknown class": "activation_checkpointing: no module of class LlamaDecoder in LlamaForCausalLM; did you mean LlamaDecoderLayer?",
+    "its own": "call model.gradient_checkpointing_disable(), or set activation_checkpointing to none",
+    "no blocks": "activation_checkpointing: Sequential has no repeated blocks; its classes with parameters are Linear (x1, ",
+    "compiled inside": "is compiled already; prepare with the module itself, model.layers.1._orig_mod",
+    "compiled twice": "compile: model.layers.1 is compiled already (module.compile())",
+    "unknown backend": "compile.backend: torch has no backend 'inducter'; choose one of ",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_had_is_refused_on_every_rank(case):
+    assert REFUSED[case] in error(play(tuple((refused, (case,)) for case in REFUSED))[refused, (case,)])

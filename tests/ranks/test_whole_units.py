@@ -1,0 +1,173 @@
+"""Modules that some ranks leave out, beyond what the conformance suite measures: what is gathered, said and refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from playing import STRATEGIES, config, error, my_rank, play, values
+
+import unishard
+from unishard.config import Sharding
+from unishard.engine.units import find_units
+from unishard.testing.features.units import Mixture, Pictures
+
+BACKENDS = ("fsdp", "deepspeed")
+MODELS = {"Mixture": Mixture, "Pictures": Pictures}
+
+
+def batch(picture):
+    generator = torch.Generator().manual_seed(40 + my_rank())
+    return {
+        "x": torch.randn(2, 13, generator=generator),
+        "labels": torch.tensor([1, 3]),
+        "picture": torch.tensor([int(picture), 0]),
+    }
+
+
+def built(kind):
+    torch.manual_seed(7)
+    return MODELS[kind]()
+
+
+def prepared(backend, strategy, kind, whole, **sharding):
+    return unishard.prepare(built(kind), config(backend, {"strategy": strategy, "whole_units": [whole], **sharding}))
+
+
+def units(backend, kind, whole, **sharding):
+    with prepared(backend, "full_shard", kind, whole, **sharding) as engine:
+        return engine.placement().units
+
+
+def held(backend, strategy):
+    """Bytes of parameters on this rank between steps, as a part of all, before and after a step that only rank 1 needs the tower for."""
+    with prepared(backend, strategy, "Pictures", "Tower") as engine:
+        whole = sum(parameter.numel() * 4 for parameter in built("Pictures").parameters())
+        before = engine.placement().param_bytes / whole
+        engine.backward(engine(**batch(picture=my_rank() == 1)).loss)
+        engine.step()
+        return before, engine.placement().param_bytes / whole
+
+
+def told(backend, strategy):
+    """Warnings of a step in which one rank leaves the tower out, and whether both ranks then have the same tower."""
+    with prepared(backend, strategy, "Pictures", "Tower") as engine:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.backward(engine(**batch(picture=my_rank() == 1)).loss)
+            engine.step()
+        with torch.no_grad():
+            output = engine(**batch(picture=True) | {"x": torch.ones(2, 13)}).logits
+        return [str(warning.message) for warning in caught if warning.category is UserWarning], output.tolist()
+
+
+def interrupted(backend):
+    """An evaluation that only one rank needs the tower for, between backward and step and between forward and backward."""
+    losses = []
+    for evaluates in (False, True):
+        with prepared(backend, "full_shard", "Pictures", "Tower") as engine:
+            for _ in range(3):
+                loss = engine(**batch(picture=my_rank() == 0)).loss
+                engine.backward(loss)
+                if evaluates:
+                    with torch.no_grad():
+                        engine(**batch(picture=my_rank() == 1))
+                engine.step()
+                losses.append(engine.mean(loss))
+    return losses
+
+
+def infinite(backend, strategy):
+    """A tower with an infinite weight that nobody uses spoils nothing."""
+    model = built("Pictures")
+    with torch.no_grad():
+        model.tower.layers[0].up.weight[0, 0] = float("inf")
+    with unishard.prepare(model, config(backend, {"strategy": strategy, "whole_units": ["Tower"]})) as engine:
+        engine.backward(engine(**batch(picture=False)).loss)
+        return engine.step().updated
+
+
+def checkpointed(backend):
+    """Experts behind a router, recomputed in blocks."""
+    norms = []
+    for asked in ("none", "full"):
+        cfg = config(backend, {"strategy": "full_shard", "whole_units": ["Expert"]}, activation_checkpointing=asked)
+        with unishard.prepare(built("Mixture"), cfg) as engine:
+            for _ in range(3):
+                engine.backward(engine(**batch(picture=False)).loss)
+                norms.append(engine.step().grad_norm)
+    return norms
+
+
+CELLS = [(backend, strategy) for backend in BACKENDS for strategy in STRATEGIES]
+SCENARIOS = (
+    *((function, cell) for function in (told, infinite) for cell in CELLS),
+    *((function, (backend,)) for function in (interrupted, checkpointed) for backend in BACKENDS),
+    *((held, (backend, "full_shard")) for backend in BACKENDS),
+    *((units, (backend, *case)) for backend in BACKENDS for case in (("Mixture", "Expert"), ("Pictures", "Tower"), ("Mixture", "Routed"))),
+)
+
+
+def played(function, *arguments):
+    return values(play(SCENARIOS)[function, arguments])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_whole_unit_is_no_unit_nor_is_anything_in_it(backend):
+    assert played(units, backend, "Mixture", "Expert")[0] == ("inp", "blocks.0", "blocks.1", "head")
+    assert played(units, backend, "Pictures", "Tower")[0] == ("blocks.0", "blocks.1")
+    assert played(units, backend, "Mixture", "Routed")[0] == ("inp", "head")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_between_steps_a_tower_is_sharded_like_everything_else(backend):
+    for before, after in played(held, backend, "full_shard"):
+        assert before == after < 0.6
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_the_rank_that_leaves_it_out_updates_it_too_and_nobody_is_warned(cell):
+    (warned, output), (also_warned, same) = played(told, *cell)
+    assert warned == also_warned == []
+    assert output == same
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_evaluation_may_stand_between_backward_and_step(backend):
+    for losses in played(interrupted, backend):
+        assert losses[:3] == losses[3:]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_the_gradient_of_what_nobody_used_is_zero_whatever_its_value(cell):
+    assert played(infinite, *cell) == [True, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_may_be_recomputed(backend):
+    for norms in played(checkpointed, backend):
+        assert norms[:3] == norms[3:]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------------------
+
+
+def refused(strategy):
+    prepared("fsdp", strategy, "Pictures", "VisionTower").close()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_a_class_that_is_not_there_is_refused(strategy):
+    raised = error(play(((refused, ("no_shard",)), (refused, ("full_shard",))))[refused, (strategy,)])
+    assert raised.startswith("ModelError: sharding.whole_units: no module of class VisionTower in Pictures; did you mean Tower? Its")
+
+
+def test_a_class_is_no_unit_and_a_whole_unit():
+    with pytest.raises(ValueError, match="whole_units: Expert is named in units as well"):
+        config("fsdp", {"strategy": "full_shard", "units": ["Expert"], "whole_units": ["Expert"]})
+
+
+def test_nothing_inside_a_whole_unit_may_be_named_as_a_unit():
+    with pytest.raises(unishard.ModelError, match="every Expert lies inside another unit; leave it out"):
+        find_units(Mixture(), Sharding(units=["Expert"], whole_units=["Routed"]))
