@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.engine.parts import Part
-from unishard_deepspeed import internals_parts
+from unishard_deepspeed.internals import parts
 
 __all__ = ["Access"]
 
@@ -26,8 +26,8 @@ class Access:
     @torch.no_grad()
     def reduce(self) -> None:
         """Reduce the gradients now instead of in `engine.step()`. Collective."""
-        internals_parts.reduce_gradients(self._engine)
-        self._gradients = internals_parts.gradient_parts(self._engine)
+        parts.reduce_gradients(self._engine)
+        self._gradients = parts.gradient_parts(self._engine)
 
     def gradient(self, parameter: nn.Parameter) -> Part | None:
         """After `reduce`: this rank's part of a gradient."""
@@ -35,11 +35,11 @@ class Access:
 
     def master(self, parameter: nn.Parameter) -> Part:
         """This rank's part of a master."""
-        return internals_parts.master_part(self._engine.optimizer, parameter)
+        return parts.master_part(self._engine.optimizer, parameter)
 
     def refresh(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Bring the parameter up to its edited master."""
-        internals_parts.low_precision_copy(self._engine.optimizer, parameter, value)
+        parts.low_precision_copy(self._engine.optimizer, parameter, value)
 
     @contextmanager
     def finished(self) -> Iterator[None]:
@@ -48,12 +48,12 @@ class Access:
             yield
             return
         self._gradients = None
-        internals_parts.measure_offloaded(self._engine.optimizer)
-        with internals_parts.already_reduced(self._engine):
+        parts.measure_offloaded(self._engine.optimizer)
+        with parts.already_reduced(self._engine):
             yield
 
     @torch.no_grad()
     def drop(self) -> None:
         """Forget the window."""
         self._gradients = None
-        internals_parts.drop_gradients(self._engine)
+        parts.drop_gradients(self._engine)

@@ -55,6 +55,7 @@ def build(
         if replicas is not None:
             internals.forget_groups()
         return DeepSpeedUntrainedEngine(cfg, engine, device, _casting(model, cfg, units))
+    left_out = find_whole(model, cfg.sharding)  # now, while parameters have their sizes
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if settings["zero_optimization"]["stage"] == 3:
         materialization.stand_in(model.parameters(), device)  # an optimizer refuses the meta device, and the shapes of parts
@@ -67,7 +68,6 @@ def build(
         # DeepSpeed puts low tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
         originals = [(parameter, parameter.data) for _, parameter in named] if formats.compute != formats.master else []
     keeping = internals.keeping_groups(client_optimizer) if settings["zero_optimization"]["stage"] else nullcontext()
-    left_out = find_whole(model, cfg.sharding)
     with start.hushed(), keeping:
         engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False, mpu=replicas)
     if replicas is not None:

@@ -13,9 +13,10 @@ from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine import TrainingEngine
 from unishard.engine.parts import Part
-from unishard_deepspeed import internals, internals_parts
+from unishard_deepspeed import internals
 from unishard_deepspeed.access import Access
 from unishard_deepspeed.clipping import clipping_of
+from unishard_deepspeed.internals import parts
 from unishard_deepspeed.unused import Unused
 from unishard_deepspeed.whole import WholeUnits
 
@@ -64,7 +65,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
             outcome = self._clipping.step()
         self._unused.forget()
         internals.clear_stale_gradients(self._optimizer)
-        internals_parts.clear_offloaded(self._optimizer)
+        parts.clear_offloaded(self._optimizer)
         return outcome
 
     def placement(self) -> Placement:

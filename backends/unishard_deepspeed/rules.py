@@ -2,103 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from unishard.config import Config
-from unishard.grouping import parts
 from unishard.rules import Fit, Rule, When, idle, loop
-from unishard.topology import Topology
+from unishard_deepspeed import fields
 from unishard_deepspeed.loop_rules import LOOP
 
 __all__ = ["RULES"]
-
-_STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
-
-UNLIMITED = 10**15
-"""Elements; more than any model has."""
-
-
-def _stage(cfg: Config) -> int:
-    return _STAGES[cfg.sharding.within_group]
-
-
-def _bare(cfg: Config) -> bool:
-    """Stage 0 runs the torch optimizer on the model's own parameters (DeepSpeed 0.19.8, runtime/engine.py, _configure_optimizer)."""
-    return _stage(cfg) == 0 and cfg.precision.compute == cfg.precision.master
-
-
-def _wide(cfg: Config) -> bool:
-    """Gradients are added up in a wider format than they are computed in."""
-    return cfg.precision.accumulate != cfg.precision.compute
-
-
-def _bf16_optimizer(cfg: Config) -> bool:
-    """DeepSpeed's BF16_Optimizer runs (DeepSpeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check)."""
-    return _stage(cfg) == 1 and cfg.precision.compute == "bf16" and _wide(cfg) and cfg.offload.optimizer == "none"
-
-
-def _whole_gradients(cfg: Config) -> bool:
-    """Stage 1 adds up in fp32 in whole gradients: BF16_Optimizer, or `grad_accum` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py)."""
-    return _stage(cfg) == 1 and _wide(cfg)
-
-
-def _zero(**settings: Any) -> dict[str, Any]:
-    return {"zero_optimization": settings}
-
-
-def _gathering(cfg: Config, topology: Topology) -> dict[str, Any]:
-    if _stage(cfg) != 3:
-        return {}
-    if not cfg.sharding.reshard_after_forward:
-        return _zero(stage3_max_live_parameters=UNLIMITED, stage3_max_reuse_distance=UNLIMITED)
-    # Only prefetching reads max_live_parameters; releasing reads max_reuse_distance alone
-    # (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py).
-    return _zero(stage3_max_live_parameters=cfg.communication.prefetch_bucket_size, stage3_max_reuse_distance=0)
-
-
-def _units(cfg: Config, topology: Topology) -> dict[str, Any]:
-    # Written at every stage: DeepSpeed's default names the blocks of some mixtures of experts (runtime/zero/leaf_module_config.py).
-    classes = list(cfg.sharding.units) if _stage(cfg) == 3 and cfg.sharding.units != "auto" else []
-    return _zero(leaf_module={"classes": classes, "names": [], "name_suffixes": []})
-
-
-def _compute(cfg: Config, topology: Topology) -> dict[str, Any]:
-    # Where DeepSpeed is not to make masters at stage 0, it is told of fp32 and runs the model in the format that it finds.
-    seen = "fp32" if _bare(cfg) else cfg.precision.compute
-    return {"bf16": {"enabled": seen == "bf16"}, "fp16": {"enabled": seen == "fp16"}, "data_types": {"param_dtype": seen}}
-
-
-def _master(cfg: Config, topology: Topology) -> dict[str, Any]:
-    pure = cfg.precision.pure and not _bare(cfg)
-    return {"bf16": {"bf16_master_weights_and_grads": pure, "bf16_optimizer_states": pure}}
-
-
-def _accumulate(cfg: Config, topology: Topology) -> dict[str, Any]:
-    if _stage(cfg) == 0:  # takes no other format here than that of the parameters
-        return {"data_types": {"grad_accum_dtype": "fp32" if _bare(cfg) else cfg.precision.compute}}
-    return {"data_types": {"grad_accum_dtype": cfg.precision.accumulate}}
-
-
-def _offload(cfg: Config, topology: Topology) -> dict[str, Any]:
-    return _zero(offload_param=_place(cfg, cfg.offload.params))
-
-
-def _offload_optimizer(cfg: Config, topology: Topology) -> dict[str, Any]:
-    return _zero(offload_optimizer=_place(cfg, cfg.offload.optimizer))
-
-
-def _place(cfg: Config, device: str) -> dict[str, Any] | None:
-    if device == "none":
-        return None
-    place = {"device": device, "pin_memory": cfg.offload.pin_memory}
-    return place | ({"nvme_path": cfg.offload.nvme_path} if device == "nvme" else {})
-
-
-def _global_batch(cfg: Config, topology: Topology) -> dict[str, Any]:
-    training = cfg.training
-    ranks = parts(cfg, topology) if cfg.sharding.hybrid else topology.world_size
-    return {"train_batch_size": training.micro_batch_size * training.gradient_accumulation_steps * ranks}
-
 
 _NOT_FP16 = idle("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parameters"
@@ -116,18 +24,18 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.stage",
         "stage 3",
-        to=lambda cfg, topology: _zero(stage=_stage(cfg)),
+        to=lambda cfg, topology: fields.zero(stage=fields.stage(cfg)),
         when=(
-            When("no_shard", lambda cfg: _stage(cfg) == 0, Fit.EXACT, "stage 0: one all-reduce for each update"),
+            When("no_shard", lambda cfg: fields.stage(cfg) == 0, Fit.EXACT, "stage 0: one all-reduce for each update"),
             When(
                 "shard_optimizer in bf16 or fp16, accumulated in fp32",
-                _whole_gradients,
+                fields.whole_gradients,
                 Fit.EQUIVALENT,
                 "stage 1; DeepSpeed keeps whole fp32 gradients beside the low ones (4 more bytes for each parameter) and all-reduces them",
             ),
             When(
                 "shard_optimizer",
-                lambda cfg: _stage(cfg) == 1,
+                lambda cfg: fields.stage(cfg) == 1,
                 Fit.EQUIVALENT,
                 "stage 1; gradients travel by all-reduce instead of reduce-scatter",
             ),
@@ -145,7 +53,7 @@ RULES: dict[str, Rule] = {
             ),
             When(
                 "shard_grad_op",
-                lambda cfg: _stage(cfg) == 2,
+                lambda cfg: fields.stage(cfg) == 2,
                 Fit.EQUIVALENT,
                 "stage 2; gradients travel by all-reduce instead of reduce-scatter",
             ),
@@ -161,9 +69,9 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters",
         "each unit is gathered for its forward and again for its backward; false: everything stays gathered until its backward",
-        to=_gathering,
+        to=fields.gathering,
         when=(
-            idle("strategy is not full_shard", lambda cfg: _stage(cfg) != 3, _NOT_STAGE_3),
+            idle("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),
             When(
                 "true with prefetching",
                 lambda cfg: cfg.sharding.reshard_after_forward and cfg.communication.prefetch_bucket_size > 0,
@@ -177,14 +85,14 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.leaf_module",
         "prepare writes the units' names in the model; they are gathered as leaf modules, and their gradients are reduced as they come",
-        to=_units,
-        when=(idle("strategy is not full_shard", lambda cfg: _stage(cfg) != 3, _NOT_STAGE_3),),
+        to=fields.units,
+        when=(idle("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
     "sharding.min_unit_params": Rule(
         Fit.EXACT,
         "zero_optimization.leaf_module.names",
         "smaller modules are not among the names",
-        when=(idle("strategy is not full_shard", lambda cfg: _stage(cfg) != 3, _NOT_STAGE_3),),
+        when=(idle("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
     "sharding.whole_units": Rule(
         Fit.EXACT,
@@ -194,14 +102,14 @@ RULES: dict[str, Rule] = {
             idle("empty", lambda cfg: not cfg.sharding.whole_units, ""),
             When(
                 "full_shard",
-                lambda cfg: _stage(cfg) == 3,
+                lambda cfg: fields.stage(cfg) == 3,
                 Fit.EQUIVALENT,
                 "gathered with the leaf module around them; those in none are gathered before each forward and dropped after each "
                 "backward, without DeepSpeed's hooks; their gradients stay whole until backward ends",
             ),
             When(
                 "shard_grad_op",
-                lambda cfg: _stage(cfg) == 2,
+                lambda cfg: fields.stage(cfg) == 2,
                 Fit.EQUIVALENT,
                 "their gradients stay whole until backward ends, and are then reduced in one order on every rank",
             ),
@@ -211,17 +119,17 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "bf16.enabled, fp16.enabled, data_types.param_dtype",
         "prepare sets the fp32 masters from the fp32 model (DeepSpeed alone would round them) and casts floating inputs",
-        to=_compute,
+        to=fields.compute,
     ),
     "precision.master": Rule(
         Fit.EXACT,
         "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states",
         "`prepare` casts the trainable parameters to it before sharding; the optimizer's state follows it",
-        to=_master,
+        to=fields.master,
         when=(
             When(
                 "that of compute with no_shard",
-                lambda cfg: cfg.precision.pure and _stage(cfg) == 0,
+                lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
                 Fit.EXACT,
                 "DeepSpeed is told of fp32 and finds a model in the lower format, whose own parameters the torch optimizer then steps",
             ),
@@ -248,11 +156,11 @@ RULES: dict[str, Rule] = {
     "precision.accumulate": Rule(
         Fit.EXACT,
         "data_types.grad_accum_dtype",
-        to=_accumulate,
+        to=fields.accumulate,
         when=(
             When(
                 "fp32 in bf16 or fp16 with no_shard",
-                lambda cfg: _stage(cfg) == 0 and _wide(cfg),
+                lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
                 Fit.EXACT,
                 "stage 0 takes no other format than that of compute; prepare lets torch accumulate in fp32 (Tensor.grad_dtype)",
             ),
@@ -270,7 +178,7 @@ RULES: dict[str, Rule] = {
     "offload.params": Rule(
         Fit.EXACT,
         "zero_optimization.offload_param",
-        to=_offload,
+        to=fields.offload,
         when=(
             When(
                 "cpu or nvme with offload.optimizer none",
@@ -290,7 +198,7 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.offload_optimizer",
         "the torch optimizer steps on the host; DeepSpeedCPUAdam is not used",
-        to=_offload_optimizer,
+        to=fields.offload_optimizer,
         when=(
             When(
                 "nvme",
@@ -332,7 +240,7 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "train_batch_size",
         "always the product, of one group where there are groups, as DeepSpeed wants it; a stated value is only checked",
-        to=_global_batch,
+        to=fields.global_batch,
     ),
     "training.gradient_clipping": Rule(
         Fit.EXACT,
@@ -342,7 +250,7 @@ RULES: dict[str, Rule] = {
         when=(
             When(
                 "no_shard in fp32, or with master in the format of compute",
-                lambda cfg: _bare(cfg) and cfg.training.gradient_clipping is not None,
+                lambda cfg: fields.bare(cfg) and cfg.training.gradient_clipping is not None,
                 Fit.EQUIVALENT,
                 "stage 0 discards the norm then, so unishard takes it and clips, by torch's formula, after the all-reduce",
             ),
@@ -356,7 +264,7 @@ RULES: dict[str, Rule] = {
         when=(
             When(
                 "ignore with no_shard in bf16",
-                lambda cfg: cfg.training.nonfinite == "ignore" and _stage(cfg) == 0 and not _bare(cfg),
+                lambda cfg: cfg.training.nonfinite == "ignore" and fields.stage(cfg) == 0 and not fields.bare(cfg),
                 Fit.UNSUPPORTED,
                 "stage 0 in bf16 always leaves out an update that is not finite; write skip or raise, or choose shard_optimizer",
             ),
@@ -369,11 +277,11 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.reduce_bucket_size",
         "prepare writes no more than the trainable elements, so that the buffer is not larger than the model",
-        to=lambda cfg, topology: _zero(reduce_bucket_size=cfg.communication.reduce_bucket_size),
+        to=lambda cfg, topology: fields.zero(reduce_bucket_size=cfg.communication.reduce_bucket_size),
         when=(
             When(
                 "no_shard, or shard_optimizer in bf16 accumulated in fp32",
-                lambda cfg: _stage(cfg) == 0 or _bf16_optimizer(cfg),
+                lambda cfg: fields.stage(cfg) == 0 or fields.bf16_optimizer(cfg),
                 Fit.EQUIVALENT,
                 "DeepSpeed uses buckets of 500,000,000 elements there",
             ),
@@ -383,17 +291,19 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.stage3_prefetch_bucket_size",
         "not more than the largest unit where parameters are dropped after forward",
-        to=lambda cfg, topology: _zero(stage3_prefetch_bucket_size=cfg.communication.prefetch_bucket_size) if _stage(cfg) == 3 else {},
-        when=(idle("strategy is not full_shard", lambda cfg: _stage(cfg) != 3, _NOT_STAGE_3),),
+        to=lambda cfg, topology: (
+            fields.zero(stage3_prefetch_bucket_size=cfg.communication.prefetch_bucket_size) if fields.stage(cfg) == 3 else {}
+        ),
+        when=(idle("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
     "communication.overlap": Rule(
         Fit.EXACT,
         "zero_optimization.overlap_comm",
-        to=lambda cfg, topology: _zero(overlap_comm=cfg.communication.overlap and _stage(cfg) >= 2),
+        to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap and fields.stage(cfg) >= 2),
         when=(
             When(
                 "true with no_shard or shard_optimizer",
-                lambda cfg: cfg.communication.overlap and _stage(cfg) < 2,
+                lambda cfg: cfg.communication.overlap and fields.stage(cfg) < 2,
                 Fit.EQUIVALENT,
                 "written as false: stages 0 and 1 reduce once, at the end of the window (DeepSpeed refuses overlap_comm there "
                 "without managed gradient accumulation)",
@@ -410,7 +320,7 @@ RULES: dict[str, Rule] = {
             idle("none", lambda cfg: cfg.compile.mode == "none", ""),
             When(
                 "full with full_shard",
-                lambda cfg: cfg.compile.mode == "full" and _stage(cfg) == 3,
+                lambda cfg: cfg.compile.mode == "full" and fields.stage(cfg) == 3,
                 Fit.EQUIVALENT,
                 "of the root's `forward`, with a graph break at each module that gathers; choose per_block for larger graphs",
             ),

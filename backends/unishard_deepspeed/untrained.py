@@ -13,7 +13,8 @@ from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine.parts import Part
 from unishard.engine.untrained import UntrainedEngine
-from unishard_deepspeed import internals, internals_parts
+from unishard_deepspeed import internals
+from unishard_deepspeed.internals import parts
 
 __all__ = ["DeepSpeedUntrainedEngine"]
 
@@ -42,10 +43,10 @@ class DeepSpeedUntrainedEngine(UntrainedEngine):
         )
 
     def _master_part(self, parameter: nn.Parameter) -> Part:
-        return internals_parts.master_part(self._engine.optimizer, parameter)
+        return parts.master_part(self._engine.optimizer, parameter)
 
     def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        internals_parts.low_precision_copy(self._engine.optimizer, parameter, whole)
+        parts.low_precision_copy(self._engine.optimizer, parameter, whole)
 
     def _release(self) -> None:
         for hook in self._hooks:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.engine.parts import Part
-from unishard_deepspeed.internals import _replicated_masters
+from unishard_deepspeed.internals.masters import replicated_masters
 
 __all__ = [
     "already_reduced",
@@ -169,7 +169,7 @@ def master_part(optimizer: Any, parameter: Any) -> Part:
         if parameter._hp_mapping is None:  # all of it belongs to other ranks
             return _nothing_of(parameter, optimizer.dp_process_group)
         return Part(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
-    return Part(parameter.shape, _replicated_masters(optimizer).get(parameter, parameter.detach()))
+    return Part(parameter.shape, replicated_masters(optimizer).get(parameter, parameter.detach()))
 
 
 def low_precision_copy(optimizer: Any, parameter: Any, value: Tensor) -> None:

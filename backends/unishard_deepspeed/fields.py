@@ -1,0 +1,125 @@
+"""What fields of the config become in DeepSpeed's JSON, and which of its optimizers runs then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unishard.config import Config
+from unishard.grouping import parts
+from unishard.topology import Topology
+
+__all__ = [
+    "accumulate",
+    "bare",
+    "bf16_optimizer",
+    "compute",
+    "gathering",
+    "global_batch",
+    "master",
+    "offload",
+    "offload_optimizer",
+    "place",
+    "stage",
+    "units",
+    "whole_gradients",
+    "wide",
+    "zero",
+]
+
+_STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
+
+UNLIMITED = 10**15
+"""Elements; more than any model has."""
+
+
+def stage(cfg: Config) -> int:
+    """ZeRO stage, of one group where there are groups."""
+    return _STAGES[cfg.sharding.within_group]
+
+
+def bare(cfg: Config) -> bool:
+    """Stage 0 runs the torch optimizer on the model's own parameters (DeepSpeed 0.19.8, runtime/engine.py, _configure_optimizer)."""
+    return stage(cfg) == 0 and cfg.precision.compute == cfg.precision.master
+
+
+def wide(cfg: Config) -> bool:
+    """Gradients are added up in a wider format than they are computed in."""
+    return cfg.precision.accumulate != cfg.precision.compute
+
+
+def bf16_optimizer(cfg: Config) -> bool:
+    """DeepSpeed's BF16_Optimizer runs (DeepSpeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check)."""
+    return stage(cfg) == 1 and cfg.precision.compute == "bf16" and wide(cfg) and cfg.offload.optimizer == "none"
+
+
+def whole_gradients(cfg: Config) -> bool:
+    """Stage 1 adds up in fp32 in whole gradients: BF16_Optimizer, or `grad_accum` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py)."""
+    return stage(cfg) == 1 and wide(cfg)
+
+
+def zero(**settings: Any) -> dict[str, Any]:
+    """Settings of the block `zero_optimization`."""
+    return {"zero_optimization": settings}
+
+
+def gathering(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """How long parameters stay gathered at stage 3."""
+    if stage(cfg) != 3:
+        return {}
+    if not cfg.sharding.reshard_after_forward:
+        return zero(stage3_max_live_parameters=UNLIMITED, stage3_max_reuse_distance=UNLIMITED)
+    # Only prefetching reads max_live_parameters; releasing reads max_reuse_distance alone
+    # (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py).
+    return zero(stage3_max_live_parameters=cfg.communication.prefetch_bucket_size, stage3_max_reuse_distance=0)
+
+
+def units(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """Modules that are gathered together."""
+    # Written at every stage: DeepSpeed's default names the blocks of some mixtures of experts (runtime/zero/leaf_module_config.py).
+    classes = list(cfg.sharding.units) if stage(cfg) == 3 and cfg.sharding.units != "auto" else []
+    return zero(leaf_module={"classes": classes, "names": [], "name_suffixes": []})
+
+
+def compute(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """Format of parameters and activations."""
+    # Where DeepSpeed is not to make masters at stage 0, it is told of fp32 and runs the model in the format that it finds.
+    seen = "fp32" if bare(cfg) else cfg.precision.compute
+    return {"bf16": {"enabled": seen == "bf16"}, "fp16": {"enabled": seen == "fp16"}, "data_types": {"param_dtype": seen}}
+
+
+def master(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """Whether there are masters, and their format."""
+    pure = cfg.precision.pure and not bare(cfg)
+    return {"bf16": {"bf16_master_weights_and_grads": pure, "bf16_optimizer_states": pure}}
+
+
+def accumulate(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """Format in which gradients are added up."""
+    if stage(cfg) == 0:  # takes no other format here than that of the parameters
+        return {"data_types": {"grad_accum_dtype": "fp32" if bare(cfg) else cfg.precision.compute}}
+    return {"data_types": {"grad_accum_dtype": cfg.precision.accumulate}}
+
+
+def offload(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """Where parameters are kept."""
+    return zero(offload_param=place(cfg, cfg.offload.params))
+
+
+def offload_optimizer(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """Where the optimizer state is kept."""
+    return zero(offload_optimizer=place(cfg, cfg.offload.optimizer))
+
+
+def place(cfg: Config, device: str) -> dict[str, Any] | None:
+    """One kind of offload, None for none."""
+    if device == "none":
+        return None
+    place = {"device": device, "pin_memory": cfg.offload.pin_memory}
+    return place | ({"nvme_path": cfg.offload.nvme_path} if device == "nvme" else {})
+
+
+def global_batch(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """Samples of one update, as DeepSpeed counts them."""
+    training = cfg.training
+    ranks = parts(cfg, topology) if cfg.sharding.hybrid else topology.world_size
+    return {"train_batch_size": training.micro_batch_size * training.gradient_accumulation_steps * ranks}

@@ -1,0 +1,113 @@
+"""How the optimizers of DeepSpeed 0.19.8 divide, judge and apply the gradients of a window."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "average_between_groups",
+    "clear_stale_gradients",
+    "divide_gradients",
+    "making_every_update",
+]
+
+
+def clear_stale_gradients(optimizer: Any) -> None:
+    """Stage 3 keeps the gradient of a parameter that later steps do not use, and applies it again (runtime/zero/stage3.py)."""
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if buffer is not None:
+        buffer.zero_()
+
+
+def average_between_groups(optimizer: Any, group: Any) -> None:
+    """Average the gradients of a window over a process group before they are clipped and applied. Collective, in each window.
+
+    Args:
+        optimizer: Of stage 2 or 3.
+        group: The ranks that hold the same part of different copies.
+    """
+    finalize = optimizer.finalize_gradient_accumulation_boundary  # what engine.step() calls first (runtime/engine.py)
+
+    def finalize_averaged() -> None:
+        if hasattr(optimizer, "grad_partitions_flat_buffer"):
+            _average_parts(optimizer, group)
+            finalize()
+        else:
+            finalize()
+            _average_flat(optimizer, group)
+
+    optimizer.finalize_gradient_accumulation_boundary = finalize_averaged
+
+
+def _average_parts(optimizer: Any, group: Any) -> None:
+    """Stage 3 (runtime/zero/stage3.py)."""
+    dist.all_reduce(optimizer.grad_partitions_flat_buffer, dist.ReduceOp.AVG, group)
+    if optimizer.offload_optimizer:
+        # Only these are moved to the host; another group may have used parameters that this one has not.
+        parts = [parameter for parameters in optimizer.fp16_groups for parameter in parameters if parameter.requires_grad]
+        optimizer._offload_boundary_param_ids.update(
+            part.ds_id for part in parts if part.partition_numel() * optimizer._get_param_partition_rank(part) < part.ds_numel
+        )
+
+
+def _average_flat(optimizer: Any, group: Any) -> None:
+    """Stage 2 (runtime/zero/stage_1_and_2.py)."""
+    if not optimizer.cpu_offload:
+        for gradients in optimizer.averaged_gradients.values():
+            flat = getattr(gradients, "flat_partition", None)
+            if flat is not None:
+                dist.all_reduce(flat, dist.ReduceOp.AVG, group)
+                continue
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat, dist.ReduceOp.AVG, group)
+            for gradient, piece in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
+                gradient.copy_(piece.view_as(gradient))
+        return
+    for master, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True):
+        dist.all_reduce(master.grad, dist.ReduceOp.AVG, group)
+        for parameter in parameters:
+            number = optimizer.get_param_id(parameter)
+            _, _, start, numel = optimizer.grad_position[number]
+            optimizer.norm_for_param_grads[number] = master.grad.narrow(0, int(start), int(numel)).double().norm()
+
+
+def divide_gradients(optimizer: Any, divisor: float) -> None:
+    """Divide the gradients of ZeRO's next update, before their norm is taken; 1 switches that off again."""
+    if hasattr(optimizer, "loss_scale"):
+        optimizer.loss_scale = divisor  # divides in the update, as fp16 does; nothing multiplies the loss
+    elif divisor != 1:
+        torch._foreach_div_(optimizer.fp32_groups_gradients_flat, divisor)  # runtime/bf16_optimizer.py
+
+
+@contextmanager
+def making_every_update(optimizer: Any) -> Iterator[list[bool]]:
+    """Have ZeRO's optimizer make an update with gradients that are not finite, as plain torch does, instead of leaving it out.
+
+    All of them ask `is_invalid_grad_norm` of their own module (runtime/utils.py), stages 1 and 2 `check_overflow` before it.
+
+    Yields:
+        The answers that they would have got, as they ask; some take a norm of 1 or -1 for one that is not finite.
+    """
+    answers: list[bool] = []
+
+    def asked_in_vain(norm: Any) -> bool:
+        answers.append(asked(norm))
+        return False
+
+    module, checks = sys.modules[type(optimizer).__module__], hasattr(optimizer, "check_overflow")
+    asked = module.is_invalid_grad_norm
+    module.is_invalid_grad_norm = asked_in_vain  # type: ignore[attr-defined]
+    if checks:
+        optimizer.check_overflow = lambda partition_gradients=True: None
+    try:
+        yield answers
+    finally:
+        module.is_invalid_grad_norm = asked  # type: ignore[attr-defined]
+        if checks:
+            del optimizer.check_overflow
