@@ -71,7 +71,10 @@ class TorchClipping:
         self._max_norm: float | None = None
         self._divisor = 1.0
         self._norm = math.inf
-        internals.torch_optimizer(engine.optimizer).register_step_pre_hook(self._before_update)
+        inner = internals.torch_optimizer(engine.optimizer)
+        self._measures = inner is not engine.optimizer
+        """Whether DeepSpeed's own optimizer is around it, which takes a norm too."""
+        inner.register_step_pre_hook(self._before_update)
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
         """Remember both for the hook."""
@@ -80,7 +83,10 @@ class TorchClipping:
     def step(self) -> tuple[float, bool]:
         """What the hook found; where DeepSpeed leaves the update out, it does not run."""
         self._norm = math.inf
-        self._engine.step()
+        # DeepSpeed's norm is of gradients rounded to fp16, so that a sum beyond 65504 would be left out though it is finite in fp32.
+        # What is not finite in fp32 it still leaves out, by another check before.
+        with internals.making_every_update(self._engine.optimizer) if self._measures else nullcontext():
+            self._engine.step()
         return self._norm, math.isfinite(self._norm) or not self._skips
 
     @torch.no_grad()
