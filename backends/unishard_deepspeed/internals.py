@@ -6,9 +6,8 @@ Everything else in this package goes through DeepSpeed's documented interface.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,8 @@ __all__ = [
     "average_between_groups",
     "clear_stale_gradients",
     "divide_gradients",
-    "drop",
     "forget",
     "forget_groups",
-    "gather",
     "keeping_groups",
     "link_states_again",
     "making_every_update",
@@ -34,14 +31,12 @@ __all__ = [
     "parameter_bytes",
     "partition",
     "pieces_of_masters",
-    "reduce_last",
     "reduce_units_by_parameter",
     "set_masters",
     "torch_optimizer",
     "trained",
     "undo_first_step",
     "units",
-    "without_gathering",
     "without_own_clipping",
 ]
 
@@ -197,109 +192,6 @@ def reduce_units_by_parameter(optimizer: Any) -> None:
     for parameter in in_leaves:
         del parameter.ds_z3_leaf_module
     optimizer.create_reduce_and_remove_grad_hooks()
-
-
-def without_gathering(optimizer: Any, modules: Iterable[nn.Module]) -> None:
-    """Stage 3: take DeepSpeed's hooks off some modules, so that entering one on some ranks only is no collective.
-
-    It also compares the order of the modules that were entered between the ranks (runtime/zero/partitioned_param_coordinator.py,
-    reset_step), and records it in those hooks.
-    """
-    hooked = {id(hooks) for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)}
-    offload = optimizer.parameter_offload  # runtime/zero/parameter_offload.py
-    for handle in (*offload.forward_hooks, *offload.backward_hooks):
-        if id(handle.hooks_dict_ref()) in hooked:
-            handle.remove()
-
-
-def gather(parameters: list[nn.Parameter]) -> None:
-    """Stage 3: gather parameters; those that are gathered already stay as they are. Collective."""
-    missing = [parameter for parameter in parameters if parameter.data.numel() != parameter.ds_numel]  # type: ignore[attr-defined]
-    if missing:
-        missing[0].all_gather(missing)  # type: ignore[attr-defined]  # runtime/zero/partition_parameters.py
-
-
-def drop(parameters: list[nn.Parameter]) -> None:
-    """Stage 3: keep only this rank's part of parameters."""
-    parameters[0].partition(parameters)  # type: ignore[attr-defined]  # runtime/zero/partition_parameters.py
-
-
-def reduce_last(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Reduce the gradients of some parameters when backward has ended, in this order, zeros for those that are missing. Collective.
-
-    DeepSpeed reduces gradients in the order in which they come, so that ranks that use different parameters would add up different
-    ones. Stage 0 puts zeros itself (runtime/engine.py).
-    """
-    last = set(parameters)
-    if hasattr(optimizer, "create_reduce_and_remove_grad_hooks"):  # runtime/zero/stage3.py
-        _create_hooks(optimizer, optimizer.create_reduce_and_remove_grad_hooks, last)
-        _before(optimizer, "independent_gradient_partition_epilogue", partial(_reduce_at_stage_3, optimizer, parameters))
-        return
-    if hasattr(optimizer, "fp32_groups_has_gradients"):  # runtime/bf16_optimizer.py
-        _before(optimizer, "get_grads_for_norm", partial(_count_at_stage_1, optimizer, last))
-        return
-    if not hasattr(optimizer, "create_gradient_handling_hooks"):  # runtime/zero/stage_1_and_2.py
-        return
-    groups = {parameter: index for index, group in enumerate(optimizer.bit16_groups) for parameter in group if parameter in last}
-    if optimizer.partition_gradients:
-        _create_hooks(optimizer, optimizer.create_gradient_handling_hooks, last)
-        _before(optimizer, "independent_gradient_partition_epilogue", partial(_reduce_at_stage_2, optimizer, parameters, groups))
-    else:
-        _before(optimizer, "reduce_gradients", partial(_fill_at_stage_1, optimizer, parameters, groups))
-
-
-def _create_hooks(optimizer: Any, create: Callable[[], None], without: Iterable[nn.Parameter]) -> None:
-    """Create the hooks that reduce gradients anew, for all but some parameters."""
-    for hook in optimizer._grad_acc_hooks:
-        hook.remove()
-    optimizer._grad_acc_hooks.clear()
-    for parameter in without:
-        parameter.requires_grad_(False)
-    create()
-    for parameter in without:
-        parameter.requires_grad_(True)
-
-
-def _before(optimizer: Any, name: str, first: Callable[[], None]) -> None:
-    original = getattr(optimizer, name)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return original(*args, **kwargs)
-
-    setattr(optimizer, name, both)
-
-
-def _reduce_at_stage_3(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-            # The parameter may be in parts again, and torch compares its shape when a gradient is set.
-            parameter.grad.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=parameter.device)  # type: ignore[attr-defined]
-        optimizer.reduce_ready_partitions_and_remove_grads(parameter)
-
-
-def _count_at_stage_1(optimizer: Any, parameters: Collection[nn.Parameter]) -> None:
-    """BF16_Optimizer reduces all gradients as one buffer, but leaves those that this rank had no part in out of norm and clipping."""
-    for index, group in enumerate(optimizer.bf16_groups):
-        for position, parameter in enumerate(group):
-            if parameter in parameters:
-                optimizer.fp32_groups_has_gradients[index][position] = True
-
-
-def _fill_at_stage_1(optimizer: Any, parameters: Sequence[nn.Parameter], groups: dict[nn.Parameter, int]) -> None:
-    """All gradients are reduced at the end of a window, in the order of the parameters, those that are missing left out."""
-    for parameter in parameters:
-        if optimizer.get_gradient_for_reduction(parameter) is None:
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer.process_gradients(parameter, groups[parameter])
-
-
-def _reduce_at_stage_2(optimizer: Any, parameters: Sequence[nn.Parameter], groups: dict[nn.Parameter, int]) -> None:
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.process_gradients(parameter, groups[parameter])
 
 
 def clear_stale_gradients(optimizer: Any) -> None:

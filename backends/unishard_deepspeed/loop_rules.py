@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unishard.rules import Fit, Rule, loop
+from unishard.rules import Fit, Rule, When, idle, loop
 
-__all__ = ["LOOP"]
+__all__ = ["COMPILE", "LOOP", "RECOMPUTATION"]
 
 _TORCH_OPTIMIZER = "unishard builds the optimizer and passes it in; ZeRO hands it flat fp32 partitions, the same maths element by element"
 
@@ -32,4 +32,31 @@ LOOP: dict[str, Rule] = {
     "scheduler.warmup_steps": loop("moves once for each real update"),
     "scheduler.total_steps": loop("moves once for each real update"),
     "scheduler.min_lr_ratio": loop("part of the same formula"),
+}
+
+RECOMPUTATION: dict[str, Rule] = {
+    "activation_checkpointing": Rule(
+        Fit.EXACT,
+        "torch.utils.checkpoint.checkpoint",
+        "around `forward`, inside the engine's hooks; without reentrance, and random numbers are drawn again alike",
+    ),
+}
+
+COMPILE: dict[str, Rule] = {
+    "compile.mode": Rule(
+        Fit.EQUIVALENT,
+        "torch.compile",
+        "of each block's `forward`; DeepSpeed's hooks are not compiled, and DeepCompile is not used",
+        when=(
+            idle("none", lambda cfg: cfg.compile.mode == "none", ""),
+            When(
+                "full with full_shard",
+                lambda cfg: cfg.compile.mode == "full" and cfg.sharding.within_group == "full_shard",
+                Fit.EQUIVALENT,
+                "of the root's `forward`, with a graph break at each module that gathers; choose per_block for larger graphs",
+            ),
+            When("full", lambda cfg: cfg.compile.mode == "full", Fit.EQUIVALENT, "of the root's `forward`"),
+        ),
+    ),
+    "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
 }

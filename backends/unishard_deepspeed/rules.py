@@ -8,7 +8,7 @@ from unishard.config import Config
 from unishard.grouping import parts
 from unishard.rules import Fit, Rule, When, idle, loop
 from unishard.topology import Topology
-from unishard_deepspeed.loop_rules import LOOP
+from unishard_deepspeed.loop_rules import COMPILE, LOOP, RECOMPUTATION
 
 __all__ = ["RULES"]
 
@@ -312,11 +312,7 @@ RULES: dict[str, Rule] = {
         "prepare refuses nvme where DeepSpeed's async_io op, which needs libaio, can be neither found nor built",
         when=(idle("null", lambda cfg: cfg.offload.nvme_path is None, ""),),
     ),
-    "activation_checkpointing": Rule(
-        Fit.EXACT,
-        "torch.utils.checkpoint.checkpoint",
-        "around `forward`, inside the engine's hooks; without reentrance, and random numbers are drawn again alike",
-    ),
+    **RECOMPUTATION,
     "training.micro_batch_size": Rule(
         Fit.EXACT,
         "train_micro_batch_size_per_gpu",
@@ -402,22 +398,7 @@ RULES: dict[str, Rule] = {
     ),
     "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
     "communication.desync_timeout": loop("seconds of patience of that check"),
-    "compile.mode": Rule(
-        Fit.EQUIVALENT,
-        "torch.compile",
-        "of each block's `forward`; DeepSpeed's hooks are not compiled, and DeepCompile is not used",
-        when=(
-            idle("none", lambda cfg: cfg.compile.mode == "none", ""),
-            When(
-                "full with full_shard",
-                lambda cfg: cfg.compile.mode == "full" and _stage(cfg) == 3,
-                Fit.EQUIVALENT,
-                "of the root's `forward`, with a graph break at each module that gathers; choose per_block for larger graphs",
-            ),
-            When("full", lambda cfg: cfg.compile.mode == "full", Fit.EQUIVALENT, "of the root's `forward`"),
-        ),
-    ),
-    "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
+    **COMPILE,
     "strict": loop("decides about the report of this table"),
     "native": Rule(
         Fit.EXACT,

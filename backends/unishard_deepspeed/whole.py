@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from unishard.engine.units import Unit
-from unishard_deepspeed import internals
+from unishard_deepspeed import internals_whole
 
 __all__ = ["WholeUnits"]
 
@@ -25,19 +25,19 @@ class WholeUnits:
         """At stage 3 those in no leaf module, which DeepSpeed would gather module by module on the ranks that enter it."""
         if loose and engine.zero_optimization_stage() == 3:
             self._gathered = list(dict.fromkeys(parameter for module in loose for parameter in module.parameters()))
-            internals.without_gathering(engine.optimizer, [part for module in loose for part in module.modules()])
+            internals_whole.without_gathering(engine.optimizer, [part for module in loose for part in module.modules()])
 
     def reduce_last(self) -> None:
         """Reduce their gradients in one order on every rank, when backward ends; where one is missing it is zero."""
         if self.parameters:
-            internals.reduce_last(self._optimizer, self.parameters)
+            internals_whole.reduce_last(self._optimizer, self.parameters)
 
     def gather(self) -> None:
         """Before each forward: gather what no hook gathers."""
         if self._gathered:
-            internals.gather(self._gathered)
+            internals_whole.gather(self._gathered)
 
     def drop(self) -> None:
         """After each backward: keep this rank's part alone."""
         if self._gathered:
-            internals.drop(self._gathered)
+            internals_whole.drop(self._gathered)

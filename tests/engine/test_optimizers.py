@@ -42,7 +42,7 @@ def built(build: OptimizerBuilder, on: nn.Module) -> torch.optim.Optimizer:
         (
             {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.2},
             torch.optim.SGD,
-            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.2, "dampening": 0, "fused": True},
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.2, "dampening": 0, "fused": False},
         ),
         ({"name": "adagrad", "eps": 1e-3, "weight_decay": 0.2}, torch.optim.Adagrad, {"eps": 1e-3, "weight_decay": 0.2, "lr_decay": 0}),
         ({"name": "lion", "betas": [0.5, 0.6], "weight_decay": 0.2}, lion_pytorch.Lion, {"betas": (0.5, 0.6), "weight_decay": 0.2}),

@@ -70,7 +70,9 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
         case "adam":
             return torch.optim.Adam(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
         case "sgd":
-            return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=fuses)
+            # With momentum the fused kernel fails on a parameter that first has a gradient after others (torch 2.13, _fused_sgd).
+            fused = fuses and not cfg.momentum
+            return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=fused)
         case "adagrad":
             return torch.optim.Adagrad(groups, lr=cfg.lr, eps=cfg.eps)
         case "lion":
