@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unishard.rules import Fit, Rule, When, idle, loop
 
-__all__ = ["COMPILE", "LOOP", "RECOMPUTATION"]
+__all__ = ["COMPILE", "LOOP", "RECOMPUTATION", "WHOLE_UNITS"]
 
 _TORCH_OPTIMIZER = "unishard builds the optimizer and passes it in; ZeRO hands it flat fp32 partitions, the same maths element by element"
 
@@ -59,4 +59,28 @@ COMPILE: dict[str, Rule] = {
         ),
     ),
     "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
+}
+
+WHOLE_UNITS: dict[str, Rule] = {
+    "sharding.whole_units": Rule(
+        Fit.EXACT,
+        "none: unishard's own",
+        "where a rank did not use a parameter, it adds zeros to the average",
+        when=(
+            idle("empty", lambda cfg: not cfg.sharding.whole_units, ""),
+            When(
+                "full_shard",
+                lambda cfg: cfg.sharding.within_group == "full_shard",
+                Fit.EQUIVALENT,
+                "gathered with the leaf module around them; those in none are gathered before each forward and dropped after each "
+                "backward, without DeepSpeed's hooks; their gradients stay whole until backward ends",
+            ),
+            When(
+                "shard_grad_op",
+                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+                Fit.EQUIVALENT,
+                "their gradients stay whole until backward ends, and are then reduced in one order on every rank",
+            ),
+        ),
+    ),
 }

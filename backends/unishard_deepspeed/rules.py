@@ -8,7 +8,7 @@ from unishard.config import Config
 from unishard.grouping import parts
 from unishard.rules import Fit, Rule, When, idle, loop
 from unishard.topology import Topology
-from unishard_deepspeed.loop_rules import COMPILE, LOOP, RECOMPUTATION
+from unishard_deepspeed.loop_rules import COMPILE, LOOP, RECOMPUTATION, WHOLE_UNITS
 
 __all__ = ["RULES"]
 
@@ -186,27 +186,7 @@ RULES: dict[str, Rule] = {
         "smaller modules are not among the names",
         when=(idle("strategy is not full_shard", lambda cfg: _stage(cfg) != 3, _NOT_STAGE_3),),
     ),
-    "sharding.whole_units": Rule(
-        Fit.EXACT,
-        "none: unishard's own",
-        "where a rank did not use a parameter, it adds zeros to the average",
-        when=(
-            idle("empty", lambda cfg: not cfg.sharding.whole_units, ""),
-            When(
-                "full_shard",
-                lambda cfg: _stage(cfg) == 3,
-                Fit.EQUIVALENT,
-                "gathered with the leaf module around them; those in none are gathered before each forward and dropped after each "
-                "backward, without DeepSpeed's hooks; their gradients stay whole until backward ends",
-            ),
-            When(
-                "shard_grad_op",
-                lambda cfg: _stage(cfg) == 2,
-                Fit.EQUIVALENT,
-                "their gradients stay whole until backward ends, and are then reduced in one order on every rank",
-            ),
-        ),
-    ),
+    **WHOLE_UNITS,
     "precision.compute": Rule(
         Fit.EXACT,
         "bf16.enabled, fp16.enabled, data_types.param_dtype",
