@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
@@ -66,7 +65,7 @@ def main() -> None:
         window: list[torch.Tensor] = []
         while steps < args.steps:
             for batch in engine.batches(loader):
-                loss = engine(**without_index(batch)).loss
+                loss = engine(**batch).loss
                 engine.backward(loss)
                 window.append(loss.detach())
                 if engine.step().updated:
@@ -205,24 +204,19 @@ def split(examples: list[Example], part: float, *, seed: int) -> tuple[list[Exam
 
 
 def tensors(examples: list[Example], encode: Encode, *, length: int, label_length: int) -> list[dict[str, Any]]:
-    """Samples of one length: `input_ids`, `attention_mask`, `labels` (-100 where there is none), and the number of the example."""
+    """Samples of one length: `input_ids`, `attention_mask` and `labels` (-100 where there is none)."""
     samples = []
-    for index, (text, label) in enumerate(examples):
+    for text, label in examples:
         ids = [*encode(PREFIX + text)[: length - 1], END]
         answer = [*encode(label), END]
         samples.append(
             {
-                "index": index,
                 "input_ids": torch.tensor(ids + [PAD] * (length - len(ids))),
                 "attention_mask": torch.tensor([1] * len(ids) + [0] * (length - len(ids))),
                 "labels": torch.tensor(answer + [-100] * (label_length - len(answer))),
             }
         )
     return samples
-
-
-def without_index(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != "index"}
 
 
 # -- model --------------------------------------------------------------------------------------------------------------------------
@@ -260,17 +254,13 @@ def evaluate(engine: unishard.Engine, loader: Any) -> float:
     One forward with the right answer as the decoder's input is enough: where each token is the likeliest one after those before
     it, greedy generation would give this answer, and else another one.
     """
-    right: dict[int, bool] = {}
+    right: list[torch.Tensor] = []
     engine.eval()
     for batch in engine.batches(loader):
-        guessed, wanted = engine(**without_index(batch)).logits.argmax(-1), batch["labels"]
-        hits = ((guessed == wanted) | (wanted == -100)).all(-1)
-        right |= dict(zip(batch["index"].tolist(), hits.tolist(), strict=True))
+        guessed, wanted = engine(**batch).logits.argmax(-1), batch["labels"]
+        right.append(engine.gather_for_metrics(((guessed == wanted) | (wanted == -100)).all(-1)))
     engine.train()
-    everyone: list[dict[int, bool]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, right)
-    right = {index: hit for each in everyone for index, hit in each.items()}  # the last ranks read some examples again
-    return sum(right.values()) / len(right)
+    return torch.cat(right).float().mean().item()
 
 
 if __name__ == "__main__":
