@@ -12,7 +12,7 @@ from unishard.testing.conformance import Cell, Curve
 BACKENDS = ("fsdp", "deepspeed")
 
 
-@pytest.mark.parametrize("cell", conformance.cells(), ids=str)
+@pytest.mark.parametrize("cell", conformance.suite(), ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_property):
     answer = conformance.measure(backend, cell)
