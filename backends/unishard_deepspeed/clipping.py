@@ -85,6 +85,7 @@ class TorchClipping:
         self._norm = math.inf
         # DeepSpeed's norm is of gradients rounded to fp16, so that a sum beyond 65504 would be left out though it is finite in fp32.
         # What is not finite in fp32 it still leaves out, by another check before.
+        internals.give_wide_gradients(self._engine.optimizer)
         with internals.making_every_update(self._engine.optimizer) if self._measures else nullcontext():
             self._engine.step()
         return self._norm, math.isfinite(self._norm) or not self._skips

@@ -37,7 +37,8 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         self._unused = Unused(engine.optimizer, device)
         self._forward_is_collective = engine.zero_optimization_stage() == 3
         # Before DeepSpeed's own hooks on the outputs, which some stages fail in when a backward is not the engine's.
-        self._output_hook = engine.module.register_forward_hook(self._watch_early)
+        # A function, not a method: copying the model, as for an average of its weights, must not copy the engine.
+        self._output_hook = engine.module.register_forward_hook(lambda module, args, output: self._watch_early(module, output))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._whole.gather()
@@ -46,8 +47,9 @@ class DeepSpeedTrainingEngine(TrainingEngine):
     def _watch(self, output: Any) -> None:
         """Done by a hook on the model."""
 
-    def _watch_early(self, module: nn.Module, args: Any, output: Any) -> None:
-        super()._watch(output)
+    def _watch_early(self, module: nn.Module, output: Any) -> None:
+        if module is self._module:  # and no copy of it
+            super()._watch(output)
 
     def _backward(self, loss: Tensor) -> None:
         # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss itself by the accumulation steps,

@@ -62,8 +62,8 @@ def other_global_batch(backend):
     prepare(config(backend, training={"gradient_accumulation_steps": 3, "global_batch_size": 16}))
 
 
-def low_precision_model(backend):
-    unishard.prepare(mlp().bfloat16(), config(backend))
+def double_precision_model(backend):
+    unishard.prepare(mlp().double(), config(backend))
 
 
 def optimizer_given_twice(backend):
@@ -165,7 +165,7 @@ REFUSED = {
         "training.global_batch_size",
         "is 16, but micro_batch_size 2 x gradient_accumulation_steps 3 x 2 ranks is 12",
     ),
-    low_precision_model: ("ModelError", "trainable parameters must be fp32", "call model.float()"),
+    double_precision_model: ("ModelError", "trainable parameters must be fp32, bf16 or fp16", "call model.float()"),
     optimizer_given_twice: ("ConfigError", "optimizer: is in the config, and prepare was given one as well; remove one of the two"),
     wrapped_already: ("ModelError", "DistributedDataParallel is wrapped already; pass the module inside, model.module"),
     prepared_twice: ("ModelError", "this Mlp has been prepared before; build the model anew"),

@@ -25,7 +25,13 @@ from unishard_deepspeed.internals.units import (
     units,
     without_gathering,
 )
-from unishard_deepspeed.internals.updates import average_between_groups, clear_stale_gradients, divide_gradients, making_every_update
+from unishard_deepspeed.internals.updates import (
+    average_between_groups,
+    clear_stale_gradients,
+    divide_gradients,
+    give_wide_gradients,
+    making_every_update,
+)
 
 __all__ = [
     "accumulate_in_fp32",
@@ -37,6 +43,7 @@ __all__ = [
     "forget",
     "forget_groups",
     "gather",
+    "give_wide_gradients",
     "keeping_groups",
     "link_states_again",
     "making_every_update",

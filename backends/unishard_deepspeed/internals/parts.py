@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from unishard.engine.parts import Part
 from unishard_deepspeed.internals.masters import replicated_masters
+from unishard_deepspeed.internals.updates import give_wide_gradients
 
 __all__ = [
     "already_reduced",
@@ -44,6 +45,7 @@ def reduce_gradients(engine: Any) -> None:
         if engine.zero_optimization_partition_gradients():
             engine.optimizer.finalize_gradient_accumulation_boundary()
         else:
+            give_wide_gradients(engine.optimizer)
             engine.allreduce_gradients()
     finally:
         engine._running_engine_step = False

@@ -14,6 +14,7 @@ __all__ = [
     "average_between_groups",
     "clear_stale_gradients",
     "divide_gradients",
+    "give_wide_gradients",
     "making_every_update",
 ]
 
@@ -75,6 +76,17 @@ def _average_flat(optimizer: Any, group: Any) -> None:
             number = optimizer.get_param_id(parameter)
             _, _, start, numel = optimizer.grad_position[number]
             optimizer.norm_for_param_grads[number] = master.grad.narrow(0, int(start), int(numel)).double().norm()
+
+
+def give_wide_gradients(optimizer: Any) -> None:
+    """Stage 0 with masters: give parameters without a gradient one of zeros, in the format in which theirs are added up.
+
+    DeepSpeed would make it in the parameter's own format, which torch then refuses (runtime/engine.py, _get_gradients_for_reduction).
+    """
+    for group in getattr(optimizer, "fp16_groups", []) if hasattr(optimizer, "fp32_groups") else []:
+        for parameter in group:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def divide_gradients(optimizer: Any, divisor: float) -> None:
