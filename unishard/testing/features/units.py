@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from unishard.testing.cells import Feature
 from unishard.testing.models import Output, TestModel
-from unishard.testing.tolerances import Gap, Tolerance
 
 __all__ = ["FEATURES", "Expert", "Mixture", "Pictures", "Tower"]
 
@@ -124,22 +123,17 @@ def _sample(index: int) -> dict[str, Tensor]:
     return {"x": x, "labels": x[:_CLASSES].argmax(), "picture": torch.tensor(int(index // 2 % 5 == 0))}
 
 
-_STAGE_0 = Tolerance(1e-3, 1e-2, 1e-3, 1e-2, "ZeRO stage 0 in bf16 reduces and accumulates gradients in bf16, and no setting raises that")
-_STAGE_0_SOURCE = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/fp16/unfused_optimizer.py"
-
 FEATURES = (
     Feature(
         "routed_experts",
         "ranks route their samples to different experts, which are whole units",
         {"sharding": {"whole_units": ["Expert"]}},
         models={"mixture": TestModel(_mixture, _sample)},
-        gaps=(Gap("deepspeed", "mixture", "no_shard", "bf16", _STAGE_0, _STAGE_0_SOURCE),),
     ),
     Feature(
         "skipped_tower",
         "some ranks, and in some updates all, leave out a tower that is a whole unit",
         {"sharding": {"whole_units": ["Tower"]}},
         models={"pictures": TestModel(_pictures, _sample)},
-        gaps=(Gap("deepspeed", "pictures", "no_shard", "bf16", _STAGE_0, _STAGE_0_SOURCE),),
     ),
 )
