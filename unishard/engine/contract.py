@@ -362,7 +362,7 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
 
     def _enter(self, call: str, detail: str = "") -> None:
         """Before the collectives of a call: raise on every rank where another one is elsewhere. Collective."""
-        if self._desync is None:
+        if self._desync is None or not desync.samples(self._updates):
             return
         if self._module.training:
             where = f"update {self._updates + 1}, micro-batch {self._micro_batch + 1} of {self._window}"

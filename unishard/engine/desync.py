@@ -23,7 +23,7 @@ from unishard.engine.places import Places, describe
 from unishard.engine.watch import watch
 from unishard.errors import RankMismatchError
 
-__all__ = ["DesyncCheck", "Member", "join", "meet"]
+__all__ = ["DesyncCheck", "Member", "join", "meet", "samples"]
 
 LATE = timedelta(minutes=30)
 """How long a rank may be late outside the library; torch's own default for a collective of gloo."""
@@ -31,6 +31,8 @@ _RADIX = 8
 """Up to as many ranks talk to each other directly; with more, in log(ranks) rounds."""
 _ANSWER = 3.0
 """Seconds to wait for another rank to say where it is."""
+_EVERY = 10
+"""Updates between two that are checked, and those at the start that all are."""
 _ABSENT = 2**40
 """A digest that no call has: who gets it raises."""
 
@@ -76,6 +78,17 @@ def meet(place: str) -> None:
     """Check a call that belongs to no engine, if there has been one in this process group. Collective."""
     if _current is not None and _current.world is dist.group.WORLD:
         _current.enter(f"is in {place}")
+
+
+def samples(updates: int) -> bool:
+    """Whether the calls around an update are checked: all of the first ones, where loops go wrong mostly, then every tenth.
+
+    Waking another process costs about a millisecond on a busy machine, which is too much for every call of a short step.
+
+    Args:
+        updates: Accumulation windows that an engine has ended, the same on every rank.
+    """
+    return updates < _EVERY or updates % _EVERY == 0
 
 
 def join(cfg: Communication) -> Member | None:
