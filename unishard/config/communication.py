@@ -19,8 +19,8 @@ class Communication(Section):
     overlap: bool = Field(default=True)
     """Whether gradients are reduced while backward goes on, where the engine leaves the choice."""
     desync_check: bool = Field(default=True)
-    """Whether the ranks compare notes before each collective call of an engine, so that different calls are one error that names
-    who is where, and no hang."""
+    """Whether the ranks compare notes before an engine's collective calls, in the first ten updates and in every tenth, so that
+    different calls are one error that names who is where, and no hang."""
     desync_timeout: float = Field(default=10.0, gt=0, le=1800)
     """Seconds within which that error comes. A rank that is only late, outside unishard, is named in a warning after them and
     waited for."""
