@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,12 +19,20 @@ from unishard.testing.conformance import Deviation, Refusal
 from unishard.testing.features import AREAS, FEATURES
 from unishard.testing.tolerances import TOLERANCES, Tolerance
 
-__all__ = ["BACKENDS", "Figures", "page", "write"]
+__all__ = ["BACKENDS", "Failure", "Figures", "page", "write"]
 
 BACKENDS = ("fsdp", "deepspeed")
 _FIELDS = ("first_losses", "losses", "first_norm", "norms")
 
-Figures = Mapping[tuple[str, Cell], Deviation | Refusal]
+
+class Failure(NamedTuple):
+    """What stands in a cell whose engine broke, so that the other cells' figures are not lost."""
+
+    message: str
+
+
+Answer = Deviation | Refusal | Failure
+Figures = Mapping[tuple[str, Cell], Answer]
 """What each backend does in each cell."""
 
 
@@ -31,17 +40,28 @@ def write(path: Path) -> None:
     """Measure every cell on CPU ranks, or on CUDA ones where there are such, and write the page.
 
     Raises:
-        AssertionError: An engine failed in a cell.
+        AssertionError: An engine failed in some cells; the page is written all the same and says in which.
     """
-    path.write_text(page(dict(_measured())), encoding="utf-8")
+    figures = dict(_measured())
+    path.write_text(page(figures), encoding="utf-8")
+    broken = [f"{backend}, {cell}: {answer.message}" for (backend, cell), answer in figures.items() if isinstance(answer, Failure)]
+    if broken:
+        raise AssertionError("\n".join(broken))
 
 
-def _measured() -> Iterator[tuple[tuple[str, Cell], Deviation | Refusal]]:
+def _measured() -> Iterator[tuple[tuple[str, Cell], Answer]]:
     for backend in BACKENDS:
         for cell in conformance.cells():
-            answer = conformance.measure(backend, cell)
-            yield (backend, cell), answer if isinstance(answer, Refusal) else conformance.compare(answer, conformance.expected(cell))
+            yield (backend, cell), _answer(backend, cell)
         sys.stderr.write(f"{backend}: {len(conformance.cells())} cells\n")
+
+
+def _answer(backend: str, cell: Cell) -> Answer:
+    try:
+        answer = conformance.measure(backend, cell)
+        return answer if isinstance(answer, Refusal) else conformance.compare(answer, conformance.expected(cell))
+    except AssertionError as failure:
+        return Failure(str(failure).strip())
 
 
 def page(figures: Figures) -> str:
@@ -124,11 +144,13 @@ def _area(area: str, figures: Figures) -> Iterator[str]:
     yield "\n".join(_row(cell, [figures[backend, cell] for backend in BACKENDS]) for cell in cells) + "\n"
 
 
-def _row(cell: Cell, answers: Sequence[Deviation | Refusal]) -> str:
+def _row(cell: Cell, answers: Sequence[Answer]) -> str:
     return f"| {cell} | " + " | ".join(_shown(answer) for answer in answers) + " |"
 
 
-def _shown(answer: Deviation | Refusal) -> str:
+def _shown(answer: Answer) -> str:
+    if isinstance(answer, Failure):
+        return "FAILED"
     if isinstance(answer, Refusal):
         return "refused: " + " ".join(answer.reason.split(": ", 1)[-1].split()).replace("|", "\\|")
     return " / ".join(f"{getattr(answer, field):.0e}" for field in _FIELDS)
