@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from unishard.config import Config
+from unishard.meanings import Entry, Expressed, Expression, Key
 from unishard.rules import Rule, Translation
 from unishard.topology import Topology
 
@@ -212,6 +213,39 @@ class Backend(Protocol):
 
         Raises:
             ConfigError: `native.<name>` holds a key that the engine does not know, or one that a field decides.
+        """
+        ...
+
+    @property
+    def keys(self) -> Mapping[str, Key]:
+        """The engine's own arguments, dotted, and what each says in the config's words."""
+        ...
+
+    @property
+    def expressions(self) -> Mapping[str, Expression]:
+        """How a training script without unishard hands each field to the engine: one row for each leaf of `Config`, in its order."""
+        ...
+
+    def parse(
+        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
+    ) -> list[Entry]:
+        """What the engine's own arguments say, one entry for each; the inverse of `arguments`. Pure.
+
+        Args:
+            native: What a training script without unishard hands to the engine, as nested mappings.
+            defaults: What a tool around the engine assumes where `native` is silent, by dotted key; the engine's own defaults count
+                for the rest.
+            topology: The ranks, where they are known.
+        """
+        ...
+
+    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+        """What a training script without unishard hands to the engine for the same training. Pure.
+
+        Args:
+            cfg: What to run; `native.<name>` is merged last.
+            topology: The ranks.
+            undecided: Fields that the training script decides; their value in `cfg` only fills their place.
         """
         ...
 

@@ -23,7 +23,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.loading.findings import Finding
 from unishard.loading.origins import Keys, Origins, Place
 
-__all__ = ["Document", "from_file", "from_mapping", "from_text"]
+__all__ = ["Document", "from_file", "from_mapping", "from_text", "text_of"]
 
 _LARGEST = 2**20
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
@@ -64,7 +64,7 @@ def from_file(path: Path) -> Document:
     Raises:
         ConfigError: The file cannot be read, or is not a YAML mapping.
     """
-    document = from_text(_text(path), str(path))
+    document = from_text(text_of(path), str(path))
     if document.data is None:
         raise _whole(path, "is empty; write at least 'backend: fsdp'")
     if not isinstance(document.data, dict):
@@ -73,8 +73,13 @@ def from_file(path: Path) -> Document:
     return document
 
 
-def from_text(text: str, name: str) -> Document:
+def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
     """A document in YAML; its data may be any value.
+
+    Args:
+        text: YAML, or JSON, which YAML 1.2 holds.
+        name: Of the file, for messages.
+        foreign: Whether it is another tool's, which may merge mappings (`<<`) and hold variables.
 
     Raises:
         ConfigError: The text is not YAML.
@@ -84,7 +89,7 @@ def from_text(text: str, name: str) -> Document:
     try:
         node = yaml.compose(text)
         if node is not None:
-            document.data = _Builder(yaml, name, document).build(node, ())
+            document.data = _Builder(yaml, name, document, foreign).build(node, ())
     except MarkedYAMLError as error:
         raise _broken(error, name) from None
     except ReaderError as error:
@@ -95,7 +100,12 @@ def from_text(text: str, name: str) -> Document:
     return document
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a config file.
+
+    Raises:
+        ConfigError: There is none, or it is no text.
+    """
     content = _bytes(path)
     if len(content) > _LARGEST:
         raise _whole(path, f"is larger than {_LARGEST} bytes, which no config is; name a YAML file")
@@ -138,9 +148,9 @@ def _broken(error: MarkedYAMLError, name: str) -> ConfigError:
 class _Builder:
     """Builds plain values from YAML's nodes and notes their lines."""
 
-    def __init__(self, yaml: YAML, name: str, document: Document) -> None:
+    def __init__(self, yaml: YAML, name: str, document: Document, foreign: bool) -> None:
         self._constructor = yaml.constructor
-        self._name, self._document = name, document
+        self._name, self._document, self._foreign = name, document, foreign
         self._open: list[Node] = []
 
     def build(self, node: Node, keys: Keys) -> Any:
@@ -160,21 +170,32 @@ class _Builder:
 
     def _mapping(self, node: MappingNode, keys: Keys) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
                 self._find(keys, "has a key that is not text; write 'field: value' lines", key_node)
                 continue
             key, here = key_node.value, (*keys, key_node.value)
-            if key_node.tag == f"{_TAG}merge":
+            if key_node.tag == f"{_TAG}merge" and self._foreign:
+                merged |= self._merged(value_node, keys)
+            elif key_node.tag == f"{_TAG}merge":
                 self._find(here, "merge keys are not part of YAML 1.2; write the fields out", key_node)
             elif key in found:
                 self._find(here, f"is written twice, first on line {self._document.origins.of(here).line}; keep one of the two", key_node)
             else:
                 self._document.origins.add(here, self._place(key_node))
                 found[key] = self.build(value_node, here)
-        return found
+        return merged | found
+
+    def _merged(self, node: Node, keys: Keys) -> dict[str, Any]:
+        """What a merge key brings; of several mappings the first counts."""
+        parts = node.value if isinstance(node, SequenceNode) else [node]
+        found = [self.build(part, keys) for part in reversed(parts)]
+        return {key: value for part in found if isinstance(part, dict) for key, value in part.items()}
 
     def _scalar(self, node: ScalarNode, keys: Keys) -> Any:
+        if str(node.tag) in _TEXT and self._foreign:
+            return node.value
         if str(node.tag) in _TEXT:
             return _checked(node.value, keys, self._document.findings, self._place(node))
         if str(node.tag) not in _TYPED:
@@ -183,7 +204,7 @@ class _Builder:
             value = self._constructor.construct_object(node)
         except (ValueError, ArithmeticError):
             return self._find(keys, f"cannot be read as a number: {node.value[:40]!r}; write digits", node)
-        return _checked(value, keys, self._document.findings, self._place(node))
+        return value if self._foreign else _checked(value, keys, self._document.findings, self._place(node))
 
     def _tagged(self, node: Node, keys: Keys) -> None:
         self._find(keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!')}, which has no meaning here; remove it", node)

@@ -1,0 +1,154 @@
+"""Which formats there are, and which of them a document is in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
+
+from unishard.errors import ConfigError, Problem
+from unishard.formats.format import Format
+from unishard.formats.source import Source
+
+__all__ = ["NAMES", "get", "recognise"]
+
+_SIGNS: Mapping[str, Mapping[str, int]] = {
+    "unishard": {
+        "backend": 3,
+        "sharding": 3,
+        "offload": 1,
+        "precision": 1,
+        "activation_checkpointing": 1,
+        "native": 3,
+        "training": 1,
+        "communication": 2,
+    },
+    "deepspeed": {
+        "zero_optimization": 3,
+        "train_micro_batch_size_per_gpu": 3,
+        "train_batch_size": 2,
+        "zero_allow_untested_optimizer": 3,
+        "steps_per_print": 2,
+        "wall_clock_breakdown": 2,
+        "fp16": 1,
+        "bf16": 1,
+        "bfloat16": 1,
+        "gradient_clipping": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": 1,
+        "scheduler": 1,
+        "compression_training": 2,
+        "autotuning": 2,
+        "data_efficiency": 2,
+        "aio": 2,
+    },
+    "accelerate": {
+        "distributed_type": 4,
+        "compute_environment": 4,
+        "fsdp_config": 1,
+        "deepspeed_config": 3,
+        "parallelism_config": 3,
+        "num_machines": 2,
+        "machine_rank": 2,
+        "main_training_function": 3,
+        "mixed_precision": 1,
+        "num_processes": 2,
+        "downcast_bf16": 3,
+    },
+    "hf": {
+        "per_device_train_batch_size": 5,
+        "per_device_eval_batch_size": 3,
+        "learning_rate": 1,
+        "lr_scheduler_type": 2,
+        "num_train_epochs": 2,
+        "output_dir": 1,
+        "fsdp": 1,
+        "fsdp_config": 1,
+        "deepspeed": 1,
+        "max_grad_norm": 1,
+        "gradient_accumulation_steps": 1,
+    },
+    "lightning": {
+        "strategy": 4,
+        "accelerator": 2,
+        "devices": 2,
+        "num_nodes": 1,
+        "trainer": 5,
+        "accumulate_grad_batches": 4,
+        "class_path": 4,
+    },
+    "axolotl": {
+        "base_model": 5,
+        "sequence_len": 4,
+        "micro_batch_size": 3,
+        "datasets": 3,
+        "val_set_size": 3,
+        "adapter": 2,
+        "deepspeed": 1,
+        "fsdp": 1,
+        "fsdp_config": 1,
+        "learning_rate": 1,
+        "num_epochs": 2,
+    },
+    "composer": {
+        "max_seq_len": 2,
+        "device_train_microbatch_size": 5,
+        "global_train_batch_size": 5,
+        "device_eval_batch_size": 4,
+        "max_duration": 4,
+        "train_loader": 4,
+        "fsdp_config": 1,
+        "run_name": 1,
+        "parallelism_config": 1,
+        "callbacks": 2,
+        "algorithms": 2,
+        "loggers": 2,
+    },
+    "torchtitan": {"parallelism": 5, "job": 3, "training": 2, "lr_scheduler": 3, "activation_checkpoint": 3, "optimizer": 1, "model": 1},
+}
+"""Top-level keys that speak for a format, and how loudly. A format with the largest sum is the one."""
+
+NAMES = tuple(_SIGNS)
+"""The formats, by the word after `--from` and `--to`."""
+
+
+@cache
+def get(name: str) -> Format:
+    """The format of this name.
+
+    Raises:
+        ConfigError: There is no such format.
+    """
+    if name not in NAMES:
+        near = get_close_matches(name, NAMES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}"
+        raise ConfigError([Problem("", f"no format named {name!r}; {hint}")])
+    return cast(Format, import_module(f"unishard.formats.{name}").FORMAT)
+
+
+def recognise(source: Source) -> Format:
+    """The format that a document is in, from its keys.
+
+    Raises:
+        ConfigError: It is in none of them.
+    """
+    loudness = {name: _loudness(signs, source.data) for name, signs in _SIGNS.items()}
+    best = max(loudness, key=lambda name: loudness[name])
+    if not loudness[best]:
+        keys = ", ".join(map(str, list(source.data)[:5])) or "none"
+        raise ConfigError(
+            [
+                Problem(
+                    "",
+                    f"is in no format that unishard knows (its keys: {keys}); name it with --from, one of {', '.join(NAMES)}",
+                    source.name,
+                )
+            ]
+        )
+    return get(best)
+
+
+def _loudness(signs: Mapping[str, int], data: Mapping[str, Any]) -> int:
+    return sum(weight for key, weight in signs.items() if key in data)

@@ -1,0 +1,59 @@
+"""What a format of a tool offers: tables, a reader and a writer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from unishard.formats.reading import Reading
+from unishard.formats.source import Source
+from unishard.meanings import Expressed, Expression, Key
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["Format"]
+
+
+class Format(Protocol):
+    """A format of config files. Stateless; importing it imports neither torch nor the tool."""
+
+    @property
+    def name(self) -> str:
+        """The word after `--from` and `--to`."""
+        ...
+
+    @property
+    def tool(self) -> str:
+        """Who reads such files, with the version that the tables describe, such as `Accelerate 1.15.0`."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """Of its files, such as `.yaml`."""
+        ...
+
+    @property
+    def keys(self) -> Mapping[str, Key]:
+        """Its own keys, dotted; those that it hands on to an engine stand in that engine's table."""
+        ...
+
+    @property
+    def expressions(self) -> Mapping[str, Expression]:
+        """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
+        ...
+
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+        """What a document says. Pure but for files that the document names.
+
+        Raises:
+            ConfigError: An override cannot be used, or a file that the document names cannot be read.
+        """
+        ...
+
+    def write(self, reading: Reading, topology: Topology) -> Expressed:
+        """The document that says `reading.config`, and what became of each field. Pure."""
+        ...
+
+    def render(self, document: Native, reading: Reading) -> str:
+        """The text of a document."""
+        ...

@@ -1,0 +1,158 @@
+"""From a document in one format to a document in another, with one line for each key of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unishard.formats import catalog
+from unishard.formats.format import Format
+from unishard.formats.reading import Reading
+from unishard.formats.source import open_source
+from unishard.meanings import Entry, Expressed, Verdict, Word
+from unishard.rules import Native, merge
+from unishard.topology import Topology
+
+__all__ = ["Item", "Outcome", "read", "translate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+    becomes: str
+    """What says it in the other format, in words; empty where nothing does."""
+    note: str
+    line: int | None
+    """Of the key in its file."""
+    assumed: bool
+    """Whether the document does not have the key, and its tool assumes this value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A translated document, and what became of each key."""
+
+    reading: Reading
+    to: str
+    """The format."""
+    items: tuple[Item, ...]
+    document: Native
+    text: str
+    """The document as a file holds it."""
+    warnings: tuple[str, ...]
+
+    def of(self, verdict: Verdict) -> list[Item]:
+        """The items with this verdict."""
+        return [item for item in self.items if item.verdict is verdict]
+
+    def status(self, *, strict: bool) -> int:
+        """Exit status: 1 if something is refused, 2 if something is approximate under `strict`, else 0."""
+        if self.of(Verdict.REFUSED):
+            return 1
+        return 2 if strict and self.of(Verdict.APPROXIMATE) else 0
+
+
+def read(
+    source: str | Path | Mapping[str, Any],
+    from_: str | None = None,
+    overrides: Iterable[str] = (),
+    topology: Topology | None = None,
+) -> Reading:
+    """What a config of any tool says.
+
+    Args:
+        source: Path of a YAML, JSON or TOML file, or what one would hold.
+        from_: Name of its format; left out, it is recognised from its keys.
+        overrides: Changes on top, such as `training.micro_batch_size=4`.
+        topology: The ranks; left out, those that the document speaks of.
+
+    Raises:
+        ConfigError: The file cannot be read, is in no known format, or an override cannot be used.
+    """
+    opened = open_source(source)
+    format_ = catalog.get(from_) if from_ else catalog.recognise(opened)
+    return format_.read(opened, tuple(overrides), topology)
+
+
+def translate(
+    source: str | Path | Mapping[str, Any],
+    to: str,
+    *,
+    from_: str | None = None,
+    overrides: Iterable[str] = (),
+    topology: Topology | None = None,
+) -> Outcome:
+    """Translate a config of any tool into the format of another. Imports neither torch nor an engine.
+
+    Args:
+        source: Path of a YAML, JSON or TOML file, or what one would hold.
+        to: Name of the format to write.
+        from_: Name of the source's format; left out, it is recognised from its keys.
+        overrides: Changes on top, such as `backend=fsdp`; they also decide what only the training script knows.
+        topology: The ranks; left out, those that the document speaks of, or one.
+
+    Returns:
+        The document and one item for each key of the source. What cannot be had stands among the items as refused.
+
+    Raises:
+        ConfigError: The file cannot be read, is in no known format, or an override cannot be used.
+    """
+    target = catalog.get(to)
+    reading = read(source, from_, overrides, topology)
+    expressed = target.write(reading, topology or reading.topology or Topology())
+    items = tuple(_item(entry, reading, target, expressed) for entry in reading.entries)
+    document = merge(expressed.document, _kept(reading) if reading.format == to else {})
+    return Outcome(reading, to, items, document, target.render(document, reading), reading.source.warnings)
+
+
+def _kept(reading: Reading) -> Native:
+    """The keys that concern nothing but the document's own tool."""
+    kept: Native = {}
+    for entry in reading.entries:
+        if entry.meaning.kept and not entry.assumed:
+            value = entry.value
+            for name in reversed(entry.path):
+                value = {name: value}
+            kept = merge(kept, value)
+    return kept
+
+
+def _item(entry: Entry, reading: Reading, target: Format, expressed: Expressed) -> Item:
+    word = _word(entry, reading, target, expressed)
+    line = None if entry.assumed else reading.source.origins.of(entry.path).line
+    return Item(entry.key, entry.value, word.verdict, word.key, word.note, line, entry.assumed)
+
+
+def _word(entry: Entry, reading: Reading, target: Format, expressed: Expressed) -> Word:
+    meaning = entry.meaning
+    if meaning.verdict is Verdict.REFUSED:
+        return Word(Verdict.REFUSED, "", meaning.note)
+    if meaning.kept and reading.format == target.name and not meaning.fields:
+        return Word(Verdict.EXACT, entry.key, "kept")
+    if meaning.native and all(key.partition(".")[0] == reading.config.backend for key in meaning.native):
+        return Word(Verdict.EXACT, ", ".join(f"native.{key}" for key in meaning.native), "")
+    if not meaning.fields:
+        return Word(meaning.verdict, "", meaning.note)
+    return _worst(entry, reading, expressed)
+
+
+def _worst(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
+    """Of what the key means and what the other format makes of it, the worse."""
+    undecided = any(field in reading.undecided for field in entry.meaning.fields)
+    own = Verdict.EXACT if entry.meaning.verdict is Verdict.UNDECIDED and not undecided else entry.meaning.verdict
+    words = [expressed.words[field] for field in entry.meaning.fields if field in expressed.words]
+    said = max((word.verdict for word in words), key=lambda verdict: verdict.badness, default=Verdict.EXACT)
+    if own is Verdict.UNDECIDED:
+        # Whether it must be decided now is the other format's to say.
+        verdict, notes = said, []
+    else:
+        verdict, notes = max(own, said, key=lambda verdict: verdict.badness), [entry.meaning.note] if own is not Verdict.EXACT else []
+    notes += [word.note for word in words if word.note and word.verdict is not Verdict.EXACT] if said is not Verdict.EXACT else []
+    becomes = ", ".join(dict.fromkeys(word.key for word in words if word.key))
+    return Word(verdict, becomes, "; ".join(dict.fromkeys(filter(None, notes))))

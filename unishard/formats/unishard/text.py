@@ -1,0 +1,54 @@
+"""A unishard file as text, with comments for the people who will read it."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+from unishard.formats.reading import Reading
+from unishard.rules import Native
+
+__all__ = ["text_of"]
+
+_SCRIPTS = ("training.micro_batch_size", "optimizer.name", "optimizer.lr", "scheduler.name")
+"""What tools leave to the training script when their config does not say it."""
+
+
+def text_of(document: Native, reading: Reading) -> str:
+    """YAML of the document, with a comment wherever a decision is needed, and a header that names what was left to the script."""
+    commented = _commented(document)
+    for path, undecided in reading.undecided.items():
+        *above, name = path.split(".")
+        section: Any = commented
+        for key in above:
+            section = section[key]
+        section.yaml_add_eol_comment(f"needs your decision: the value comes from {undecided.who}", name)
+    yaml = YAML()
+    yaml.width = 140
+    out = StringIO()
+    out.write(_header(reading))
+    yaml.dump(commented, out)
+    return out.getvalue()
+
+
+def _header(reading: Reading) -> str:
+    left = [path for path in _SCRIPTS if path not in reading.decided]
+    if reading.format == "unishard" or not left:
+        return ""
+    return (
+        f"# Not said by the {reading.format} config, since the training script decides it there: {', '.join(left)}.\n"
+        "# Write them here, or hand the optimizer to unishard.prepare; otherwise the defaults hold.\n"
+    )
+
+
+def _commented(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, dict):
+        return CommentedMap({key: _commented(item, depth + 1) for key, item in value.items()})
+    if isinstance(value, list):
+        items = CommentedSeq([_commented(item, depth + 1) for item in value])
+        items.fa.set_flow_style()
+        return items
+    return value
