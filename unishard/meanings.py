@@ -7,7 +7,7 @@ document formats that wrap an engine's arguments add theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import StrEnum
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unishard.config import Config
 from unishard.rules import Fit, Native, flat, merge, nested
 from unishard.topology import Topology
+from unishard.wording import shown
 
 __all__ = [
     "AUTO",
@@ -183,32 +184,55 @@ def interpret(
         defaults: What a tool around this one assumes, by dotted key; counts more than `Key.silent`.
         topology: The ranks.
     """
-    values = dict(_values(keys, document))
+    blocks = _blocks(keys)
+    values = dict(_values(keys, blocks, document))
     assumed = {key: row.silent for key, row in keys.items() if row.silent is not NOTHING} | dict(defaults or {})
-    given = Given({".".join(path): value for path, value in values.items()}, assumed, topology)
+    given = Given({key: value for path, value in values.items() if (key := _key(path))}, assumed, topology)
     entries = []
     for path, value in values.items():
-        key = ".".join(path)
+        key = _key(path)
         if key in keys:
-            entries.append(Entry(path, value, _read(keys[key], value, given)))
+            meaning = _read(keys[key], value, given)
+        elif key in blocks:
+            meaning = _not_a_block(key, value, keys)
         else:
-            overlooked = ignores_unknown(key) if callable(ignores_unknown) else ignores_unknown
-            entries.append(Entry(path, value, _unknown(key, keys, tool, overlooked)))
+            name = ".".join(path)
+            overlooked = ignores_unknown(name) if callable(ignores_unknown) else ignores_unknown
+            meaning = _unknown(name, keys, tool, overlooked)
+        entries.append(Entry(path, value, meaning))
     for key, value in assumed.items():
         if key not in given and key in keys:
             entries.append(Entry(tuple(key.split(".")), value, _read(keys[key], value, given), assumed=True))
     return entries
 
 
-def _values(keys: Mapping[str, Key], document: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _key(path: Path) -> str:
+    """The dotted key of a path; empty for one with a dot in a name, which no row has."""
+    return "" if any("." in name for name in path) else ".".join(path)
+
+
+def _blocks(keys: Iterable[str]) -> frozenset[str]:
+    """The dotted keys below which rows lie."""
+    return frozenset(key[:at] for key in keys for at, character in enumerate(key) if character == ".")
+
+
+def _values(keys: Mapping[str, Key], blocks: Collection[str], document: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
     for name, value in document.items():
         path = (*above, str(name))
-        prefix = ".".join(path)
-        block = any(key.startswith(f"{prefix}.") for key in keys) or prefix not in keys
-        if isinstance(value, Mapping) and value and block:
-            yield from _values(keys, value, path)
+        key = _key(path)
+        if isinstance(value, Mapping) and value and (key in blocks or key not in keys):
+            yield from _values(keys, blocks, value, path)
         else:
             yield path, value
+
+
+def _not_a_block(key: str, value: Any, keys: Mapping[str, Key]) -> Meaning:
+    """What is said by a key below which others belong, and where there are none."""
+    if value is None or value == {}:
+        return Meaning(Verdict.DROPPED, "holds nothing", kept=True)
+    below = list(dict.fromkeys(other.removeprefix(f"{key}.").partition(".")[0] for other in keys if other.startswith(f"{key}.")))
+    known = ", ".join(below[:4]) + (", ..." if below[4:] else "")
+    return Meaning(Verdict.REFUSED, f"must be a mapping of keys ({known}), got {shown(value)}; write them below it")
 
 
 def _read(row: Key, value: Any, given: Given) -> Meaning:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -18,41 +18,60 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
     "unishard": {
         "backend": 3,
         "sharding": 3,
-        "offload": 1,
-        "precision": 1,
+        "offload": 2,
+        "precision.compute": 3,
         "activation_checkpointing": 1,
         "native": 3,
         "training": 1,
+        "training.micro_batch_size": 3,
+        "training.gradient_clipping": 3,
+        "optimizer.name": 1,
+        "scheduler.name": 1,
         "communication": 2,
+        "strict": 1,
     },
     "deepspeed": {
         "zero_optimization": 3,
         "train_micro_batch_size_per_gpu": 3,
-        "train_batch_size": 2,
+        "train_batch_size": 3,
         "zero_allow_untested_optimizer": 3,
+        "zero_force_ds_cpu_optimizer": 3,
         "steps_per_print": 2,
         "wall_clock_breakdown": 2,
         "fp16": 1,
         "bf16": 1,
-        "bfloat16": 1,
-        "gradient_clipping": 1,
+        "fp16.enabled": 2,
+        "bf16.enabled": 2,
+        "bfloat16": 2,
+        "gradient_clipping": 2,
         "gradient_accumulation_steps": 1,
         "optimizer": 1,
+        "optimizer.type": 2,
+        "optimizer.params": 2,
         "scheduler": 1,
+        "scheduler.type": 2,
+        "activation_checkpointing": 1,
+        "communication_data_type": 3,
         "compression_training": 2,
         "autotuning": 2,
         "data_efficiency": 2,
+        "tensorboard": 1,
         "aio": 2,
+        "compile.deepcompile": 3,
     },
     "accelerate": {
         "distributed_type": 4,
         "compute_environment": 4,
         "fsdp_config": 1,
         "deepspeed_config": 3,
+        "megatron_lm_config": 3,
         "parallelism_config": 3,
         "num_machines": 2,
         "machine_rank": 2,
+        "main_process_port": 2,
         "main_training_function": 3,
+        "same_network": 2,
+        "rdzv_backend": 2,
         "mixed_precision": 1,
         "num_processes": 2,
         "downcast_bf16": 3,
@@ -64,7 +83,7 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "lr_scheduler_type": 2,
         "num_train_epochs": 2,
         "output_dir": 1,
-        "fsdp": 1,
+        "fsdp": 2,
         "fsdp_config": 1,
         "deepspeed": 1,
         "max_grad_norm": 1,
@@ -75,9 +94,16 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "accelerator": 2,
         "devices": 2,
         "num_nodes": 1,
-        "trainer": 5,
+        "trainer.strategy": 5,
+        "trainer.accelerator": 5,
+        "trainer.devices": 5,
+        "trainer.precision": 3,
+        "trainer.max_epochs": 2,
+        "trainer.max_steps": 2,
         "accumulate_grad_batches": 4,
+        "gradient_clip_val": 4,
         "class_path": 4,
+        "init_args": 3,
     },
     "axolotl": {
         "base_model": 5,
@@ -95,20 +121,41 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
     "composer": {
         "max_seq_len": 2,
         "device_train_microbatch_size": 5,
+        "device_train_grad_accum": 5,
         "global_train_batch_size": 5,
         "device_eval_batch_size": 4,
         "max_duration": 4,
         "train_loader": 4,
+        "train_dataset": 2,
+        "schedulers": 2,
         "fsdp_config": 1,
         "run_name": 1,
         "parallelism_config": 1,
         "callbacks": 2,
         "algorithms": 2,
         "loggers": 2,
+        "parameters.max_duration": 9,
+        "parameters.train_loader": 9,
+        "parameters.fsdp_config": 9,
     },
-    "torchtitan": {"parallelism": 5, "job": 3, "training": 2, "lr_scheduler": 3, "activation_checkpoint": 3, "optimizer": 1, "model": 1},
+    "torchtitan": {
+        "parallelism": 5,
+        "job": 3,
+        "training": 1,
+        "training.steps": 2,
+        "training.seq_len": 2,
+        "training.local_batch_size": 3,
+        "lr_scheduler": 3,
+        "activation_checkpoint": 3,
+        "optimizer": 1,
+        "model": 1,
+        "model.flavor": 3,
+    },
 }
-"""Top-level keys that speak for a format, and how loudly. A format with the largest sum is the one."""
+"""Dotted keys that speak for a format, and how loudly. The format with the largest sum is the one."""
+
+_ENOUGH = 2
+"""A key that several tools have says too little."""
 
 NAMES = tuple(_SIGNS)
 """The formats, by the word after `--from` and `--to`."""
@@ -132,23 +179,28 @@ def recognise(source: Source) -> Format:
     """The format that a document is in, from its keys.
 
     Raises:
-        ConfigError: It is in none of them.
+        ConfigError: It is in none of them, or as likely in one as in another.
     """
     loudness = {name: _loudness(signs, source.data) for name, signs in _SIGNS.items()}
-    best = max(loudness, key=lambda name: loudness[name])
-    if not loudness[best]:
-        keys = ", ".join(map(str, list(source.data)[:5])) or "none"
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    f"is in no format that unishard knows (its keys: {keys}); name it with --from, one of {', '.join(NAMES)}",
-                    source.name,
-                )
-            ]
-        )
-    return get(best)
+    most = max(loudness.values())
+    loudest = [name for name in NAMES if loudness[name] == most]
+    if most >= _ENOUGH and len(loudest) == 1:
+        return get(loudest[0])
+    keys = ", ".join(list(source.data)[:5]) or "none"
+    if most >= _ENOUGH:
+        what = f"could be in any of the formats {', '.join(loudest)} (its keys: {keys}); name one of them with --from"
+    else:
+        what = f"is in no format that unishard knows (its keys: {keys}); name it with --from, one of {', '.join(NAMES)}"
+    raise ConfigError([Problem("", what, source.name)])
 
 
 def _loudness(signs: Mapping[str, int], data: Mapping[str, Any]) -> int:
-    return sum(weight for key, weight in signs.items() if key in data)
+    return sum(weight for key, weight in signs.items() if _has(data, key.split(".")))
+
+
+def _has(data: Any, path: Sequence[str]) -> bool:
+    for name in path:
+        if not isinstance(data, Mapping) or name not in data:
+            return False
+        data = data[name]
+    return True

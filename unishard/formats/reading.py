@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,9 +21,9 @@ from unishard.rules import merge, nested
 from unishard.topology import Topology
 from unishard.wording import shown
 
-__all__ = ["Reading", "assemble", "default_of", "placeholder", "undecided_in"]
+__all__ = ["STAND_INS", "Reading", "assemble", "default_of", "placeholder", "undecided_in"]
 
-_STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40}
+STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40}
 """What fills the place of an undecided field that others need; every other one keeps its default."""
 _LEFT_OUT: Any = object()
 _FIELDS = dict(leaves(Config))
@@ -81,9 +81,9 @@ def assemble(
     Raises:
         ConfigError: An override cannot be used.
     """
-    found = _without_contradictions(entries)
+    found, overrides = _without_contradictions(entries), tuple(overrides)
     while True:
-        fields = {field: value for entry in found for field, value in entry.meaning.fields.items()}
+        fields = _fields(found)
         document = _document(fields, found)
         changed = _override(document, overrides)
         try:
@@ -91,28 +91,52 @@ def assemble(
         except ValidationError as error:
             found = _refuse(found, error, document)
             continue
-        undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and field not in changed}
-        return Reading(name, source, tuple(found), config, frozenset(fields) | changed, undecided, topology)
+        undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
+        decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}
+        return Reading(name, source, tuple(found), config, decided, undecided, topology)
 
 
 def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:
-    said: dict[str, Entry] = {}
+    """Those that are written in their order, then those that are assumed, which yield; what is undecided goes with any decision."""
+    said: dict[str, tuple[Entry, Any]] = {}
     found: list[Entry] = []
     for entry in sorted(entries, key=lambda entry: entry.assumed):
-        clashes = [field for field, value in entry.meaning.fields.items() if field in said and said[field].meaning.fields[field] != value]
-        if not clashes:
-            said.update({field: said.get(field, entry) for field in entry.meaning.fields})
-            found.append(entry)
-        elif not entry.assumed:
-            other = said[clashes[0]]
+        sayings = {**entry.meaning.fields, **{f"native.{key}": value for key, value in entry.meaning.native.items()}}
+        clashes = [name for name, value in sayings.items() if name in said and said[name][1] != value]
+        if entry.assumed and clashes:
+            fields = {field: value for field, value in entry.meaning.fields.items() if field not in clashes}
+            if not fields:
+                continue
+            entry = replace(entry, meaning=replace(entry.meaning, fields=fields, native={}))
+        elif clashes := [name for name in clashes if not isinstance(said[name][1], Undecided) and not isinstance(sayings[name], Undecided)]:
+            other = said[clashes[0]][0]
             found.append(entry.but(Verdict.REFUSED, f"contradicts {other.key}, which is {shown(other.value)}; keep one of the two"))
+            continue
+        found.append(entry)
+        for name, value in sayings.items():
+            if name not in said or isinstance(said[name][1], Undecided):
+                said[name] = entry, value
     return found
+
+
+def _fields(entries: Iterable[Entry]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for entry in entries:
+        for field, value in entry.meaning.fields.items():
+            if isinstance(fields.get(field, _LEFT_OUT), Undecided) or field not in fields:
+                fields[field] = value
+    return fields
+
+
+def _overridden(field: str, changed: Collection[str]) -> bool:
+    """Whether an override names the field, or the section around it."""
+    return any(field == path or field.startswith(f"{path}.") or path.startswith(f"{field}.") for path in changed)
 
 
 def _document(fields: Mapping[str, Any], entries: Sequence[Entry]) -> Document:
     """The fields as a nested document, as a file would hold it; what is assumed and the schema assumes as well is left out."""
     assumed = {field for entry in entries if entry.assumed for field in entry.meaning.fields}
-    values = {field: _STAND_INS.get(field, _LEFT_OUT) if isinstance(value, Undecided) else value for field, value in fields.items()}
+    values = {field: STAND_INS.get(field, _LEFT_OUT) if isinstance(value, Undecided) else value for field, value in fields.items()}
     data = nested(
         {
             field: value
@@ -146,22 +170,35 @@ def _override(document: Document, overrides: Iterable[str]) -> frozenset[str]:
 
 
 def _refuse(entries: Sequence[Entry], error: ValidationError, document: Document) -> list[Entry]:
-    """The entries, those refused that the schema finds fault with.
+    """The entries, those refused that the schema finds fault with; where an assumed one is at fault as well, it yields instead.
 
     Raises:
         ConfigError: None of them is at fault, so an override is.
     """
     faults = {dotted(finding.path): finding.what for finding in findings_of(error, document.data)}
-    refused = []
-    for entry in entries:
-        fields = [f"native.{key}" for key in entry.meaning.native] + list(entry.meaning.fields)
-        fault = next((f"{path}: {what}" for path, what in faults.items() for field in fields if _within(path, field)), None)
-        refused.append(entry.but(Verdict.REFUSED, f"cannot be had together with the rest: {fault}") if fault else entry)
-    if all(new is old for new, old in zip(refused, entries, strict=True)):
+    blamed = _blamed(entries, faults) or _blamed(entries, {path.rpartition(".")[0]: f"{path} {what}" for path, what in faults.items()})
+    if not blamed:
         raise ConfigError([Problem(path, what, "override") for path, what in faults.items()])
-    return refused
+    yielding = {index for index in blamed if entries[index].assumed}
+    if yielding and len(yielding) < len(blamed):
+        return [entry for index, entry in enumerate(entries) if index not in yielding]
+    return [
+        entry.but(Verdict.REFUSED, f"cannot be had together with the rest: {blamed[index]}") if index in blamed else entry
+        for index, entry in enumerate(entries)
+    ]
+
+
+def _blamed(entries: Sequence[Entry], faults: Mapping[str, str]) -> dict[int, str]:
+    """The entries, by position, that say something at these paths, and the fault of each."""
+    blamed = {}
+    for index, entry in enumerate(entries):
+        said = [f"native.{key}" for key in entry.meaning.native] + list(entry.meaning.fields)
+        fault = next((f"{path}: {what}".removeprefix(": ") for path, what in faults.items() for name in said if _within(path, name)), None)
+        if fault:
+            blamed[index] = fault
+    return blamed
 
 
 def _within(path: str, field: str) -> bool:
     """Whether a fault at a path lies in a field, or the other way round."""
-    return path == field or path.startswith((f"{field}.", f"{field}[")) or field.startswith(f"{path}.")
+    return path == field or path.startswith((f"{field}.", f"{field}[")) or (path != "" and field.startswith(f"{path}."))

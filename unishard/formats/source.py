@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from unishard.errors import ConfigError, Problem
+from unishard.formats.json_text import BrokenJson, looks_like_json, parse
 from unishard.loading import Origins, Place
 from unishard.loading.document import from_text, text_of
 
 __all__ = ["Source", "open_source"]
 
-_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|#[^\n]*|\t', re.DOTALL)
+_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\t', re.DOTALL)
+_DEEPEST = 100
+_MOST_LINES = 10_000
+_BRACKET = re.compile(r"[][{}]")
+_DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
+_LARGEST = 10**400
+_STRICT = (
+    "transformers 5.23 and Accelerate 1.15.0 read strict JSON and refuse it (DeepSpeed 0.19.8 itself reads its config with hjson, which "
+    "takes comments and trailing commas)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,7 @@ class Source:
     name: str
     """Of the file; empty for a mapping."""
     data: Mapping[str, Any]
+    """Text, numbers, booleans, null, and lists and mappings of these; every key is text."""
     origins: Origins
     warnings: tuple[str, ...] = ()
     """What its own tool may not accept."""
@@ -33,53 +45,128 @@ class Source:
     """Where relative paths in it start; None for a mapping."""
 
 
-def open_source(source: str | Path | Mapping[str, Any]) -> Source:
-    """Open a YAML, JSON or TOML file, or take a mapping as what one would hold.
+def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
+    """Open a YAML, JSON or TOML file, or take a mapping as what one would hold; one that is open already stays as it is.
 
     JSON may have comments and trailing commas, and YAML may merge mappings.
 
     Raises:
         ConfigError: The file cannot be read, or is no mapping.
     """
+    if isinstance(source, Source):
+        return source
     if isinstance(source, Mapping):
-        return Source("", source, Origins(Place("")))
+        return _checked(Source("", source, Origins(Place(""))))
     path = Path(source)
     content = text_of(path)
-    if path.suffix == ".toml":
-        return Source(str(path), _toml(content, path), Origins(Place(str(path))), folder=path.parent)
-    cleaned, warnings = _cleaned(content, path)
-    document = from_text(cleaned, str(path), foreign=True)
+    data, origins, warnings = _parsed(content, path)
+    if not isinstance(data, dict):
+        kind = "empty" if data is None else "a list" if isinstance(data, list) else "a single value"
+        raise _whole(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
+    return _checked(Source(str(path), data, origins, tuple(warnings), path.parent))
+
+
+def _parsed(content: str, path: Path) -> tuple[Any, Origins, list[str]]:
+    if path.suffix.lower() == ".toml":
+        return _toml(content, path), Origins(Place(str(path))), []
+    if not looks_like_json(content):
+        return *_yaml(content, path), []
+    try:
+        data, origins, leniencies = parse(content, str(path))
+    except BrokenJson as error:
+        return _nearly_json(content, path, error)
+    return data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else []
+
+
+def _nearly_json(content: str, path: Path, error: BrokenJson) -> tuple[Any, Origins, list[str]]:
+    """What begins like JSON and is none: YAML's flow style, such as `{a: b}`, or a mistake."""
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return *_yaml(content, path), []
+    try:
+        found = _yaml(_COMMENT.sub(_blank, content), path)
+    except ConfigError:
+        raise _whole(path, f"is not JSON: {error.what}", error.line) from None
+    return *found, [f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but tools that read JSON refuse it"]
+
+
+def _yaml(content: str, path: Path) -> tuple[Any, Origins]:
+    # The parser's time grows with the square of the depth of brackets, and is a tenth of a millisecond for a line.
+    if content.count("\n") > _MOST_LINES:
+        raise _whole(path, f"has more than {_MOST_LINES} lines, which no config has; name another file")
+    if max(accumulate(_DEEPER.get(character, 0) for character in _BRACKET.findall(content)), default=0) > _DEEPEST:
+        raise _whole(path, f"opens more than {_DEEPEST} brackets in each other, which no config does; name another file")
+    document = from_text(content, str(path), foreign=True)
     if document.findings:
         raise ConfigError([Problem(".".join(map(str, f.path)), f.what, str(f.place or path)) for f in document.findings])
-    if not isinstance(document.data, dict):
-        kind = "empty" if document.data is None else "a list" if isinstance(document.data, list) else "a single value"
-        raise ConfigError([Problem("", f"is {kind}, and a config is a mapping of keys to values; name another file", str(path))])
-    return Source(str(path), document.data, document.origins, tuple(warnings), path.parent)
+    return document.data, document.origins
 
 
 def _toml(content: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(content)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError([Problem("", f"is not TOML: {error}; mend the file", str(path))]) from None
-
-
-def _cleaned(content: str, path: Path) -> tuple[str, list[str]]:
-    """JSON without what only lenient readers take, in the same lines; YAML as it is."""
-    if not re.match(r"\s*(//|/\*|\{(?![{%]))", content):
-        return content, []
-    warnings = []
-    try:
-        json.loads(content)
-    except ValueError as error:
-        warnings.append(f"{path}: is not strict JSON ({error}); read as what it must mean, but tools that read strict JSON refuse it")
-    except RecursionError:
-        pass  # the YAML reader says so
-    return _TOKEN.sub(_blank, content), warnings
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
+        raise _whole(path, f"is not TOML: {error or 'it is nested too deeply'}; mend the file") from None
 
 
 def _blank(token: re.Match[str]) -> str:
     text = token.group()
-    if text.startswith('"'):
-        return text.replace(r"\/", "/")
-    return re.sub(r"[^\n]", " ", text)
+    return text if text.startswith('"') else re.sub(r"[^\n]", " ", text)
+
+
+def _checked(source: Source) -> Source:
+    """The same with plain values alone.
+
+    Raises:
+        ConfigError: It holds something that no setting can be.
+    """
+    problems: list[Problem] = []
+    data = _plain(source.data, (), source, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Source(source.name, data, source.origins, source.warnings, source.folder)
+
+
+def _plain(value: Any, keys: tuple[str | int, ...], source: Source, problems: list[Problem]) -> Any:
+    if len(keys) > _DEEPEST:
+        problems.append(_problem(keys[:1], f"is nested more than {_DEEPEST} levels deep, which no config is; write it flat", source))
+        return None
+    match value:
+        case Enum():
+            return _plain(value.value, keys, source, problems)
+        case Mapping():
+            return _mapping(value, keys, source, problems)
+        case list() | tuple() | set() | frozenset():
+            return [_plain(item, (*keys, index), source, problems) for index, item in enumerate(value)]
+        case int() if abs(value) >= _LARGEST:
+            problems.append(_problem(keys, "has more than 400 digits; write a number that a setting can have", source))
+            return 0
+        case None | bool() | int() | float():
+            return value
+    text = str(value)
+    if not _encodes(text):
+        problems.append(_problem(keys, "holds half of a character (a lone surrogate); write the text anew", source))
+    return text
+
+
+def _mapping(value: Mapping[Any, Any], keys: tuple[str | int, ...], source: Source, problems: list[Problem]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        name = str(key)
+        if name in found:
+            problems.append(_problem((*keys, name), "is there twice, as a number and as text; keep one of the two", source))
+        if not _encodes(name):
+            problems.append(_problem(keys, "has a key with half of a character (a lone surrogate); write it anew", source))
+        found[name] = _plain(item, (*keys, name), source, problems)
+    return found
+
+
+def _encodes(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _problem(keys: tuple[str | int, ...], what: str, source: Source) -> Problem:
+    return Problem(".".join(map(str, keys)).encode(errors="replace").decode(), what, str(source.origins.of(keys)))
+
+
+def _whole(path: Path, what: str, line: int | None = None) -> ConfigError:
+    return ConfigError([Problem("", what, str(Place(str(path), line)))])

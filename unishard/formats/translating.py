@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.format import Format
 from unishard.formats.reading import Reading
-from unishard.formats.source import open_source
+from unishard.formats.source import Source, open_source
 from unishard.meanings import Entry, Expressed, Verdict, Word
-from unishard.rules import Native, merge
+from unishard.rules import Native, flat, merge
 from unishard.topology import Topology
 
 __all__ = ["Item", "Outcome", "read", "translate"]
@@ -59,7 +60,7 @@ class Outcome:
 
 
 def read(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | Source,
     from_: str | None = None,
     overrides: Iterable[str] = (),
     topology: Topology | None = None,
@@ -67,7 +68,7 @@ def read(
     """What a config of any tool says.
 
     Args:
-        source: Path of a YAML, JSON or TOML file, or what one would hold.
+        source: Path of a YAML, JSON or TOML file, or what one would hold, or a file that is open already.
         from_: Name of its format; left out, it is recognised from its keys.
         overrides: Changes on top, such as `training.micro_batch_size=4`.
         topology: The ranks; left out, those that the document speaks of.
@@ -81,7 +82,7 @@ def read(
 
 
 def translate(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | Source,
     to: str,
     *,
     from_: str | None = None,
@@ -91,7 +92,7 @@ def translate(
     """Translate a config of any tool into the format of another. Imports neither torch nor an engine.
 
     Args:
-        source: Path of a YAML, JSON or TOML file, or what one would hold.
+        source: Path of a YAML, JSON or TOML file, or what one would hold, or a file that is open already.
         to: Name of the format to write.
         from_: Name of the source's format; left out, it is recognised from its keys.
         overrides: Changes on top, such as `backend=fsdp`; they also decide what only the training script knows.
@@ -105,7 +106,10 @@ def translate(
     """
     target = catalog.get(to)
     reading = read(source, from_, overrides, topology)
-    expressed = target.write(reading, topology or reading.topology or Topology())
+    try:
+        expressed = target.write(reading, topology or reading.topology or Topology())
+    except BackendError as error:
+        raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None
     items = tuple(_item(entry, reading, target, expressed) for entry in reading.entries)
     document = merge(expressed.document, _kept(reading) if reading.format == to else {})
     return Outcome(reading, to, items, document, target.render(document, reading), reading.source.warnings)
@@ -135,11 +139,26 @@ def _word(entry: Entry, reading: Reading, target: Format, expressed: Expressed) 
         return Word(Verdict.REFUSED, "", meaning.note)
     if meaning.kept and reading.format == target.name and not meaning.fields:
         return Word(Verdict.EXACT, entry.key, "kept")
-    if meaning.native and all(key.partition(".")[0] == reading.config.backend for key in meaning.native):
-        return Word(Verdict.EXACT, ", ".join(f"native.{key}" for key in meaning.native), "")
+    own = _own(entry, reading, expressed) if meaning.native else None
     if not meaning.fields:
-        return Word(meaning.verdict, "", meaning.note)
-    return _worst(entry, reading, expressed)
+        return own or Word(meaning.verdict, "", meaning.note)
+    if own is None:
+        return _worst(entry, reading, expressed)
+    said = _worst(entry.but(Verdict.EXACT, ""), reading, expressed)
+    becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
+    return Word(max(said.verdict, own.verdict, key=lambda verdict: verdict.badness), becomes, note)
+
+
+def _own(entry: Entry, reading: Reading, expressed: Expressed) -> Word | None:
+    """What became of settings that only one engine has; None where the document that is written does not hold them."""
+    keys = []
+    for path in entry.meaning.native:
+        engine, _, key = path.partition(".")
+        held = [name for name, _ in flat(expressed.document) if f".{key}." in f".{name}."]
+        if engine != reading.config.backend or not held:
+            return None
+        keys.append(min(held, key=len))
+    return Word(Verdict.EXACT, ", ".join(keys), "")
 
 
 def _worst(entry: Entry, reading: Reading, expressed: Expressed) -> Word:

@@ -26,6 +26,7 @@ from unishard.loading.origins import Keys, Origins, Place
 __all__ = ["Document", "from_file", "from_mapping", "from_text", "text_of"]
 
 _LARGEST = 2**20
+_MOST_NODES = 200_000
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
 _TAG = "tag:yaml.org,2002:"
 _TEXT = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value"}
@@ -121,7 +122,7 @@ def _bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(_LARGEST + 1)
     except FileNotFoundError:
-        near = get_close_matches(path.name, (p.name for p in path.parent.glob("*.y*ml")), 1)
+        near = get_close_matches(path.name, (p.name for kind in ("*.y*ml", "*.json", "*.toml") for p in path.parent.glob(kind)), 1)
         hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "name a YAML file"
         raise _whole(path, f"no such file; {hint}") from None
     except IsADirectoryError:
@@ -152,8 +153,12 @@ class _Builder:
         self._constructor = yaml.constructor
         self._name, self._document, self._foreign = name, document, foreign
         self._open: list[Node] = []
+        self._built = 0
 
     def build(self, node: Node, keys: Keys) -> Any:
+        self._built += 1
+        if self._built > _MOST_NODES:  # a few lines of aliases to aliases can mean billions of values
+            raise _whole(self._name, f"holds more than {_MOST_NODES} values, its aliases written out; name another file")
         if any(node is other for other in self._open):
             return self._find(keys, "refers to itself; write the value", node)
         self._open.append(node)

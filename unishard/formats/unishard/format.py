@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from unishard import __version__, registry
 from unishard.config import Config, Section, leaves, value_at
 from unishard.errors import ConfigError, Problem
-from unishard.formats.reading import Reading, assemble, default_of, placeholder, undecided_in
+from unishard.formats.reading import STAND_INS, Reading, assemble, default_of, placeholder, undecided_in
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import text_of
+from unishard.loading.document import from_mapping
 from unishard.loading.findings import dotted, findings_of
 from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Undecided, Verdict, Word
 from unishard.rules import Native, flat, merge, nested
@@ -20,7 +21,8 @@ from unishard.topology import Topology
 
 __all__ = ["UnishardFormat"]
 
-_STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40}
+_LEAVES = [path for path, _ in leaves(Config)]
+Path = tuple[str, ...]
 
 
 class UnishardFormat:
@@ -40,8 +42,8 @@ class UnishardFormat:
         """
         undecided = dict(_placeholders(source.data))
         config = _checked(source, undecided)
-        entries = [*_written(config, undecided), *_defaults(config)]
-        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+        written = list(_written(source.data, config, undecided))
+        return assemble(self.name, source, [*written, *_defaults(config, written)], overrides=overrides, topology=topology)
 
     def write(self, reading: Reading, topology: Topology) -> Expressed:
         """The fields that the source decides, in the order of the schema, and what the chosen engine makes of each."""
@@ -68,46 +70,74 @@ def _placeholders(data: Mapping[str, Any]) -> Iterator[tuple[str, Undecided]]:
 
 def _checked(source: Source, undecided: Mapping[str, Undecided]) -> Config:
     """The config, with stand-ins where the file has placeholders."""
-    values = {path: value for path, value in flat(source.data) if path not in undecided}
-    data = nested(values | {path: _STAND_INS[path] for path in undecided if path in _STAND_INS})
+    document = from_mapping(_filled(source.data, undecided))
+    found = document.findings
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(document.data)
     except ValidationError as error:
-        raise ConfigError(
-            [Problem(dotted(found.path), found.what, str(source.origins.of(found.path))) for found in findings_of(error, data)]
-        ) from None
+        found += findings_of(error, document.data)
+    if found:
+        raise ConfigError([Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in found])
+    return config
 
 
-def _written(config: Config, undecided: Mapping[str, Undecided]) -> Iterator[Entry]:
-    for path, _ in leaves(Config):
-        if path in undecided:
-            yield Entry(tuple(path.split(".")), placeholder(path), Meaning(Verdict.UNDECIDED, "", {path: undecided[path]}))
-        elif path == "native":
-            yield from _native(config)
-        elif _is_set(config, path):
-            yield Entry(tuple(path.split(".")), value_at(config, path), Meaning(fields={path: value_at(config, path)}))
+def _filled(data: Mapping[str, Any], undecided: Collection[str], prefix: str = "") -> Native:
+    filled = {}
+    for name, value in data.items():
+        path = f"{prefix}{name}"
+        if path not in undecided:
+            filled[name] = _filled(value, undecided, f"{path}.") if isinstance(value, Mapping) else value
+        elif path in STAND_INS:
+            filled[name] = STAND_INS[path]
+    return filled
 
 
-def _native(config: Config) -> Iterator[Entry]:
-    for backend, settings in config.native.items():
-        for key, value in flat(settings):
+def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Undecided], above: Path = ()) -> Iterator[Entry]:
+    """One entry for each value of the file; a short form such as `offload: cpu` is one value that decides several fields."""
+    for name, value in data.items():
+        path = (*above, name)
+        key = ".".join(path)
+        if key == "native":
+            yield from _native(value)
+        elif key in undecided:
+            yield Entry(path, value, Meaning(Verdict.UNDECIDED, "", {key: undecided[key]}))
+        elif key in _LEAVES:
+            yield Entry(path, value, Meaning(fields={key: value_at(config, key)}))
+        elif isinstance(value, Mapping) and value:
+            yield from _written(value, config, undecided, path)
+        elif isinstance(value, Mapping):
+            yield Entry(path, value, Meaning(Verdict.DROPPED, "holds nothing"))
+        else:
+            fields = {f"{key}.{field}": value_at(config, f"{key}.{field}") for field in type(value_at(config, key)).shorthand}
+            yield Entry(path, value, Meaning(fields=fields))
+
+
+def _native(data: Any) -> Iterator[Entry]:
+    if not data:
+        yield Entry(("native",), data, Meaning(Verdict.DROPPED, "holds nothing"))
+    for backend, settings in data.items():
+        if not settings:
+            yield Entry(("native", backend), settings, Meaning(Verdict.DROPPED, "holds nothing"))
+        for path, value in _settings(settings):
             note = f"only {backend} has this setting, so another engine trains without it"
-            yield Entry(("native", backend, *key.split(".")), value, Meaning(Verdict.APPROXIMATE, note, native={f"{backend}.{key}": value}))
+            key = ".".join((backend, *path))
+            yield Entry(("native", backend, *path), value, Meaning(Verdict.APPROXIMATE, note, native={key: value}))
 
 
-def _defaults(config: Config) -> Iterator[Entry]:
-    for path, _ in leaves(Config):
-        if path != "native" and not _is_set(config, path):
+def _settings(settings: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each setting; a mapping with a dot in a key is one value, since dots stand between the keys of a setting."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value and not any("." in key for key in value):
+            yield from _settings(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _defaults(config: Config, written: Iterable[Entry]) -> Iterator[Entry]:
+    said = {field for entry in written for field in entry.meaning.fields} | {"native"}
+    for path in _LEAVES:
+        if path not in said:
             yield Entry(tuple(path.split(".")), value_at(config, path), Meaning(fields={path: value_at(config, path)}), assumed=True)
-
-
-def _is_set(config: Config, path: str) -> bool:
-    section: Any = config
-    for name in path.split("."):
-        if name not in section.model_fields_set:
-            return False
-        section = getattr(section, name)
-    return True
 
 
 def _document(reading: Reading) -> Native:
