@@ -8,11 +8,12 @@ from functools import cache
 from importlib import import_module
 from typing import Any, cast
 
+from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.formats.format import Format
 from unishard.formats.source import Source
 
-__all__ = ["NAMES", "get", "recognise"]
+__all__ = ["NAMES", "get", "loudest", "recognise"]
 
 _SIGNS: Mapping[str, Mapping[str, int]] = {
     "unishard": {
@@ -88,6 +89,21 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "deepspeed": 1,
         "max_grad_norm": 1,
         "gradient_accumulation_steps": 1,
+        "optim": 2,
+        "lr_scheduler_kwargs": 2,
+        # A file that `fsdp_config` names holds its keys alone.
+        "fsdp_transformer_layer_cls_to_wrap": 2,
+        "transformer_layer_cls_to_wrap": 2,
+        "fsdp_sharding_strategy": 2,
+        "fsdp_auto_wrap_policy": 2,
+        "auto_wrap_policy": 2,
+        "fsdp_state_dict_type": 2,
+        "fsdp_offload_params": 1,
+        "reshard_after_forward": 2,
+        "fsdp_reshard_after_forward": 2,
+        "cpu_ram_efficient_loading": 2,
+        "xla_fsdp_v2": 2,
+        "xla": 2,
     },
     "lightning": {
         "strategy": 4,
@@ -154,6 +170,15 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
 }
 """Dotted keys that speak for a format, and how loudly. The format with the largest sum is the one."""
 
+_STRANGE: Mapping[str, tuple[str, ...]] = {
+    "Hydra, such as verl's": ("hydra", "_target_", "actor_rollout_ref"),
+    "nanotron": ("data_stages", "lighteval"),
+}
+"""Top-level keys of tools that are trained otherwise, whose configs unishard does not read."""
+
+_OURS = 10
+"""How loudly a file speaks for unishard in which each key is a field of its config."""
+
 _ENOUGH = 2
 """A key that several tools have says too little."""
 
@@ -181,17 +206,50 @@ def recognise(source: Source) -> Format:
     Raises:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
-    loudness = {name: _loudness(signs, source.data) for name, signs in _SIGNS.items()}
-    most = max(loudness.values())
-    loudest = [name for name in NAMES if loudness[name] == most]
-    if most >= _ENOUGH and len(loudest) == 1:
-        return get(loudest[0])
+    if stranger := _stranger(source.data):
+        what = (
+            f"is a config of {stranger}, which unishard does not read; name the format of a part of it with --from, or write a new config"
+        )
+        raise ConfigError([Problem("", what, source.name)])
+    loudness = _loudnesses(source.data)
+    name, most = loudest(source)
+    rivals = [name for name in NAMES if loudness[name] == most]
+    if most >= _ENOUGH and len(rivals) == 1:
+        return get(name)
     keys = ", ".join(list(source.data)[:5]) or "none"
     if most >= _ENOUGH:
-        what = f"could be in any of the formats {', '.join(loudest)} (its keys: {keys}); name one of them with --from"
+        what = f"could be in any of the formats {', '.join(rivals)} (its keys: {keys}); name one of them with --from"
     else:
         what = f"is in no format that unishard knows (its keys: {keys}); name it with --from, one of {', '.join(NAMES)}"
     raise ConfigError([Problem("", what, source.name)])
+
+
+def loudest(source: Source) -> tuple[str, int]:
+    """The format that the keys of a document speak for most, and how loudly; 0 for not at all."""
+    loudness = _loudnesses(source.data)
+    best = max(loudness, key=lambda name: loudness[name])
+    return best, loudness[best]
+
+
+def _loudnesses(data: Mapping[str, Any]) -> dict[str, int]:
+    loudness = {name: _loudness(signs, data) for name, signs in _SIGNS.items()}
+    loudness["unishard"] += _OURS * _is_ours(data)
+    return loudness
+
+
+def _is_ours(data: Mapping[str, Any]) -> bool:
+    """Whether every key is a field of the config, which no other tool's file can be by chance."""
+    known = Config.model_fields
+    sections = ((known[key].annotation, value) for key, value in data.items() if key in known and isinstance(value, Mapping))
+    inner = all(set(value) <= set(getattr(kind, "model_fields", value)) for kind, value in sections)
+    return bool(data) and set(data) <= set(known) and inner
+
+
+def _stranger(data: Mapping[str, Any]) -> str | None:
+    """The tool that a document is for, if it is one that unishard knows not to read."""
+    if isinstance(data.get("defaults"), list):
+        return next(iter(_STRANGE))
+    return next((tool for tool, keys in _STRANGE.items() if any(key in data for key in keys)), None)
 
 
 def _loudness(signs: Mapping[str, int], data: Mapping[str, Any]) -> int:
