@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type docs parity bench clean
+.PHONY: help setup demo test lint type docs fuzz corpus parity bench clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,13 @@ type: $(READY) ## Check types (strict).
 
 docs: $(READY) ## Write the generated pages anew.
 	$(BIN)/unishard docs
+
+fuzz: $(READY) ## Translate 10,000 broken configs of every format (minutes); N=... for another number.
+	$(BIN)/python -m pytest tests/formats/test_every_format.py --examples $(or $(N),10000) -s
+
+corpus: $(READY) ## Translate every config in a folder of yours to every format: make corpus CORPUS=DIR.
+	@test -d "$(CORPUS)" || { echo "name a folder of configs: make corpus CORPUS=DIR" >&2; exit 1; }
+	$(BIN)/python tests/formats/corpus_check.py "$(CORPUS)"
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
 	$(BIN)/python -m unishard.testing.parity docs/parity.md

@@ -1,4 +1,4 @@
-"""Marks what starts processes, so that `pytest -m "not ranks"` is quick."""
+"""Marks what starts processes, so that `pytest -m "not ranks"` is quick, and asks how long to look for broken documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from pathlib import Path
 
 import pytest
 
+_EXAMPLES = 300
 _RANKS = Path(__file__).parent / "ranks"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--examples", type=int, default=_EXAMPLES, metavar="N", help="how many broken documents the formats are given (see make fuzz)"
+    )
+
+
+@pytest.fixture
+def examples(request: pytest.FixtureRequest) -> int:
+    """How many broken documents the formats are given; from 1000 on they are others in each run."""
+    number: int = request.config.getoption("--examples")
+    return number
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

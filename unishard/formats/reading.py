@@ -183,9 +183,13 @@ def _refuse(entries: Sequence[Entry], error: ValidationError, document: Document
     if yielding and len(yielding) < len(blamed):
         return [entry for index, entry in enumerate(entries) if index not in yielding]
     return [
-        entry.but(Verdict.REFUSED, f"cannot be had together with the rest: {blamed[index]}") if index in blamed else entry
+        entry.but(Verdict.REFUSED, _advised(f"cannot be had together with the rest: {blamed[index]}")) if index in blamed else entry
         for index, entry in enumerate(entries)
     ]
+
+
+def _advised(what: str) -> str:
+    return what if ";" in what else f"{what}; change one of the two"
 
 
 def _blamed(entries: Sequence[Entry], faults: Mapping[str, str]) -> dict[int, str]:

@@ -1,0 +1,45 @@
+"""Whether every key of a document ends in exactly one line of the report. Used by the property tests and by the check of a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from unishard.formats import NAMES, Outcome
+from unishard.meanings import Verdict
+
+Path = tuple[str, ...]
+FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
+
+
+def leaves_of(data: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
+    """The path of every value; a list is one value, and so is a mapping that holds nothing."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves_of(value, (*above, name))
+        else:
+            yield (*above, name)
+
+
+def faults_of(outcome: Outcome) -> list[str]:
+    """What is wrong with a report: keys in no line or in two, lines for no key, verdicts without a reason."""
+    faults = []
+    said = [entry.path for entry in outcome.reading.entries if not entry.assumed]
+    leaves = list(leaves_of(outcome.reading.source.data))
+    for leaf in leaves:
+        covering = [path for path in said if path == leaf[: len(path)]]
+        below = [path for path in said if path[: len(leaf)] == leaf]
+        if len(covering) != 1 and not (not covering and below):
+            faults.append(f"{'.'.join(leaf)} is in {len(covering)} lines of the report")
+    for path in said:
+        if not any(leaf[: len(path)] == path or path[: len(leaf)] == leaf for leaf in leaves):
+            faults.append(f"{'.'.join(path)} is in the report and not in the document")
+    if len(outcome.items) != len(outcome.reading.entries):
+        faults.append(f"{len(outcome.reading.entries)} entries became {len(outcome.items)} lines")
+    for item in outcome.items:
+        if item.verdict is not Verdict.EXACT and not item.note:
+            faults.append(f"{item.key} is {item.verdict} without a reason")
+        if item.verdict is Verdict.REFUSED and ";" not in item.note:
+            faults.append(f"{item.key} is refused without saying what instead: {item.note}")
+    return faults
