@@ -308,8 +308,8 @@ def documents(draw: st.DrawFn, name: str) -> Document:
     """A document that a person wrote, with up to six things changed in it."""
     data = copy.deepcopy(draw(st.sampled_from(SEEDS[name])))
     for _ in range(draw(st.integers(0, 6))):
-        paths = list(paths_of(data)) or [("x",)]
-        path = draw(st.sampled_from(paths))
+        paths = list(paths_of(data))
+        path = draw(st.sampled_from(paths or [("x",)]))
         match draw(st.sampled_from(("replace", "known", "unknown", "remove", "rename", "wrap", "move"))):
             case "replace":
                 put(data, path, draw(odd_values))

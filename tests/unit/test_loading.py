@@ -517,3 +517,8 @@ def test_json_is_yaml(folder: Path) -> None:
     cfg = Config.model_validate({"optimizer": {"lr": 1e-8, "betas": [0.5, 0.75]}, "sharding": {"units": ["A"]}})
     (folder / "c.json").write_text(cfg.model_dump_json(exclude_unset=True))
     assert unishard.load("c.json") == cfg
+
+
+def test_a_list_where_a_short_form_is_meant() -> None:
+    with pytest.raises(ConfigError, match=r"sharding\.strategy: must be one of .*, got \[\] \(a list\)"):
+        unishard.load({"sharding": []})

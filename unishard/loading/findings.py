@@ -110,9 +110,10 @@ def _given(data: Any, path: Keys) -> Any:
     for name in path:
         data = data[name]
         section = section if isinstance(name, int) else section.model_fields[name].annotation
-        section = items_of(section) or section
-        if isinstance(section, type) and issubclass(section, Section) and not isinstance(data, list):
+        item = items_of(section)
+        if item is None and isinstance(section, type) and issubclass(section, Section):
             data = section.expand(data)
+        section = item or section
     return data
 
 
