@@ -51,7 +51,10 @@ def integer(low: float = -math.inf, high: float = math.inf) -> Convert:
         found = _float(value)
         if found is None or found != int(found) or not low <= found <= high:
             raise Unreadable(f"must be a whole number{_bounds(low, high)}, got {shown(value)}; write one")
-        return int(value) if isinstance(value, int) else int(found)
+        try:
+            return int(found if isinstance(value, float) else value)  # digits beyond a float's stay
+        except ValueError:  # text such as 5e8
+            return int(found)
 
     return convert
 

@@ -82,14 +82,18 @@ def assemble(
         ConfigError: An override cannot be used.
     """
     found, overrides = _without_contradictions(entries), tuple(overrides)
+    idle: frozenset[str] = frozenset()
     while True:
         fields = _fields(found)
-        document = _document(fields, found)
+        document = _document(fields, found, idle)
         changed = _override(document, overrides)
         try:
             config = Config.model_validate(document.data)
         except ValidationError as error:
-            found = _refuse(found, error, document)
+            faults = {dotted(finding.path): finding.what for finding in findings_of(error, document.data)}
+            pointless = frozenset(field for field in STAND_INS if isinstance(fields.get(field), Undecided) and field in faults) - idle
+            idle |= pointless
+            found = found if pointless else _refuse(found, faults)
             continue
         undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
         decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}
@@ -133,10 +137,14 @@ def _overridden(field: str, changed: Collection[str]) -> bool:
     return any(field == path or field.startswith(f"{path}.") or path.startswith(f"{field}.") for path in changed)
 
 
-def _document(fields: Mapping[str, Any], entries: Sequence[Entry]) -> Document:
-    """The fields as a nested document, as a file would hold it; what is assumed and the schema assumes as well is left out."""
+def _document(fields: Mapping[str, Any], entries: Sequence[Entry], idle: Collection[str]) -> Document:
+    """The fields as a nested document, as a file would hold it; what is assumed and the schema assumes as well is left out.
+
+    So are undecided fields, but for those that have a stand-in and are not idle, which is to say that the others do without them.
+    """
     assumed = {field for entry in entries if entry.assumed for field in entry.meaning.fields}
-    values = {field: STAND_INS.get(field, _LEFT_OUT) if isinstance(value, Undecided) else value for field, value in fields.items()}
+    stand_ins = {field: value for field, value in STAND_INS.items() if field not in idle}
+    values = {field: stand_ins.get(field, _LEFT_OUT) if isinstance(value, Undecided) else value for field, value in fields.items()}
     data = nested(
         {
             field: value
@@ -169,27 +177,25 @@ def _override(document: Document, overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(text.partition("=")[0].strip() for text in overrides)
 
 
-def _refuse(entries: Sequence[Entry], error: ValidationError, document: Document) -> list[Entry]:
+def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
     """The entries, those refused that the schema finds fault with; where an assumed one is at fault as well, it yields instead.
 
     Raises:
         ConfigError: None of them is at fault, so an override is.
     """
-    faults = {dotted(finding.path): finding.what for finding in findings_of(error, document.data)}
     blamed = _blamed(entries, faults) or _blamed(entries, {path.rpartition(".")[0]: f"{path} {what}" for path, what in faults.items()})
     if not blamed:
         raise ConfigError([Problem(path, what, "override") for path, what in faults.items()])
     yielding = {index for index in blamed if entries[index].assumed}
     if yielding and len(yielding) < len(blamed):
         return [entry for index, entry in enumerate(entries) if index not in yielding]
-    return [
-        entry.but(Verdict.REFUSED, _advised(f"cannot be had together with the rest: {blamed[index]}")) if index in blamed else entry
-        for index, entry in enumerate(entries)
-    ]
+    return [entry.but(Verdict.REFUSED, _worded(blamed[index])) if index in blamed else entry for index, entry in enumerate(entries)]
 
 
-def _advised(what: str) -> str:
-    return what if ";" in what else f"{what}; change one of the two"
+def _worded(fault: str) -> str:
+    path, _, what = fault.partition(": ")
+    note = f"{path} {what}" if what.startswith("must be ") else f"cannot be had together with the rest: {fault}"
+    return note if ";" in note else f"{note}; write another value"
 
 
 def _blamed(entries: Sequence[Entry], faults: Mapping[str, str]) -> dict[int, str]:

@@ -188,6 +188,8 @@ class _Builder:
             elif key in found:
                 self._find(here, f"is written twice, first on line {self._document.origins.of(here).line}; keep one of the two", key_node)
             else:
+                if key in merged:
+                    self._document.origins.put(here, self._place(key_node))
                 self._document.origins.add(here, self._place(key_node))
                 found[key] = self.build(value_node, here)
         return merged | found

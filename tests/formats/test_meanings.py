@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unishard import Config, Topology
+from unishard.keys import boolean, drops, integer, refuses, sets
+from unishard.meanings import Case, Entry, Expression, Given, Key, Meaning, Undecided, Verdict, express, interpret
+from unishard.rules import Fit, nested
+
+WHO = "per_device_train_batch_size of the TrainingArguments"
+
+
+def depends(value: Any, given: Given) -> Meaning:
+    return (
+        Meaning(fields={"training.seed": given.get("seed.base") + value}) if "seed.base" in given else Meaning(Verdict.DROPPED, "no base")
+    )
+
+
+KEYS = {
+    "batch": sets("training.micro_batch_size", integer(1), auto=WHO),
+    "zero.stage": drops("says nothing here"),
+    "zero.offload": refuses("cannot be had; remove it", off=lambda value: not boolean(value)),
+    "clip": sets("training.gradient_clipping", float, silent=1.0),
+    "mapping": Key(lambda value, given: Meaning(fields={"native": value}), "native"),
+    "seed.base": drops("is added"),
+    "seed.more": Key(depends),
+}
+
+
+def read(document: dict[str, Any], **more: Any) -> dict[str, Entry]:
+    entries = interpret(KEYS, document, tool="Tool 1.0", **more)
+    assert len({entry.path for entry in entries}) == len(entries)
+    return {entry.key: entry for entry in entries}
+
+
+def test_each_key_is_one_entry_with_what_it_means() -> None:
+    found = read({"batch": "4", "zero": {"stage": 2, "offload": "no"}, "mapping": {"a": {"b": 1}}})
+    assert found["batch"].meaning == Meaning(fields={"training.micro_batch_size": 4})
+    assert found["zero.stage"].meaning.verdict is Verdict.DROPPED
+    assert (found["zero.offload"].meaning.verdict, found["zero.offload"].meaning.note) == (Verdict.DROPPED, "is off")
+    assert found["mapping"].value == {"a": {"b": 1}}
+    assert [key for key, entry in found.items() if entry.assumed] == ["clip"]
+
+
+def test_what_a_tool_assumes_yields_to_what_is_written_and_to_the_tool_around_it() -> None:
+    assert read({})["clip"].value == 1.0
+    assert read({}, defaults={"clip": 0.5})["clip"].value == 0.5
+    assert not read({"clip": 2.0}, defaults={"clip": 0.5})["clip"].assumed
+
+
+def test_auto_is_undecided_and_a_wrong_value_refused_with_what_to_write() -> None:
+    meaning = read({"batch": "auto"})["batch"].meaning
+    assert (meaning.verdict, meaning.fields) == (Verdict.UNDECIDED, {"training.micro_batch_size": Undecided(WHO)})
+    assert WHO in meaning.note
+    wrong = read({"batch": [4]})["batch"].meaning
+    assert (wrong.verdict, wrong.note) == (Verdict.REFUSED, "must be a whole number of at least 1, got [4]; write one")
+    assert wrong.fields == {}
+
+
+def test_a_key_sees_the_others() -> None:
+    assert read({"seed": {"base": 40, "more": 2}})["seed.more"].meaning.fields == {"training.seed": 42}
+    assert read({"seed": {"more": 2}})["seed.more"].meaning.note == "no base"
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "note"),
+    [
+        ({"bach": 1}, "bach", "Tool 1.0 does not know this key; did you mean 'batch'?"),
+        ({"stage": 1}, "stage", "Tool 1.0 does not know this key; did you mean 'zero.stage'?"),
+        ({"zero": {"stagee": 1}}, "zero.stagee", "Tool 1.0 does not know this key; did you mean 'stage'?"),
+        ({"xyz": {"inner": 1}}, "xyz.inner", "Tool 1.0 does not know this key; remove it"),
+        ({"zero": True}, "zero", "must be a mapping of keys (stage, offload), got true; write them below it"),
+        ({"zero.stage": 1}, "zero.stage", "Tool 1.0 does not know this key"),
+        ({"batch": {"x": 1}}, "batch", "must be a whole number of at least 1, got {x: 1}; write one"),
+    ],
+)
+def test_keys_that_are_refused(document: dict[str, Any], key: str, note: str) -> None:
+    found = read(document)[key]
+    assert found.meaning.verdict is Verdict.REFUSED
+    assert note in found.meaning.note
+    assert ";" in found.meaning.note
+
+
+def test_a_key_that_the_tool_overlooks_is_dropped_and_kept() -> None:
+    meaning = read({"bach": 1}, ignores_unknown=True)["bach"].meaning
+    assert (meaning.verdict, meaning.kept) == (Verdict.DROPPED, True)
+    assert "ignores it; did you mean 'batch'?" in meaning.note
+    some = read({"x": 1, "zero": {"y": 1}}, ignores_unknown=lambda key: "." not in key)
+    assert [some["x"].meaning.verdict, some["zero.y"].meaning.verdict] == [Verdict.DROPPED, Verdict.REFUSED]
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_a_block_that_holds_nothing_is_dropped(nothing: Any) -> None:
+    meaning = read({"zero": nothing})["zero"].meaning
+    assert (meaning.verdict, meaning.note) == (Verdict.DROPPED, "holds nothing")
+
+
+def test_verdicts_in_order_and_from_rules() -> None:
+    assert [verdict.badness for verdict in Verdict] == list(range(6))
+    assert {Verdict.of(fit) for fit in Fit} == {Verdict.EXACT, Verdict.EMULATED, Verdict.APPROXIMATE, Verdict.REFUSED}
+
+
+def test_an_entry_that_is_refused_decides_nothing_any_more() -> None:
+    entry = Entry(("a",), 1, Meaning(fields={"training.seed": 1}, native={"fsdp.x": 1}))
+    refused = entry.but(Verdict.REFUSED, "why; what")
+    assert (refused.meaning.fields, refused.meaning.native) == ({}, {})
+    assert entry.but(Verdict.APPROXIMATE, "so").meaning.fields == {"training.seed": 1}
+    assert entry.at("b", "c").key == "b.c"
+
+
+EXPRESSIONS = {
+    "training.seed": Expression(Verdict.UNDECIDED, "your training script", "write torch.manual_seed", lambda cfg, topology: {"seed": 1}),
+    "training.micro_batch_size": Expression(
+        Verdict.EXACT, "batch.size", to=lambda cfg, topology: nested({"batch.size": cfg.training.micro_batch_size}), auto=True
+    ),
+    "training.gradient_clipping": Expression(
+        Verdict.EXACT,
+        "clip",
+        to=lambda cfg, topology: {"clip": cfg.training.gradient_clipping},
+        when=(Case("none", lambda cfg: cfg.training.gradient_clipping is None, Verdict.REFUSED, "always clips; write a number"),),
+    ),
+    "optimizer.lr": Expression(Verdict.EXACT, "lr", to=lambda cfg, topology: {"lr": cfg.optimizer.lr}),
+}
+
+
+def test_fields_become_fragments_of_one_document() -> None:
+    cfg = Config.model_validate({"training": {"micro_batch_size": 3, "gradient_clipping": 0.5}, "optimizer": {"lr": 0.1}})
+    document, words = express(EXPRESSIONS, cfg, Topology())
+    assert document == {"batch": {"size": 3}, "clip": 0.5, "lr": 0.1}
+    assert words["training.seed"].verdict is Verdict.UNDECIDED
+    assert words["training.gradient_clipping"].key == "clip"
+
+
+def test_an_exception_counts_more_than_its_row_and_what_is_refused_is_not_written() -> None:
+    document, words = express(EXPRESSIONS, Config.model_validate({"training": {"gradient_clipping": None}}), Topology())
+    assert "clip" not in document
+    assert words["training.gradient_clipping"].note == "always clips; write a number"
+
+
+def test_what_the_script_decides_is_auto_where_the_format_has_that_word_and_left_out_elsewhere() -> None:
+    undecided = {"training.micro_batch_size", "optimizer.lr"}
+    document, words = express(EXPRESSIONS, Config(), Topology(), undecided)
+    assert document["batch"] == {"size": "auto"}
+    assert "lr" not in document
+    assert words["training.micro_batch_size"].verdict is Verdict.UNDECIDED
+    assert words["optimizer.lr"].verdict is Verdict.EXACT
