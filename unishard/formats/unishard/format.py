@@ -69,26 +69,34 @@ def _placeholders(data: Mapping[str, Any]) -> Iterator[tuple[str, Undecided]]:
 
 
 def _checked(source: Source, undecided: Mapping[str, Undecided]) -> Config:
-    """The config, with stand-ins where the file has placeholders."""
-    document = from_mapping(_filled(source.data, undecided))
+    """The config, with stand-ins where the file has placeholders and other fields need a value."""
+    config, problems = _validated(source, undecided, STAND_INS)
+    if config is None and any(problem.path in undecided for problem in problems):
+        config, problems = _validated(source, undecided, {})
+    if config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def _validated(source: Source, undecided: Collection[str], stand_ins: Mapping[str, Any]) -> tuple[Config | None, list[Problem]]:
+    document = from_mapping(_filled(source.data, undecided, stand_ins))
     found = document.findings
+    config = None
     try:
         config = Config.model_validate(document.data)
     except ValidationError as error:
         found += findings_of(error, document.data)
-    if found:
-        raise ConfigError([Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in found])
-    return config
+    return None if found else config, [Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in found]
 
 
-def _filled(data: Mapping[str, Any], undecided: Collection[str], prefix: str = "") -> Native:
+def _filled(data: Mapping[str, Any], undecided: Collection[str], stand_ins: Mapping[str, Any], prefix: str = "") -> Native:
     filled = {}
     for name, value in data.items():
         path = f"{prefix}{name}"
         if path not in undecided:
-            filled[name] = _filled(value, undecided, f"{path}.") if isinstance(value, Mapping) else value
-        elif path in STAND_INS:
-            filled[name] = STAND_INS[path]
+            filled[name] = _filled(value, undecided, stand_ins, f"{path}.") if isinstance(value, Mapping) else value
+        elif path in stand_ins:
+            filled[name] = stand_ins[path]
     return filled
 
 
