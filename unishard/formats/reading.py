@@ -23,7 +23,7 @@ from unishard.wording import shown
 
 __all__ = ["Reading", "assemble", "default_of", "placeholder", "undecided_in"]
 
-_STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40}
+_STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2}
 """What fills the place of an undecided field that others need; every other one keeps its default."""
 _LEFT_OUT: Any = object()
 _FIELDS = dict(leaves(Config))

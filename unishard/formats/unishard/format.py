@@ -20,7 +20,7 @@ from unishard.topology import Topology
 
 __all__ = ["UnishardFormat"]
 
-_STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40}
+_STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2}
 
 
 class UnishardFormat:
