@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unishard.config import Config, leaves, value_at
 from unishard.formats import catalog
 from unishard.formats.format import Format
-from unishard.formats.reading import Reading
+from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import open_source
 from unishard.meanings import Entry, Expressed, Verdict, Word
 from unishard.rules import Native, merge
 from unishard.topology import Topology
+from unishard.wording import shown
 
 __all__ = ["Item", "Outcome", "read", "translate"]
 
@@ -105,10 +107,39 @@ def translate(
     """
     target = catalog.get(to)
     reading = read(source, from_, overrides, topology)
-    expressed = target.write(reading, topology or reading.topology or Topology())
+    ranks = topology or reading.topology or Topology()
+    expressed = target.write(reading, ranks)
+    yielding = _without_refused_assumptions(reading, expressed)
+    if yielding:
+        reading = assemble(reading.format, reading.source, yielding, overrides=overrides, topology=reading.topology)
+        expressed = target.write(reading, ranks)
     items = tuple(_item(entry, reading, target, expressed) for entry in reading.entries)
     document = merge(expressed.document, _kept(reading) if reading.format == to else {})
     return Outcome(reading, to, items, document, target.render(document, reading), reading.source.warnings)
+
+
+def _without_refused_assumptions(reading: Reading, expressed: Expressed) -> list[Entry]:
+    """The entries, if there are assumed ones that cannot be had: those then say only how the schema's default differs.
+
+    Nobody asked for what a tool assumes where its file is silent, so it is no reason to refuse the file.
+    """
+    entries = [_yielding(entry, reading, expressed) if entry.assumed else entry for entry in reading.entries]
+    return entries if any(new is not old for new, old in zip(entries, reading.entries, strict=True)) else []
+
+
+def _yielding(entry: Entry, reading: Reading, expressed: Expressed) -> Entry:
+    refused = [field for field in entry.meaning.fields if field in expressed.words and expressed.words[field].verdict is Verdict.REFUSED]
+    if not refused or any(field in reading.undecided for field in refused):
+        return entry
+    said = {field: entry.meaning.fields[field] for field in refused}
+    values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
+    note = "; ".join(
+        f"{reading.format} has {shown(value)} here, which cannot be had ({expressed.words[field].note}); "
+        f"{field} is {shown(default_of(field, values))}"
+        for field, value in said.items()
+    )
+    fields = {field: value for field, value in entry.meaning.fields.items() if field not in said}
+    return replace(entry, meaning=replace(entry.meaning, verdict=Verdict.APPROXIMATE, note=note, fields=fields))
 
 
 def _kept(reading: Reading) -> Native:
