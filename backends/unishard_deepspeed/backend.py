@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
+from unishard.meanings import Entry, Expressed, Expression, Key
 from unishard.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
 from unishard.topology import Topology
+from unishard_deepspeed import arguments
 from unishard_deepspeed.constants import CONSTANTS
 from unishard_deepspeed.keys import check, verdict
 from unishard_deepspeed.rules import RULES
@@ -64,6 +66,26 @@ class DeepSpeedBackend:
         verdicts = {key: (value, *verdict(key)) for key, value in flat(own)}
         lines = tuple(Line(f"native.{self.name}.{key}", value, fit, key, note) for key, (value, fit, note) in verdicts.items())
         return Translation(self.name, "DeepSpeedEngine", merge(merge(fixed, native), own), Report(report.lines + lines))
+
+    @property
+    def keys(self) -> Mapping[str, Key]:
+        """The keys of DeepSpeed's JSON, dotted."""
+        return arguments.KEYS
+
+    @property
+    def expressions(self) -> Mapping[str, Expression]:
+        """How the JSON of a script without unishard says each field."""
+        return arguments.EXPRESSIONS
+
+    def parse(
+        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
+    ) -> list[Entry]:
+        """What a DeepSpeed config says, one entry for each key. Pure."""
+        return arguments.parse(native, defaults=defaults, topology=topology)
+
+    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+        """The JSON for raw `deepspeed.initialize`. Pure."""
+        return arguments.arguments(cfg, topology, undecided)
 
     def prepare(
         self,

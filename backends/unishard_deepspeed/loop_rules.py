@@ -30,6 +30,8 @@ LOOP: dict[str, Rule] = {
     "optimizer.groups": _groups_field(),
     "scheduler.name": loop("writes the learning rate of each update into the optimizer's groups"),
     "scheduler.warmup_steps": loop("moves once for each real update"),
+    "scheduler.warmup_type": loop("part of the same formula"),
+    "scheduler.warmup_start_ratio": loop("part of the same formula"),
     "scheduler.total_steps": loop("moves once for each real update"),
     "scheduler.min_lr_ratio": loop("part of the same formula"),
 }

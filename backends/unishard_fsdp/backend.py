@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
+from unishard.meanings import Entry, Expressed, Expression, Key
 from unishard.rules import Line, Report, Rule, Translation, apply, merge, nested
 from unishard.topology import Topology
-from unishard_fsdp import native, options
+from unishard_fsdp import arguments, native, options
+from unishard_fsdp.expressions import EXPRESSIONS
+from unishard_fsdp.keys import KEYS
 from unishard_fsdp.rules import RULES
 
 if TYPE_CHECKING:
@@ -62,6 +65,26 @@ class FSDPBackend:
             native=merge(written, nested(overrides)),
             report=Report((*report, *lines)),
         )
+
+    @property
+    def keys(self) -> Mapping[str, Key]:
+        """FSDP's own arguments, of version 1 and 2, and what each says in the config's words."""
+        return KEYS
+
+    @property
+    def expressions(self) -> Mapping[str, Expression]:
+        """How a training script without unishard says each field to FSDP2."""
+        return EXPRESSIONS
+
+    def parse(
+        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
+    ) -> list[Entry]:
+        """What FSDP's own arguments say, one entry for each. Pure."""
+        return arguments.parse(native, defaults=defaults, topology=topology)
+
+    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+        """FSDP2's arguments for the same training. Pure."""
+        return arguments.arguments(cfg, topology, undecided)
 
     def prepare(
         self,

@@ -31,6 +31,8 @@ LOOP: Mapping[str, Rule] = {
     "optimizer.groups": loop("parameter groups, by the names that parameters have before sharding"),
     "scheduler.name": loop("closed form, written into the parameter groups after each update"),
     "scheduler.warmup_steps": loop("counts updates"),
+    "scheduler.warmup_type": loop("part of the same formula"),
+    "scheduler.warmup_start_ratio": loop("part of the same formula"),
     "scheduler.total_steps": loop("counts updates"),
     "scheduler.min_lr_ratio": loop("factor of `optimizer.lr`"),
 }

@@ -48,6 +48,18 @@ def test_what_it_cannot_do_is_refused_with_what_instead(project):
     assert "sharding.strategy: 'full_shard' is not supported by plain: every rank holds the whole model; write no_shard" in done.stderr
 
 
+def test_its_arguments_are_read_and_written(project):
+    done = run(
+        project,
+        "-c",
+        "from unishard import Config, Topology, registry\n"
+        "plain = registry.get('plain')\n"
+        "(entry,) = plain.parse({'clip': '0.5'})\n"
+        "print(entry.meaning.fields, plain.arguments(Config(training={'gradient_clipping': 0.5}), Topology()).document)",
+    )
+    assert "{'training.gradient_clipping': 0.5} {'clip': 0.5}" in done.stdout, done.stderr
+
+
 @pytest.mark.ranks
 def test_it_conforms(project):
     done = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_plain.py")

@@ -96,6 +96,35 @@ def both_ways(backend, name, where, precision, trained):
     return answers, empty, buffers, ties
 
 
+def adapted(model):
+    """With LoRA adapters, the same on every call."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"))
+
+
+def adapters(backend, where):
+    """Losses and norms of LoRA on a pretrained model, built plainly and inside init, and why not on one from our loader."""
+    from transformers import LlamaForCausalLM
+
+    cfg, path, answers = config(backend), os.path.join(where, "llama"), []
+
+    def built():
+        return adapted(LlamaForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+    plain = built()
+    with unishard.init(cfg):
+        lean = built()
+    for model in (plain, lean):
+        with unishard.prepare(model, cfg) as engine:
+            engine.train()
+            answers.append([(loss, step.grad_norm) for loss, step in train(engine, inputs("llama"))])
+    with pytest.raises(unishard.ModelError) as refusal:
+        unishard.prepare(adapted(unishard.from_pretrained(LlamaForCausalLM, path, cfg)), cfg)
+    return answers, str(refusal.value)
+
+
 def refused(backend, cls, name, where):
     import transformers
 
@@ -121,6 +150,7 @@ REFUSED = {
 
 def played(backend):
     scenarios = [(both_ways, (backend, name, folder(), precision, trained)) for _, name, precision, trained in CASES]
+    scenarios += [(adapters, (backend, folder()))]
     scenarios += [(refused, (backend, *case, folder())) for case in REFUSED]
     return play(tuple(scenarios))
 
@@ -134,6 +164,14 @@ def test_the_same_as_transformers_own_loader_without_holding_it(backend, case):
         assert empty
         assert buffers
         assert ties[0] == ties[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adapters_on_a_pretrained_model_train_alike_inside_init_which_an_error_points_to(backend):
+    for (plain, lean), refusal in values(played(backend)[adapters, (backend, folder())]):
+        assert lean == plain
+        assert plain[0] != plain[1]
+        assert "build the whole of it inside unishard.init(cfg) instead" in refusal
 
 
 @pytest.mark.parametrize("case", REFUSED, ids="-".join)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from functools import cache
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -144,14 +146,48 @@ class Large(nn.Module):
         return x
 
 
+_kept: list[TemporaryDirectory] = []
+
+
+@cache
+def large_llama():
+    """A folder with a model of about 200 MiB in four files, and its bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8, "vocab_size": 128}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    where = TemporaryDirectory()
+    _kept.append(where)
+    model.save_pretrained(where.name, max_shard_size="50MB")
+    return where.name, 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def loaded(cfg, path):
+    from transformers import LlamaForCausalLM
+
+    return unishard.from_pretrained(LlamaForCausalLM, path, cfg)
+
+
+def inside(cfg):
+    with unishard.init(cfg):
+        return Large()
+
+
+def outside(cfg):
+    return Large()
+
+
 def held():
     """Bytes of this process that are no file's."""
     with open("/proc/self/status") as lines:
         return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
-def memory(backend, inside, trained):
+def memory(backend, build, trained, *arguments):
     """What this rank holds beyond what it held before, by time, while a model is built and prepared."""
+    from transformers import LlamaForCausalLM  # code is no part of the model
+
+    assert LlamaForCausalLM
     cfg = config(backend, optimizer={"name": "sgd", "lr": 0.1}, communication={"reduce_bucket_size": 2_000_000})
     process_group.ensure(unishard.Topology.from_environment())
     with unishard.prepare(nn.Linear(4, 4), cfg):
@@ -166,11 +202,7 @@ def memory(backend, inside, trained):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    if inside:
-        with unishard.init(cfg):
-            model = Large()
-    else:
-        model = Large()
+    model = build(cfg, *arguments)
     dist.barrier()  # else one rank could be done before the other begins
     engine = unishard.prepare(model, cfg, train=trained)
     dist.barrier()
@@ -181,27 +213,35 @@ def memory(backend, inside, trained):
     return samples
 
 
-def peak_of_all(samples):
+def peak_of_all(samples, model_bytes=MODEL_BYTES):
     """The most that all ranks held together at one time, in models."""
     now, most = [0] * len(samples), 0
     for _, rank, value in sorted((at, rank, value) for rank, each in enumerate(samples) for at, value in each):
         now[rank] = value
         most = max(most, sum(now))
-    return most / MODEL_BYTES
+    return most / model_bytes
 
 
 @pytest.mark.parametrize(("backend", "trained"), [("fsdp", True), ("fsdp", False), ("deepspeed", False)])
 def test_all_ranks_together_hold_the_model_once_while_it_is_loaded(backend, trained, record_property):
-    samples = run_ranks(2, memory, backend, True, trained, timeout=120)
+    samples = run_ranks(2, memory, backend, inside, trained, timeout=120)
     record_property("peak host memory over all ranks, in models", peak_of_all(samples))
     assert peak_of_all(samples) <= 1.2
     assert max(value for _, value in samples[1]) / MODEL_BYTES <= 0.6
 
 
+@pytest.mark.parametrize(("backend", "trained"), [("fsdp", True), ("fsdp", False), ("deepspeed", False)])
+def test_all_ranks_together_hold_a_pretrained_model_once_while_it_is_read(backend, trained, record_property):
+    path, size = large_llama()
+    samples = run_ranks(2, memory, backend, loaded, trained, path, timeout=120)
+    record_property("peak host memory over all ranks, in models", peak_of_all(samples, size))
+    assert peak_of_all(samples, size) <= 1.2
+
+
 def test_deepspeed_holds_no_more_while_it_loads_than_it_trains_with():
-    samples = run_ranks(2, memory, "deepspeed", True, True, timeout=120)
+    samples = run_ranks(2, memory, "deepspeed", inside, True, timeout=120)
     assert peak_of_all(samples) <= sum(each[-1][1] for each in samples) / MODEL_BYTES + 0.2
 
 
 def test_without_init_each_rank_holds_a_model():
-    assert peak_of_all(run_ranks(2, memory, "fsdp", False, True, timeout=120)) > 1.9
+    assert peak_of_all(run_ranks(2, memory, "fsdp", outside, True, timeout=120)) > 1.9

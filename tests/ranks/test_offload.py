@@ -235,6 +235,11 @@ def refused(backend, precision, params, optimizer):
     unishard.prepare(mlp(), configured(backend, "full_shard", precision, offload=offload))
 
 
+def strictly(backend, params, optimizer):
+    """What is only approximate is refused under strict."""
+    unishard.prepare(mlp(), configured(backend, "full_shard", "fp32", offload={"params": params, "optimizer": optimizer}, strict=True))
+
+
 def without_async_io(*arguments):
     """As on a machine without libaio."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -251,9 +256,6 @@ def without_fp16(*arguments):
         refused(*arguments)
 
 
-MASTERS = (
-    "FSDP2's sharded parameters are the fp32 masters, which the optimizer would need back on the device for its step; set offload: cpu"
-)
 FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 ASYNC_IO = (
     "BackendError: offload to nvme needs DeepSpeed's async_io op, which can be neither found nor built here; install libaio with its "
@@ -268,7 +270,11 @@ OTHER = (
     "1e-2 and more from the second on); choose cpu"
 )
 REFUSED = {
-    (refused, ("fsdp", "fp32", "cpu", "none")): f"TranslationError: offload.params: 'cpu' is not supported by fsdp: {MASTERS}",
+    (strictly, ("fsdp", "cpu", "none")): (
+        "TranslationError: offload.params: 'cpu' is only approximate on fsdp, and strict is true: CPUOffloadPolicy moves parameters, "
+        "gradients and optimizer state together, so the optimizer's state lives in host memory as well, and it steps there: more device "
+        "memory is free, and the update is slower; the same maths"
+    ),
     (refused, ("deepspeed", "fp32", "none", "nvme")): f"TranslationError: offload.optimizer: 'nvme' is not supported by deepspeed: {OTHER}",
     (refused, ("fsdp", "fp32", "none", "nvme")): "\n".join(
         [

@@ -110,3 +110,21 @@ def test_what_only_one_rank_uses_is_trained_with_the_mean_of_all_ranks():
     first, second = values(play(((used_by_one, ()),))[used_by_one, ()])
     assert first == second
     assert first == pytest.approx(expected_of_one(), rel=1e-6)
+
+
+def late(strategy):
+    """Whether DeepSpeed's own functions find the optimizer's state of a parameter that the first update did not use."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    torch.manual_seed(11)
+    with unishard.prepare(Branching(), config("deepspeed", strategy, optimizer=ADAMW)) as engine:
+        for micro_batch, both in zip(micro_batches(), (False, True), strict=True):
+            engine.backward(engine(**micro_batch, both=both).loss)
+            engine.step()
+        state = safe_get_full_optimizer_state(engine.module.sometimes.weight, "exp_avg")
+        return state is not None and bool(state.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("strategy", ["shard_optimizer", "shard_grad_op", "full_shard"])
+def test_state_that_begins_in_a_later_update_is_found_by_deepspeeds_own_functions(strategy):
+    assert values(play(tuple((late, (each,)) for each in STRATEGIES[1:]))[late, (strategy,)]) == [True, True]

@@ -120,7 +120,11 @@ def _precisions(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def _schedulers(draw: st.DrawFn) -> dict[str, Any]:
     warmup = draw(st.integers(0, 1000))
+    climb: dict[str, Any] = {"warmup_steps": warmup}
+    if warmup:
+        kinds = ("linear", "log") if warmup > 1 else ("linear",)
+        climb |= draw(some(warmup_type=st.sampled_from(kinds), warmup_start_ratio=st.floats(0, 1)))
     if draw(st.booleans()):
-        return {"name": "constant", "warmup_steps": warmup}
+        return {"name": "constant", **climb}
     name = draw(st.sampled_from(("linear", "cosine")))
-    return {"name": name, "warmup_steps": warmup, "total_steps": warmup + draw(positive), **draw(some(min_lr_ratio=st.floats(0, 1)))}
+    return {"name": name, **climb, "total_steps": warmup + draw(positive), **draw(some(min_lr_ratio=st.floats(0, 1)))}

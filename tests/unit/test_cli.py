@@ -19,7 +19,7 @@ from unishard.config import leaves
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "llama_tiny.yaml")
-REFUSED = "offload:\n  params: cpu\n"  # FSDP2's sharded parameters are the masters that the optimizer steps
+REFUSED = "offload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
 ROUGH = "backend: deepspeed\nnative:\n  deepspeed: {vocabulary_size: 3}\n"  # a setting that only DeepSpeed has
 
 
@@ -161,7 +161,7 @@ def test_unsupported_is_refused_with_1_at_its_line(config: Path) -> None:
     config.write_text(REFUSED)
     result = run("translate", "c.yaml", "--report", "none")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("c.yaml:2: offload.params: 'cpu' is not supported by fsdp: ")
+    assert result.stderr.startswith("c.yaml:2: offload.params: 'nvme' is not supported by fsdp: ")
 
 
 def test_native_key_that_a_field_decides_is_refused_at_its_line(config: Path) -> None:

@@ -135,7 +135,6 @@ def test_offload_of_everything_the_strategy_has(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "path", "instead"),
     [
-        ({"offload": {"params": "cpu"}}, "offload.params", "set offload: cpu"),
         (
             {"sharding": "shard_optimizer", "offload": {"optimizer": "cpu"}, "native": {"fsdp": {"zero_redundancy_optimizer": True}}},
             "offload.optimizer",
@@ -147,6 +146,15 @@ def test_offload_of_a_part_is_refused_with_a_way_out(sections: dict[str, Any], p
     translation = translate(**sections)
     with pytest.raises(TranslationError, match=f"{path}: 'cpu' is not supported by fsdp: .*{instead}"):
         translation.check(strict=False)
+
+
+def test_offload_of_the_parameters_alone_takes_the_optimizer_along_and_says_so() -> None:
+    translation = translate(offload={"params": "cpu", "pin_memory": False})
+    assert translation.native["offload_policy"] == {"pin_memory": False}
+    assert translation.native["host_optimizer"] is None
+    assert line(translation, "offload.params").fit is Fit.APPROXIMATE
+    with pytest.raises(TranslationError, match=r"offload\.params: 'cpu' is only approximate on fsdp, .*optimizer's state lives in host"):
+        translation.check(strict=True)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])

@@ -24,7 +24,12 @@ class Scheduler(Section):
     name: Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_lower), Spellings()] = Field(default="constant")
     """Shape after the warm-up: stay, fall in a straight line, or fall along half a cosine."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the rate climbs from 0 in a straight line (as transformers' schedules: update i uses i / warmup_steps)."""
+    """Updates over which the rate climbs; update i uses i / warmup_steps of the way (as transformers' schedules)."""
+    warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(_lower), Spellings()] = Field(default="linear")
+    """How it climbs: in a straight line, or along a logarithm, fast at first (`log`: update i uses ln(i + 1) / ln(warmup_steps) of the
+    way, as DeepSpeed's schedules)."""
+    warmup_start_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where the climb begins, as a part of `optimizer.lr`."""
     total_steps: int | None = Field(default=None, ge=1)
     """Updates until the end of the fall, warm-up included; needed by `linear` and `cosine`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -43,5 +48,13 @@ class Scheduler(Section):
             problems.append(("total_steps", f"is needed by a {self.name} schedule; write the number of updates"))
         elif self.warmup_steps >= self.total_steps:
             problems.append(("warmup_steps", f"must be smaller than total_steps ({self.total_steps}), got {self.warmup_steps}"))
+        if not self.warmup_steps:
+            problems += [
+                (field, "has no meaning without a warm-up; remove it or set scheduler.warmup_steps")
+                for field in ("warmup_type", "warmup_start_ratio")
+                if field in self.model_fields_set
+            ]
+        elif self.warmup_steps == 1 and self.warmup_type == "log":
+            problems.append(("warmup_type", "log needs a warm-up of at least 2 updates; set scheduler.warmup_steps to 2 or write linear"))
         refuse(problems)
         return self

@@ -14,10 +14,12 @@ def factor(cfg: Scheduler, updates: int) -> float:
     """What the learning rate is multiplied by in the update that follows `updates` others.
 
     The same closed forms as `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup` of transformers 5.23
-    with `min_lr_ratio` as floor.
+    with `min_lr_ratio` as floor; the logarithm is that of `WarmupLR` and `WarmupDecayLR` of DeepSpeed 0.19.8.
     """
     if updates < cfg.warmup_steps:
-        return updates / cfg.warmup_steps
+        linear = cfg.warmup_type == "linear"
+        climbed = updates / cfg.warmup_steps if linear else math.log(updates + 1) / math.log(cfg.warmup_steps)
+        return cfg.warmup_start_ratio + (1.0 - cfg.warmup_start_ratio) * climbed
     if cfg.total_steps is None:
         return 1.0
     progress = min(1.0, (updates - cfg.warmup_steps) / (cfg.total_steps - cfg.warmup_steps))

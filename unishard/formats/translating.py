@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unishard.config import Config, leaves, value_at
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.format import Format
-from unishard.formats.reading import Reading
+from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import Source, open_source
 from unishard.meanings import Entry, Expressed, Verdict, Word
 from unishard.rules import Native, flat, merge
 from unishard.topology import Topology
+from unishard.wording import shown
 
 __all__ = ["Item", "Outcome", "read", "translate"]
 
@@ -104,15 +106,48 @@ def translate(
     Raises:
         ConfigError: The file cannot be read, is in no known format, or an override cannot be used.
     """
-    target = catalog.get(to)
+    target, overrides = catalog.get(to), tuple(overrides)
     reading = read(source, from_, overrides, topology)
-    try:
-        expressed = target.write(reading, topology or reading.topology or Topology())
-    except BackendError as error:
-        raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None
+    ranks = topology or reading.topology or Topology()
+    expressed = _written(target, reading, ranks)
+    yielding = _without_refused_assumptions(reading, expressed)
+    if yielding:
+        reading = assemble(reading.format, reading.source, yielding, overrides=overrides, topology=reading.topology)
+        expressed = _written(target, reading, ranks)
     items = tuple(_item(entry, reading, target, expressed) for entry in reading.entries)
     document = merge(expressed.document, _kept(reading) if reading.format == to else {})
     return Outcome(reading, to, items, document, target.render(document, reading), reading.source.warnings)
+
+
+def _written(target: Format, reading: Reading, ranks: Topology) -> Expressed:
+    try:
+        return target.write(reading, ranks)
+    except BackendError as error:
+        raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None
+
+
+def _without_refused_assumptions(reading: Reading, expressed: Expressed) -> list[Entry]:
+    """The entries, if there are assumed ones that cannot be had: those then say only how the schema's default differs.
+
+    Nobody asked for what a tool assumes where its file is silent, so it is no reason to refuse the file.
+    """
+    entries = [_yielding(entry, reading, expressed) if entry.assumed else entry for entry in reading.entries]
+    return entries if any(new is not old for new, old in zip(entries, reading.entries, strict=True)) else []
+
+
+def _yielding(entry: Entry, reading: Reading, expressed: Expressed) -> Entry:
+    refused = [field for field in entry.meaning.fields if field in expressed.words and expressed.words[field].verdict is Verdict.REFUSED]
+    if not refused or any(field in reading.undecided for field in refused):
+        return entry
+    said = {field: entry.meaning.fields[field] for field in refused}
+    values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
+    note = "; ".join(
+        f"{reading.format} has {shown(value)} here, which cannot be had ({expressed.words[field].note}); "
+        f"{field} is {shown(default_of(field, values))}"
+        for field, value in said.items()
+    )
+    fields = {field: value for field, value in entry.meaning.fields.items() if field not in said}
+    return replace(entry, meaning=replace(entry.meaning, verdict=Verdict.APPROXIMATE, note=note, fields=fields))
 
 
 def _kept(reading: Reading) -> Native:

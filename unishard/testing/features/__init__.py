@@ -8,6 +8,7 @@ from unishard.testing.cells import Feature
 from unishard.testing.features import (
     access,
     accumulation,
+    combinations,
     evaluation,
     lora,
     models,
@@ -35,6 +36,7 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "models": models.FEATURES,
     "recomputation": recomputation.FEATURES,
     "units": units.FEATURES,
+    "combinations": combinations.FEATURES,
 }
 """Features by area, in the order of the table."""
 

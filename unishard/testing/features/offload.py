@@ -26,7 +26,6 @@ FEATURES = (
         "the parameters alone in host memory",
         {"offload": _PARAMS},
         strategies=("full_shard",),
-        refused={"fsdp": ("full_shard",)},
     ),
     Feature(
         "offload_hybrid",

@@ -1,0 +1,69 @@
+"""DeepSpeed's JSON as raw `deepspeed.initialize` takes it: what each key says, and how it says each field."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from unishard.config import Config, leaves
+from unishard.meanings import Entry, Expressed, Expression, Given, Key, Meaning, Unreadable, Verdict, express, interpret
+from unishard.rules import flat
+from unishard.topology import Topology
+from unishard.wording import shown
+from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
+from unishard_deepspeed.arguments.facts import dropped
+
+__all__ = ["EXPRESSIONS", "KEYS", "TOOL", "arguments", "parse"]
+
+TOOL = "DeepSpeed 0.19.8"
+_SECTIONS = (batch, precision, zero, offload, optimizer, scheduler, rest)
+_STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.params.", "scheduler.params.")
+"""Blocks in which DeepSpeed, or the class that it builds, refuses a key that it does not know; elsewhere it overlooks one."""
+
+
+def _block(value: Any, given: Given) -> Meaning:
+    if value is None or value == {}:
+        return dropped("is empty")
+    raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it")
+
+
+def _blocks(rows: Mapping[str, Key]) -> dict[str, Key]:
+    """A row for each mapping above a key, for a document that holds something else there."""
+    above = {".".join(key.split(".")[:length]) for key in rows for length in range(1, key.count(".") + 1)}
+    return {name: Key(_block, note="a mapping of keys") for name in sorted(above - rows.keys())}
+
+
+def _all() -> dict[str, Key]:
+    rows = {key: row for section in _SECTIONS for key, row in section.KEYS.items()}
+    return rows | _blocks(rows)
+
+
+KEYS: Mapping[str, Key] = _all()
+"""What each key says in the config's words."""
+
+_ROWS = {field: row for section in _SECTIONS for field, row in section.EXPRESSIONS.items()}
+EXPRESSIONS: Mapping[str, Expression] = {path: _ROWS[path] for path, _ in leaves(Config)}
+"""How raw DeepSpeed says each field."""
+
+
+def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None, topology: Topology | None) -> list[Entry]:
+    """What a DeepSpeed config says, one entry for each of its keys and one for each default of DeepSpeed that decides something."""
+    given = Given(dict(flat(native)), defaults or {}, topology)
+    silent = {key: value for section in _SECTIONS for key, value in section.assumed(given).items()}
+    known = {**silent, **(defaults or {})}
+    entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology)
+    return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
+
+
+def _overlooked(key: str) -> bool:
+    return not key.startswith(_STRICT)
+
+
+def _says_nothing(entry: Entry) -> bool:
+    meaning = entry.meaning
+    return meaning.verdict in (Verdict.DROPPED, Verdict.EXACT) and not meaning.fields and not meaning.native
+
+
+def arguments(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:
+    """The JSON for a training script that calls `deepspeed.initialize` itself, for the same training."""
+    return express(EXPRESSIONS, cfg, topology, undecided)

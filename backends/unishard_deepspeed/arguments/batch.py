@@ -1,0 +1,153 @@
+"""Batch sizes and the loop: what DeepSpeed's keys say, and how it says the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.keys import drops, integer, number
+from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard_deepspeed import fields
+from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
+
+__all__ = ["EXPRESSIONS", "KEYS", "assumed"]
+
+_TRAIN, _MICRO, _WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_MICRO_OF_RANKS = f"{_TRAIN} / ({_WINDOW} x ranks)"
+_WINDOW_OF_RANKS = f"{_TRAIN} / ({_MICRO} x ranks)"
+_SCRIPT = "your training script"
+
+
+def assumed(given: Given) -> dict[str, Any]:
+    """What DeepSpeed makes of the sizes that are not there (DeepSpeed 0.19.8, runtime/config.py, _set_batch_related_parameters)."""
+    train, micro, window = (quiet(integer(1), given.get(key)) for key in (_TRAIN, _MICRO, _WINDOW))
+    ranks = given.topology.world_size if given.topology else None
+    found: dict[str, Any] = {}
+    if _WINDOW not in given and _MICRO in given:
+        found[_WINDOW] = 1 if not train else _quotient(train, micro, ranks) or _WINDOW_OF_RANKS
+    if _MICRO not in given and train:
+        found[_MICRO] = _quotient(train, window or (None if _WINDOW in given else 1), ranks) or _MICRO_OF_RANKS
+    return found
+
+
+def _quotient(train: int, other: int | None, ranks: int | None) -> int | str | None:
+    if not other or not ranks:
+        return None
+    return train // (other * ranks) if train % (other * ranks) == 0 else f"{train} / ({other} x {ranks})"
+
+
+def _size(field: str, derived: str, who: str) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        if value in (AUTO, derived):
+            undecided = Undecided(f"{who} {ARGUMENTS}" if value == AUTO else f"the number of ranks, {derived}; give --world-size")
+            return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {field: undecided})
+        return Meaning(fields={field: integer(1)(value)})
+
+    return Key(read, field)
+
+
+def _global(value: Any, given: Given) -> Meaning:
+    if value == AUTO:
+        return dropped(f"the product of {_MICRO}, {_WINDOW} and the ranks, which unishard computes as well")
+    size = integer(1)(value)
+    others = [quiet(integer(1), given.get(key)) for key in (_MICRO, _WINDOW)]
+    if given.topology and all(others) and size != others[0] * others[1] * given.topology.world_size:
+        product = f"{others[0]} x {others[1]} x {given.topology.world_size} ranks"
+        raise Unreadable(f"must be {_MICRO} x {_WINDOW} x ranks, got {size} for {product}, which DeepSpeed refuses too; correct one")
+    return Meaning(fields={"training.global_batch_size": size})
+
+
+def _clipping(value: Any, given: Given) -> Meaning:
+    if value == AUTO:
+        undecided = Undecided(f"max_grad_norm {ARGUMENTS}")
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {"training.gradient_clipping": undecided})
+    note = "" if "gradient_clipping" in given else "DeepSpeed clips to 1.0 where the key is absent since 0.19.3; before, it did not clip"
+    return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None})
+
+
+KEYS: Mapping[str, Key] = {
+    _TRAIN: Key(_global, "training.global_batch_size"),
+    _MICRO: _size("training.micro_batch_size", _MICRO_OF_RANKS, "per_device_train_batch_size"),
+    _WINDOW: _size("training.gradient_accumulation_steps", _WINDOW_OF_RANKS, _WINDOW),
+    "gradient_clipping": Key(_clipping, "training.gradient_clipping", silent=1.0),
+    "managed_gradient_accumulation": drops("unishard's loop decides where a window ends"),
+    "dataloader_drop_last": drops("acts on the DataLoader that DeepSpeed makes from training_data alone; unishard takes yours"),
+}
+
+
+def _bare(cfg: Config) -> bool:
+    return fields.stage(cfg) == 0 and cfg.precision.compute == "fp32"
+
+
+def _global_of(cfg: Config, topology: Topology) -> Native:
+    size = cfg.training.global_batch_size
+    return {} if size is None else {_TRAIN: size}
+
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "training.micro_batch_size": Expression(
+        Verdict.EXACT,
+        _MICRO,
+        "the DataLoader of your training script needs the same batch_size",
+        lambda cfg, topology: {_MICRO: cfg.training.micro_batch_size},
+        auto=True,
+    ),
+    "training.gradient_accumulation_steps": Expression(
+        Verdict.EXACT, _WINDOW, to=lambda cfg, topology: {_WINDOW: cfg.training.gradient_accumulation_steps}, auto=True
+    ),
+    "training.global_batch_size": Expression(Verdict.EXACT, _TRAIN, to=_global_of),
+    "training.gradient_clipping": Expression(
+        Verdict.EXACT,
+        "gradient_clipping",
+        "0.0 for null, since DeepSpeed clips to 1.0 when the key is absent",
+        lambda cfg, topology: {"gradient_clipping": cfg.training.gradient_clipping or 0.0},
+        auto=True,
+    ),
+    "training.nonfinite": Expression(
+        Verdict.EXACT,
+        "bf16.check_grad_overflow",
+        to=lambda cfg, topology: {"bf16": {"check_grad_overflow": cfg.training.nonfinite != "ignore"}},
+        when=(
+            Case(
+                "raise",
+                lambda cfg: cfg.training.nonfinite == "raise",
+                Verdict.APPROXIMATE,
+                "DeepSpeed leaves the update out without an error, and at stage 0 in fp32 it makes it",
+            ),
+            Case(
+                "skip with no_shard in fp32",
+                lambda cfg: cfg.training.nonfinite == "skip" and _bare(cfg),
+                Verdict.APPROXIMATE,
+                "DeepSpeed makes updates that are not finite at stage 0 in fp32",
+            ),
+            Case(
+                "ignore but with shard_optimizer or shard_grad_op in bf16",
+                lambda cfg: (
+                    cfg.training.nonfinite == "ignore"
+                    and not _bare(cfg)
+                    and not (fields.stage(cfg) in (1, 2) and cfg.precision.compute == "bf16")
+                ),
+                Verdict.APPROXIMATE,
+                "DeepSpeed always leaves out an update that is not finite there",
+            ),
+        ),
+    ),
+    "training.last_window": Expression(
+        Verdict.UNDECIDED,
+        _SCRIPT,
+        "drop the micro-batches that do not fill a window, such as by the length of the DataLoader",
+        when=(
+            Case("gradient_accumulation_steps is 1", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Verdict.EXACT, ""),
+            Case(
+                "step",
+                lambda cfg: cfg.training.last_window == "step",
+                Verdict.APPROXIMATE,
+                "DeepSpeed carries the micro-batches of a window that is not full over to the next epoch",
+            ),
+        ),
+    ),
+    "training.seed": Expression(Verdict.UNDECIDED, _SCRIPT, "torch.manual_seed(seed) before the model is made, and the sampler's seed"),
+}

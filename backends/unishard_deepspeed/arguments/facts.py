@@ -1,0 +1,89 @@
+"""What a DeepSpeed config comes to as a whole, for keys whose meaning depends on others, and rows that depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from unishard.keys import boolean, integer, one_of
+from unishard.meanings import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
+
+__all__ = ["ARGUMENTS", "compute", "device", "dropped", "dtype", "only", "quiet", "spelt", "stage", "unless_auto"]
+
+ARGUMENTS = "of the TrainingArguments"
+
+dtype = one_of(
+    {
+        **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+        **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+        **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    }
+)
+"""Reads the names of a number format that DeepSpeed knows (DeepSpeed 0.19.8, runtime/config.py, DtypeEnum)."""
+
+
+def quiet(convert: Callable[[Any], Any], value: Any, otherwise: Any = None) -> Any:
+    """The value, or another where it cannot be read; the key that holds it says so itself."""
+    try:
+        return convert(value)
+    except Unreadable:
+        return otherwise
+
+
+def dropped(note: str) -> Meaning:
+    """Nothing is lost without the key; it is repeated where a DeepSpeed config is written again."""
+    return Meaning(Verdict.DROPPED, note, kept=True)
+
+
+def only(key: Key, holds: Callable[[Given], bool], otherwise: str) -> Key:
+    """A row for a key that DeepSpeed reads in some cases only.
+
+    Args:
+        key: Its row in those.
+        holds: Whether it is one of them.
+        otherwise: Why nothing is lost in the others.
+    """
+    return replace(key, read=lambda value, given: key.read(value, given) if holds(given) else dropped(otherwise))
+
+
+def unless_auto(key: Key, otherwise: str) -> Key:
+    """A row for a key whose `"auto"` concerns time and memory alone."""
+    return replace(key, read=lambda value, given: dropped(otherwise) if value == AUTO else key.read(value, given))
+
+
+def spelt(key: Key, name: str) -> Key:
+    """A row for another spelling of a key."""
+    return replace(key, note=f"another spelling of {name}")
+
+
+def stage(given: Given) -> int:
+    """ZeRO's stage; 0 where the config has none, as DeepSpeed assumes."""
+    block = given.get("zero_optimization")
+    if isinstance(block, bool | int | str):
+        return int(quiet(boolean, block, block if isinstance(block, int) and block in range(4) else False))
+    return int(quiet(integer(0, 3), given.get("zero_optimization.stage"), 0))
+
+
+def device(given: Given, what: str) -> str:
+    """Where `param` or `optimizer` live: `none`, `cpu` or `nvme`."""
+    if stage(given) < {"param": 3, "optimizer": 1}[what]:
+        return "none"
+    old = {"param": ("cpu_offload_param", "cpu_offload_params"), "optimizer": ("cpu_offload",)}[what]
+    if any(quiet(boolean, given.get(f"zero_optimization.{name}"), False) for name in old):
+        return "cpu"
+    word = given.get(f"zero_optimization.offload_{what}.device")
+    return str(word).lower() if str(word).lower() in ("cpu", "nvme") else "none"
+
+
+def compute(given: Given) -> str | Undecided:
+    """Format of parameters and activations."""
+    said = {"bf16": given.get("bf16.enabled"), "fp16": given.get("fp16.enabled")}
+    said["bf16"] = given.get("bfloat16.enabled") if said["bf16"] is None else said["bf16"]
+    on = [name for name, value in said.items() if quiet(boolean, value, False)]
+    if on:
+        return on[0]
+    if quiet(boolean, given.get("torch_autocast.enabled"), False):
+        return str(quiet(dtype, given.get("torch_autocast.dtype"), "bf16"))
+    open_ = [name for name, value in said.items() if value == AUTO]
+    return Undecided(f"{' and '.join(open_)} {ARGUMENTS}") if open_ else "fp32"

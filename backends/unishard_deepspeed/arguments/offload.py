@@ -1,0 +1,133 @@
+"""What lives in host memory or in files: what DeepSpeed's keys say, and how it says the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.keys import boolean, drops, one_of, text
+from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard_deepspeed import fields
+from unishard_deepspeed.arguments.facts import device, dropped, quiet
+
+__all__ = ["EXPRESSIONS", "KEYS", "assumed"]
+
+_Z = "zero_optimization."
+_FIELDS = {"param": "offload.params", "optimizer": "offload.optimizer"}
+_PLACES = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})
+_LOW = {
+    "param": "DeepSpeed offloads parameters at stage 3 alone",
+    "optimizer": "DeepSpeed offloads an optimizer that is sharded, from stage 1 on",
+}
+
+
+def assumed(given: Given) -> dict[str, Any]:
+    """Nothing here is decided where the config is silent."""
+    return {}
+
+
+def _place(what: str) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        place = "none" if value is None else _PLACES(value)
+        if place != "none" and device(given, what) == "none":
+            return dropped(_LOW[what])
+        return Meaning(fields={_FIELDS[what]: place})
+
+    return Key(read, _FIELDS[what])
+
+
+def _switch(what: str, note: str) -> Key:
+    """A boolean of older versions."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        if not boolean(value):
+            return dropped("is off")
+        if device(given, what) == "none":
+            return dropped(_LOW[what])
+        return Meaning(note=note, fields={_FIELDS[what]: "cpu"})
+
+    return Key(read, _FIELDS[what], note=note)
+
+
+def _path(what: str) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        if device(given, what) != "nvme" or value is None:
+            return dropped("is read for nvme alone")
+        return Meaning(fields={"offload.nvme_path": text(value)})
+
+    return Key(read, "offload.nvme_path")
+
+
+def _pin(what: str) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        pins = {name: given.get(f"{_Z}offload_{name}.pin_memory") for name in _FIELDS if device(given, name) != "none"}
+        pinned = any(quiet(boolean, True if value is None else value, True) for value in pins.values())
+        if device(given, what) == "none" or value == AUTO:
+            return dropped("nothing is offloaded here")
+        if boolean(value) != pinned:
+            return dropped("unishard pins the host memory of parameters and optimizer alike; about time alone")
+        return Meaning(fields={"offload.pin_memory": pinned})
+
+    return Key(read, "offload.pin_memory")
+
+
+def _pin_both(value: Any, given: Given) -> Meaning:
+    if all(device(given, what) == "none" for what in _FIELDS):
+        return dropped("nothing is offloaded")
+    return Meaning(fields={"offload.pin_memory": boolean(value)})
+
+
+_PIPELINE = drops("how an optimizer in files is read and written; about time alone")
+
+KEYS: Mapping[str, Key] = {
+    **{f"{_Z}offload_{what}.device": _place(what) for what in _FIELDS},
+    **{f"{_Z}offload_{what}.nvme_path": _path(what) for what in _FIELDS},
+    **{f"{_Z}offload_{what}.pin_memory": _pin(what) for what in _FIELDS},
+    f"{_Z}offload_optimizer.pipeline_read": _PIPELINE,
+    f"{_Z}offload_optimizer.pipeline_write": _PIPELINE,
+    f"{_Z}offload_optimizer.fast_init": _PIPELINE,
+    f"{_Z}offload_optimizer.ratio": drops("the part of the optimizer that is offloaded; unishard offloads all of it. About memory alone"),
+    f"{_Z}offload_optimizer.super_offload": drops("another way to offload the same; about time alone"),
+    f"{_Z}offload_optimizer.cpuadam_cores_perc": drops("belongs to super_offload"),
+    f"{_Z}cpu_offload": _switch("optimizer", "deprecated; DeepSpeed means offload_optimizer"),
+    f"{_Z}cpu_offload_param": _switch("param", "deprecated; DeepSpeed means offload_param"),
+    f"{_Z}cpu_offload_params": _switch("param", "a name of older versions, which DeepSpeed 0.19.8 refuses; it means offload_param"),
+    f"{_Z}cpu_offload_use_pin_memory": Key(_pin_both, "offload.pin_memory"),
+}
+
+
+def _optimizer_of(cfg: Config, topology: Topology) -> Native:
+    place = fields.place(cfg, cfg.offload.optimizer)
+    if place is None:
+        return {}
+    # DeepSpeed refuses a torch optimizer on the host unless told otherwise (DeepSpeed 0.19.8, runtime/engine.py, _configure_optimizer).
+    own = {"zero_force_ds_cpu_optimizer": False} if cfg.offload.optimizer == "cpu" else {}
+    return fields.zero(offload_optimizer=place) | own
+
+
+def _params_of(cfg: Config, topology: Topology) -> Native:
+    place = fields.place(cfg, cfg.offload.params)
+    return fields.zero(offload_param=place) if place else {}
+
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "offload.params": Expression(Verdict.EXACT, "zero_optimization.offload_param.device", to=_params_of),
+    "offload.optimizer": Expression(
+        Verdict.EXACT,
+        "zero_optimization.offload_optimizer.device",
+        to=_optimizer_of,
+        when=(
+            Case(
+                "nvme",
+                lambda cfg: cfg.offload.optimizer == "nvme",
+                Verdict.EMULATED,
+                "DeepSpeed swaps the state of DeepSpeedCPUAdam alone; with torch's optimizers it makes other updates (0.19.8)",
+            ),
+        ),
+    ),
+    "offload.pin_memory": Expression(Verdict.EXACT, "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory"),
+    "offload.nvme_path": Expression(Verdict.EXACT, "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path"),
+}

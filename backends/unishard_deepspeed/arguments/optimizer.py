@@ -1,0 +1,235 @@
+"""The optimizer: what DeepSpeed's section says, and how it says the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config, value_at
+from unishard.keys import boolean, drops, number
+from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
+
+__all__ = ["EXPRESSIONS", "KEYS", "assumed", "base_lr", "peak_of"]
+
+_P = "optimizer.params."
+_NAMES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
+_ARGUMENTS = {"lr": "learning_rate", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+_SCALED = "scales the rate of each tensor by its norm, which sharded engines do not see; choose adamw or lion"
+_COMPRESSED = "sends compressed gradients, and has left DeepSpeed 0.19.8; choose the optimizer that it compresses, adamw"
+_REFUSED = {
+    "lamb": _SCALED,
+    "fusedlamb": _SCALED,
+    "onebitlamb": _COMPRESSED,
+    "onebitadam": _COMPRESSED,
+    "zerooneadam": _COMPRESSED,
+    "muon": "works on whole matrices, which sharded engines do not see; choose adamw or lion",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "scales rates by the width of each layer; build it of the package mup and pass it to "
+                    "unishard.prepare(optimizer=...)"),
+}  # fmt: skip
+_OTHERS = (
+    *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min", "factor_threshold", "max_coeff"),
+    *("min_coeff", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", "muon_lr", "adam_lr", "ns_method"),
+)
+
+
+def _word(given: Given) -> str:
+    return str(given.get("optimizer.type") or "").strip().lower()
+
+
+def _name(given: Given) -> str | None:
+    """The optimizer in the config's words; None where the config has none, or one that cannot be had."""
+    word = _word(given)
+    if word == "adam" and not quiet(boolean, given.get(f"{_P}adam_w_mode"), True):
+        return "adam"
+    return _NAMES.get(word)
+
+
+def assumed(given: Given) -> dict[str, Any]:
+    """Defaults of the class that DeepSpeed would build, where they are not the schema's."""
+    name = _name(given)
+    if name is None:
+        return {}
+    torchs = quiet(boolean, given.get(f"{_P}torch_adam"), False)
+    decay = 0.01 if name == "adamw" and torchs else 0.0
+    rate = 0.01 if name == "adagrad" else 0.001
+    return {f"{_P}lr": rate, f"{_P}weight_decay": decay} | ({f"{_P}betas": [0.9, 0.999]} if name == "lion" else {})
+
+
+def base_lr(given: Given) -> Any:
+    """The rate that the optimizer's section says: a number, `Undecided`, or None where it says nothing."""
+    value = given.get(f"{_P}lr")
+    value = assumed(given).get(f"{_P}lr") if value is None else value
+    return Undecided(f"learning_rate {ARGUMENTS}") if value == AUTO else quiet(number(0), value)
+
+
+def peak_of(given: Given) -> Any:
+    """The rate at the top of the schedule, which DeepSpeed's warm-ups write over that of the optimizer."""
+    if given.get("scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
+        return base_lr(given)
+    top = given.get("scheduler.params.warmup_max_lr")
+    found = quiet(number(0), top)
+    if found is None and top is None and given.get("scheduler.type") == "WarmupDecayLR":
+        found = 0.001
+    if found is not None:
+        return found
+    return base_lr(given) if base_lr(given) is not None else Undecided(f"learning_rate {ARGUMENTS}") if top == AUTO else None
+
+
+def _type(value: Any, given: Given) -> Meaning:
+    word = str(value).strip().lower()
+    if word in _REFUSED:
+        raise Unreadable(f"must be an optimizer that the config has: {value} {_REFUSED[word]}")
+    name = _name(given)
+    if name is None:
+        raise Unreadable(f"must be Adam, AdamW, SGD, Adagrad or Lion, got {value!r}; build it yourself for unishard.prepare(optimizer=...)")
+    adam = word == "adam" and name == "adamw"
+    note = 'DeepSpeed\'s "Adam" decouples the weight decay unless adam_w_mode is false, so it is AdamW' if adam else ""
+    return Meaning(note=note, fields={"optimizer.name": name})
+
+
+def _rate(value: Any, given: Given) -> Meaning:
+    if value != AUTO:
+        number(0)(value)
+    peak, own = peak_of(given), base_lr(given)
+    if own != peak:
+        return dropped("the scheduler's warmup_max_lr is written over it")
+    return _decided("optimizer.lr", peak)
+
+
+def _decided(field: str, value: Any) -> Meaning:
+    if isinstance(value, Undecided):
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {value.who}", {field: value})
+    return Meaning(fields={field: value})
+
+
+def _param(name: str, convert: Any) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        if value == AUTO and name in _ARGUMENTS:
+            return _decided(f"optimizer.{name}", Undecided(f"{_ARGUMENTS[name]} {ARGUMENTS}"))
+        return Meaning(fields={f"optimizer.{name}": convert(value)})
+
+    return Key(read, f"optimizer.{name}")
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise Unreadable(f"must be two numbers, got {value!r}; write [0.9, 0.999]")
+    first, second = map(number(0, 1), value)
+    return first, second
+
+
+def _bias_correction(value: Any, given: Given) -> Meaning:
+    if boolean(value) or _name(given) not in ("adamw", "adam"):
+        return dropped("is on, as in torch") if boolean(value) else dropped("belongs to Adam and Lamb")
+    raise Unreadable("must be true: torch's Adam always corrects its moments; write true")
+
+
+def _max_grad_norm(value: Any, given: Given) -> Meaning:
+    note = "DeepSpeed 0.19.8 refuses it here and reads gradient_clipping"
+    if "gradient_clipping" in given:
+        return Meaning(Verdict.DROPPED, f"{note}, which is there")
+    return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None})
+
+
+def _fp32_states(value: Any, given: Given) -> Meaning:
+    return dropped("is on: the state is fp32") if boolean(value) else dropped("rounds DeepSpeedCPUAdam's state; unishard keeps it in fp32")
+
+
+KEYS: Mapping[str, Key] = {
+    "optimizer.type": Key(_type, "optimizer.name"),
+    f"{_P}lr": Key(_rate, "optimizer.lr"),
+    f"{_P}betas": _param("betas", _betas),
+    f"{_P}eps": _param("eps", number(0)),
+    f"{_P}weight_decay": _param("weight_decay", number(0)),
+    f"{_P}momentum": _param("momentum", number(0)),
+    f"{_P}nesterov": _param("nesterov", boolean),
+    f"{_P}amsgrad": _param("amsgrad", boolean),
+    f"{_P}adam_w_mode": drops("says with the type whether weight decay is decoupled"),
+    f"{_P}torch_adam": drops("whether torch's class steps or DeepSpeed's, which are the same to rounding"),
+    f"{_P}bias_correction": Key(_bias_correction),
+    f"{_P}max_grad_norm": Key(_max_grad_norm, "training.gradient_clipping"),
+    f"{_P}fp32_optimizer_states": Key(_fp32_states),
+    **{f"{_P}{name}": drops("which kernel steps, not what comes out") for name in ("foreach", "fused", "set_grad_none", "capturable")},
+    **{f"{_P}{name}": drops("belongs to an optimizer of its own") for name in _OTHERS},
+    "optimizer.legacy_fusion": drops("which kernel steps in fp16, not what comes out"),
+}
+
+_TYPES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
+_ADAMS = ("adamw", "adam")
+
+
+def _params(**settings: Any) -> Native:
+    return {"optimizer": {"params": settings}}
+
+
+def _name_of(cfg: Config, topology: Topology) -> Native:
+    name = cfg.optimizer.name
+    params: dict[str, Any] = {"adam_w_mode": False} if name == "adam" else {}
+    if name in _ADAMS and cfg.offload.optimizer != "nvme":
+        params["torch_adam"] = True
+    return {"optimizer": {"type": _TYPES[name], "params": params}}
+
+
+def _lr_of(cfg: Config, topology: Topology) -> Native:
+    warms = cfg.scheduler.warmup_steps and cfg.scheduler.name != "cosine"
+    return _params(lr=cfg.optimizer.lr) | ({"scheduler": {"params": {"warmup_max_lr": cfg.optimizer.lr}}} if warms else {})
+
+
+def _plain(field: str, names: tuple[str, ...], *, auto: bool = False) -> Expression:
+    path = f"optimizer.{field}"
+
+    def to(cfg: Config, topology: Topology) -> Native:
+        value = value_at(cfg, path)
+        return _params(**{field: list(value) if isinstance(value, tuple) else value}) if cfg.optimizer.name in names else {}
+
+    return Expression(Verdict.EXACT, f"{_P}{field}", to=to, auto=auto)
+
+
+def _flag(field: str, names: tuple[str, ...]) -> Expression:
+    path = f"optimizer.{field}"
+
+    def to(cfg: Config, topology: Topology) -> Native:
+        return _params(**{field: value_at(cfg, path)}) if cfg.optimizer.name in names and value_at(cfg, path) else {}
+
+    return Expression(Verdict.EXACT, f"{_P}{field}", to=to)
+
+
+_GROUPS = "pass groups of parameters to deepspeed.initialize(model_parameters=[...])"
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "optimizer.name": Expression(
+        Verdict.EXACT,
+        "optimizer.type",
+        to=_name_of,
+        when=(
+            Case(
+                "lion",
+                lambda cfg: cfg.optimizer.name == "lion",
+                Verdict.EMULATED,
+                "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)",
+            ),
+        ),
+    ),
+    "optimizer.lr": Expression(Verdict.EXACT, f"{_P}lr, scheduler.params.warmup_max_lr", to=_lr_of, auto=True),
+    "optimizer.betas": _plain("betas", (*_ADAMS, "lion"), auto=True),
+    "optimizer.eps": _plain("eps", (*_ADAMS, "adagrad"), auto=True),
+    "optimizer.amsgrad": _flag("amsgrad", _ADAMS),
+    "optimizer.momentum": _flag("momentum", ("sgd",)),
+    "optimizer.nesterov": _flag("nesterov", ("sgd",)),
+    "optimizer.weight_decay": _plain("weight_decay", tuple(_TYPES), auto=True),
+    "optimizer.no_decay": Expression(
+        Verdict.UNDECIDED,
+        "your training script",
+        f"{_GROUPS}, those without decay with weight_decay 0",
+        when=(Case("empty", lambda cfg: not cfg.optimizer.no_decay, Verdict.EXACT, ""),),
+    ),
+    "optimizer.groups": Expression(
+        Verdict.UNDECIDED,
+        "your training script",
+        f"{_GROUPS} with their lr and weight_decay, and each group's rate in a list as warmup_max_lr",
+        when=(Case("empty", lambda cfg: not cfg.optimizer.groups, Verdict.EXACT, ""),),
+    ),
+}

@@ -1,0 +1,287 @@
+"""Number formats: what DeepSpeed's keys say, and how it says the fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.keys import boolean, drops, integer, number
+from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard_deepspeed import fields
+from unishard_deepspeed.arguments.facts import compute, dropped, dtype, only, quiet, stage
+
+__all__ = ["EXPRESSIONS", "KEYS", "assumed"]
+
+_WIDTH = Undecided("the format of precision.compute, in which DeepSpeed reduces and adds up gradients unless told otherwise")
+_AUTOCAST = "DeepSpeed casts operations (torch.autocast) and keeps parameters in fp32; unishard casts the parameters of each unit"
+
+
+def assumed(given: Given) -> dict[str, Any]:
+    """Formats and a scale that DeepSpeed takes where the config is silent."""
+    found: dict[str, Any] = {}
+    if compute(given) != "fp32":
+        found |= {"communication_data_type": None, "data_types.grad_accum_dtype": None}
+    if _dynamic(given):
+        found |= {"fp16.loss_scale_window": 1000, "fp16.hysteresis": 2}
+    return found
+
+
+def _fp16(given: Given) -> bool:
+    return compute(given) == "fp16" and not quiet(boolean, given.get("torch_autocast.enabled"), False)
+
+
+def _dynamic(given: Given) -> bool:
+    return _fp16(given) and not quiet(number(0), given.get("fp16.loss_scale"), 0)
+
+
+def _enabled(name: str) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        if value != AUTO and boolean(value):
+            return Meaning(fields={"precision.compute": name})
+        found = compute(given)
+        if isinstance(found, Undecided):
+            return Meaning(Verdict.UNDECIDED, f"the value comes from {found.who}", {"precision.compute": found})
+        if value == AUTO:
+            return dropped(f"precision.compute is {found}, so this comes out as false")
+        return Meaning(fields={"precision.compute": found})
+
+    return Key(read, "precision.compute")
+
+
+def _autocast(value: Any, given: Given) -> Meaning:
+    if not boolean(value):
+        return dropped("is off")
+    return Meaning(Verdict.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, given.get("torch_autocast.dtype"), "bf16")})
+
+
+def _format(field: str) -> Key:
+    """A format that is that of compute where the config does not say it."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        if value is not None:
+            return Meaning(fields={field: dtype(value)})
+        found = compute(given)
+        if isinstance(found, Undecided):
+            return Meaning(Verdict.UNDECIDED, f"the value comes from {_WIDTH.who}", {field: _WIDTH})
+        return Meaning(note="DeepSpeed takes the format of compute where the key is absent", fields={field: found})
+
+    return Key(read, field)
+
+
+def _masters(name: str) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        if not boolean(value):
+            return dropped("is off: the masters are fp32")
+        if compute(given) != name:
+            return dropped(f"{name} is off")
+        states = name == "bf16" and not quiet(boolean, given.get("bf16.bf16_optimizer_states"), False)
+        note = "the optimizer's state stays fp32 in DeepSpeed (DeepSpeedCPUAdam); in unishard it follows the masters" if states else ""
+        return Meaning(Verdict.APPROXIMATE if states else Verdict.EXACT, note, {"precision.master": name})
+
+    return Key(read, "precision.master")
+
+
+def _states(value: Any, given: Given) -> Meaning:
+    if boolean(value) and not quiet(boolean, given.get("bf16.bf16_master_weights_and_grads"), False):
+        raise Unreadable("must be false without bf16_master_weights_and_grads, which DeepSpeed asks for; write both")
+    return dropped("the state has the format of the masters") if boolean(value) else dropped("is off")
+
+
+def _param_dtype(value: Any, given: Given) -> Meaning:
+    return dropped("is null") if value is None else Meaning(fields={"precision.compute": dtype(value)})
+
+
+def _buffers(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"precision.buffers": "keep" if value is None else dtype(value)})
+
+
+def _loss_scale(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"precision.loss_scale": number(0)(value) or "dynamic"})
+
+
+def _hysteresis(value: Any, given: Given) -> Meaning:
+    if integer(1)(value) == 1:
+        return Meaning(note="each overflow halves the scale, as in unishard")
+    note = f"DeepSpeed halves the loss scale once it has met {integer(1)(value)} overflows, unishard at each; both leave the update out"
+    return Meaning(Verdict.APPROXIMATE, note)
+
+
+def _overflow(value: Any, given: Given) -> Meaning:
+    if boolean(value) or compute(given) != "bf16" or stage(given) not in (1, 2):
+        return dropped("stages 1 and 2 in bf16 alone read a false here")
+    return Meaning(fields={"training.nonfinite": "ignore"})
+
+
+_OFF = "fp16 is off"
+_STATIC = "fp16 is off, or its loss scale stays"
+_IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
+
+
+def _scaling(read: Any, holds: Any = _dynamic, field: str = "") -> Key:
+    return only(Key(read, field), holds, _OFF if holds is _fp16 else _STATIC)
+
+
+def _block(name: str) -> dict[str, Key]:
+    return {
+        f"{name}.enabled": _enabled("bf16"),
+        f"{name}.check_grad_overflow": Key(_overflow, "training.nonfinite"),
+        f"{name}.immediate_grad_update": drops("when gradients are added up, not what comes out"),
+        f"{name}.bf16_master_weights_and_grads": _masters("bf16"),
+        f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
+        **{
+            f"{name}.{key}": Key(lambda value, given: Meaning(Verdict.DROPPED, _IN_BF16), "", Verdict.DROPPED, _IN_BF16)
+            for key in ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "opt_level")
+        },
+    }
+
+
+KEYS: Mapping[str, Key] = {
+    **_block("bf16"),
+    **_block("bfloat16"),
+    "fp16.enabled": _enabled("fp16"),
+    "fp16.auto_cast": drops("unishard casts floating inputs to the compute format either way"),
+    "fp16.loss_scale": _scaling(_loss_scale, _fp16, "precision.loss_scale"),
+    "fp16.initial_scale_power": _scaling(
+        lambda value, given: Meaning(fields={"precision.initial_loss_scale": 2.0 ** integer(0, 127)(value)}),
+        field="precision.initial_loss_scale",
+    ),
+    "fp16.loss_scale_window": _scaling(
+        lambda value, given: Meaning(fields={"precision.loss_scale_growth_interval": integer(1)(value)}),
+        field="precision.loss_scale_growth_interval",
+    ),
+    "fp16.hysteresis": _scaling(_hysteresis),
+    "fp16.consecutive_hysteresis": drops("when a tolerated overflow is forgiven; unishard tolerates none"),
+    "fp16.min_loss_scale": drops("unishard's loss scale stops with an error of its own where halving does not mend an overflow"),
+    "fp16.fp16_master_weights_and_grads": _masters("fp16"),
+    "torch_autocast.enabled": Key(_autocast, "precision.compute", Verdict.APPROXIMATE, _AUTOCAST),
+    "torch_autocast.dtype": drops("the format that torch_autocast.enabled speaks of"),
+    "torch_autocast.lower_precision_safe_modules": drops("which modules' gradients travel in that format; unishard treats all alike"),
+    "communication_data_type": _format("precision.reduce"),
+    "data_types.param_dtype": Key(_param_dtype, "precision.compute"),
+    "data_types.grad_accum_dtype": _format("precision.accumulate"),
+    "data_types.buffer_dtype": Key(_buffers, "precision.buffers"),
+}
+
+
+def _compute_of(cfg: Config, topology: Topology) -> Native:
+    return {name: {"enabled": cfg.precision.compute == name} for name in ("bf16", "fp16")}
+
+
+def _master_of(cfg: Config, topology: Topology) -> Native:
+    pure = cfg.precision.pure and cfg.precision.master
+    if pure == "bf16":
+        return {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    return {"fp16": {"fp16_master_weights_and_grads": True}} if pure else {}
+
+
+def _accumulate_of(cfg: Config, topology: Topology) -> Native:
+    return {"data_types": {"grad_accum_dtype": cfg.precision.compute if fields.stage(cfg) == 0 else cfg.precision.accumulate}}
+
+
+def _scale_of(**settings: Any) -> Native:
+    return {"fp16": settings}
+
+
+def _scaled(cfg: Config) -> bool:
+    return cfg.precision.compute == "fp16"
+
+
+def _moving(cfg: Config) -> bool:
+    return _scaled(cfg) and cfg.precision.loss_scale == "dynamic"
+
+
+_NOT_FP16 = Case("compute is not fp16", lambda cfg: not _scaled(cfg), Verdict.EXACT, "nothing is scaled")
+_STAYS = Case("loss_scale is a number", lambda cfg: not _moving(cfg), Verdict.EXACT, "the scale stays")
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "precision.compute": Expression(
+        Verdict.EMULATED,
+        "bf16.enabled, fp16.enabled",
+        "DeepSpeed rounds the model to this format before it makes the masters, and casts no inputs: your training script must",
+        _compute_of,
+        (Case("fp32", lambda cfg: cfg.precision.compute == "fp32", Verdict.EXACT, ""),),
+        auto=True,
+    ),
+    "precision.master": Expression(
+        Verdict.EXACT,
+        "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states, fp16.fp16_master_weights_and_grads",
+        to=_master_of,
+        when=(
+            Case(
+                "that of compute with no_shard",
+                lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
+                Verdict.REFUSED,
+                "DeepSpeed's stage 0 keeps fp32 masters; write master: fp32, or choose shard_optimizer",
+            ),
+            Case(
+                "fp16",
+                lambda cfg: cfg.precision.master == "fp16",
+                Verdict.APPROXIMATE,
+                "DeepSpeed has fp16 masters under DeepSpeedCPUAdam alone, with an fp32 state",
+            ),
+        ),
+    ),
+    "precision.reduce": Expression(
+        Verdict.EXACT,
+        "communication_data_type",
+        to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce},
+    ),
+    "precision.accumulate": Expression(
+        Verdict.EXACT,
+        "data_types.grad_accum_dtype",
+        to=_accumulate_of,
+        when=(
+            Case(
+                "fp32 in bf16 or fp16 with no_shard",
+                lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
+                Verdict.APPROXIMATE,
+                "stage 0 adds up in the format of compute alone, and is told so",
+            ),
+        ),
+    ),
+    "precision.buffers": Expression(
+        Verdict.EXACT,
+        "data_types.buffer_dtype",
+        to=lambda cfg, topology: {} if cfg.precision.buffers == "keep" else {"data_types": {"buffer_dtype": cfg.precision.buffers}},
+    ),
+    "precision.loss_scale": Expression(
+        Verdict.EXACT,
+        "fp16.loss_scale",
+        "0 for dynamic, with a hysteresis of 1, so that each overflow halves it",
+        lambda cfg, topology: (
+            ({} if not _scaled(cfg) else _scale_of(loss_scale=0, hysteresis=1))
+            if cfg.precision.loss_scale == "dynamic"
+            else _scale_of(loss_scale=cfg.precision.loss_scale)
+        ),
+        (_NOT_FP16,),
+    ),
+    "precision.initial_loss_scale": Expression(
+        Verdict.EXACT,
+        "fp16.initial_scale_power",
+        to=lambda cfg, topology: _scale_of(initial_scale_power=_power(cfg)) if _moving(cfg) else {},
+        when=(
+            _NOT_FP16,
+            _STAYS,
+            Case(
+                "no power of two",
+                lambda cfg: 2.0 ** _power(cfg) != cfg.precision.initial_loss_scale,
+                Verdict.APPROXIMATE,
+                "DeepSpeed begins at a power of two; the nearest is written",
+            ),
+        ),
+    ),
+    "precision.loss_scale_growth_interval": Expression(
+        Verdict.EXACT,
+        "fp16.loss_scale_window",
+        to=lambda cfg, topology: _scale_of(loss_scale_window=cfg.precision.loss_scale_growth_interval) if _moving(cfg) else {},
+        when=(_NOT_FP16, _STAYS),
+    ),
+}
+
+
+def _power(cfg: Config) -> int:
+    return max(0, round(math.log2(cfg.precision.initial_loss_scale)))

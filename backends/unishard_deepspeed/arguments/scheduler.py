@@ -1,0 +1,229 @@
+"""The learning rate over time: what DeepSpeed's section says, and how it says the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.keys import drops, integer, number
+from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped
+from unishard_deepspeed.arguments.optimizer import peak_of
+
+__all__ = ["EXPRESSIONS", "KEYS", "assumed"]
+
+_P = "scheduler.params."
+_SHAPES = {
+    "WarmupLR": "constant",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+    "LinearLR": "linear",
+    "CosineAnnealingLR": "cosine",
+}
+_WARM = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_SCRIPT = "build it in your script and pass it to unishard.prepare(scheduler=...), or choose linear or cosine"
+_ONE_LATER = "DeepSpeed's cosine is one update ahead: its first update after the warm-up is already below the peak"
+
+
+def _kind(given: Given) -> str:
+    return str(given.get("scheduler.type") or "")
+
+
+def assumed(given: Given) -> dict[str, Any]:
+    """Defaults of DeepSpeed's schedules (DeepSpeed 0.19.8, runtime/lr_schedules.py)."""
+    kind = _kind(given)
+    found: dict[str, Any] = {}
+    if kind in _WARM:
+        found |= {"warmup_num_steps": 1000, "warmup_type": "log"}
+    if kind == "WarmupDecayLR" and not any(f"{_P}{name}" in given for name in ("warmup_max_lr",)):
+        found |= {"warmup_max_lr": 0.001}
+    if kind == "WarmupCosineLR":
+        found |= {"cos_min_ratio": 0.0001}
+    return {f"{_P}{name}": value for name, value in found.items()}
+
+
+def _type(value: Any, given: Given) -> Meaning:
+    if value not in _SHAPES:
+        near = {name.lower(): name for name in _SHAPES}.get(str(value).lower())
+        hint = f"did you mean {near!r}?" if near else _SCRIPT
+        raise Unreadable(f"must be {', '.join(_SHAPES)}, got {value!r}; {hint}")
+    cosine = value == "WarmupCosineLR"
+    verdict, note = (Verdict.APPROXIMATE, _ONE_LATER) if cosine else (Verdict.EXACT, "")
+    return Meaning(verdict, note, {"scheduler.name": _SHAPES[value]})
+
+
+def _of(kinds: tuple[str, ...], read: Callable[[Any, Given], Meaning], field: str) -> Key:
+    def checked(value: Any, given: Given) -> Meaning:
+        kind = _kind(given)
+        return read(value, given) if kind in kinds else dropped(f"{kind or 'no scheduler'} does not have it")
+
+    return Key(checked, field)
+
+
+def _steps(field: str, who: str, low: int) -> Callable[[Any, Given], Meaning]:
+    def read(value: Any, given: Given) -> Meaning:
+        if value == AUTO:
+            undecided = Undecided(f"{who} {ARGUMENTS}")
+            return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {field: undecided})
+        steps = integer(1)(value)
+        note = f"DeepSpeed takes at least {low}" if steps < low else ""
+        return Meaning(note=note, fields={field: max(low, steps)})
+
+    return read
+
+
+def _top(value: Any, given: Given) -> Meaning:
+    peak = peak_of(given)
+    if value == AUTO and not isinstance(peak, Undecided):
+        return dropped("transformers fills in learning_rate, which the optimizer's lr says")
+    if isinstance(peak, Undecided):
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {peak.who}", {"optimizer.lr": peak})
+    return Meaning(note="DeepSpeed writes it over the optimizer's lr", fields={"optimizer.lr": number(0)(value)})
+
+
+def _bottom(value: Any, given: Given) -> Meaning:
+    """The rate at which warm-up begins, and at which WarmupDecayLR ends."""
+    found = 0.0 if value == AUTO else number(0)(value)
+    peak = peak_of(given)
+    fields = ["scheduler.warmup_start_ratio"] + ["scheduler.min_lr_ratio"] * (_kind(given) == "WarmupDecayLR")
+    if found and not isinstance(peak, float | int):
+        undecided = Undecided(f"{found:g} / optimizer.lr, which the training script decides")
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", dict.fromkeys(fields, undecided))
+    note = "transformers fills in 0" if value == AUTO else ""
+    return Meaning(note=note, fields=dict.fromkeys(fields, found / peak if found and peak else 0.0))
+
+
+def _ratio(field: str) -> Callable[[Any, Given], Meaning]:
+    return lambda value, given: Meaning(fields={field: number(0, 1)(value)})
+
+
+def _climb(value: Any, given: Given) -> Meaning:
+    if value not in ("log", "linear"):
+        return Meaning(note=f"DeepSpeed does not know {value!r} and takes log", fields={"scheduler.warmup_type": "log"})
+    return Meaning(fields={"scheduler.warmup_type": value})
+
+
+def _floor(value: Any, given: Given) -> Meaning:
+    peak, found = peak_of(given), number(0)(value)
+    if found and not isinstance(peak, float | int):
+        undecided = Undecided(f"{found:g} / optimizer.lr, which the training script decides")
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {"scheduler.min_lr_ratio": undecided})
+    return Meaning(fields={"scheduler.min_lr_ratio": found / peak if found and peak else 0.0})
+
+
+def _start(value: Any, given: Given) -> Meaning:
+    if number(0)(value) != 1:
+        raise Unreadable(f"must be 1, got {value!r}; {_SCRIPT}")
+    return Meaning(note="begins at optimizer.lr")
+
+
+_TOTAL = _steps("scheduler.total_steps", "the number of updates, max_steps or num_train_epochs", 1)
+_MOVED = ("cycle_min_lr", "cycle_max_lr", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count")
+
+KEYS: Mapping[str, Key] = {
+    "scheduler.type": Key(_type, "scheduler.name"),
+    f"{_P}warmup_num_steps": _of(_WARM, _steps("scheduler.warmup_steps", "warmup_steps", 2), "scheduler.warmup_steps"),
+    f"{_P}warmup_type": _of(_WARM, _climb, "scheduler.warmup_type"),
+    f"{_P}warmup_max_lr": _of(_WARM[:2], _top, "optimizer.lr"),
+    f"{_P}warmup_min_lr": _of(_WARM[:2], _bottom, "scheduler.warmup_start_ratio, scheduler.min_lr_ratio"),
+    f"{_P}warmup_min_ratio": _of(_WARM[2:], _ratio("scheduler.warmup_start_ratio"), "scheduler.warmup_start_ratio"),
+    f"{_P}cos_min_ratio": _of(_WARM[2:], _ratio("scheduler.min_lr_ratio"), "scheduler.min_lr_ratio"),
+    f"{_P}total_num_steps": _of(_WARM[1:], _TOTAL, "scheduler.total_steps"),
+    f"{_P}start_factor": _of(("LinearLR",), _start, ""),
+    f"{_P}end_factor": _of(("LinearLR",), _ratio("scheduler.min_lr_ratio"), "scheduler.min_lr_ratio"),
+    f"{_P}total_iters": _of(("LinearLR",), _TOTAL, "scheduler.total_steps"),
+    f"{_P}T_max": _of(("CosineAnnealingLR",), _TOTAL, "scheduler.total_steps"),
+    f"{_P}eta_min": _of(("CosineAnnealingLR",), _floor, "scheduler.min_lr_ratio"),
+    f"{_P}last_batch_iteration": drops("where a schedule goes on; checkpoints say so"),
+    **{f"{_P}{name}": drops("belongs to OneCycle") for name in _MOVED},
+}
+
+
+def _type_of(cfg: Config) -> str | None:
+    name, warms = cfg.scheduler.name, bool(cfg.scheduler.warmup_steps)
+    return {
+        ("constant", True): "WarmupLR",
+        ("linear", True): "WarmupDecayLR",
+        ("cosine", True): "WarmupCosineLR",
+        ("linear", False): "LinearLR",
+        ("cosine", False): "CosineAnnealingLR",
+    }.get((name, warms))
+
+
+def _params(cfg: Config, **by_type: tuple[str, Any]) -> Native:
+    """The parameter that the schedule's class has for a field."""
+    found = by_type.get(_type_of(cfg) or "")
+    return {"scheduler": {"params": {found[0]: found[1]}}} if found else {}
+
+
+def _name_of(cfg: Config, topology: Topology) -> Native:
+    kind = _type_of(cfg)
+    if kind is None:
+        return {}
+    return {"scheduler": {"type": kind, "params": {"start_factor": 1.0} if kind == "LinearLR" else {}}}
+
+
+def _warmup_of(cfg: Config, topology: Topology) -> Native:
+    steps = ("warmup_num_steps", max(2, cfg.scheduler.warmup_steps))
+    return _params(cfg, WarmupLR=steps, WarmupDecayLR=steps, WarmupCosineLR=steps)
+
+
+def _climb_of(cfg: Config, topology: Topology) -> Native:
+    word = ("warmup_type", cfg.scheduler.warmup_type)
+    return _params(cfg, WarmupLR=word, WarmupDecayLR=word, WarmupCosineLR=word)
+
+
+def _start_of(cfg: Config, topology: Topology) -> Native:
+    ratio = cfg.scheduler.warmup_start_ratio
+    return _params(cfg, WarmupLR=("warmup_min_lr", ratio * cfg.optimizer.lr), WarmupCosineLR=("warmup_min_ratio", ratio))
+
+
+def _total_of(cfg: Config, topology: Topology) -> Native:
+    total = cfg.scheduler.total_steps
+    warm = ("total_num_steps", total)
+    return _params(cfg, WarmupDecayLR=warm, WarmupCosineLR=warm, LinearLR=("total_iters", total), CosineAnnealingLR=("T_max", total))
+
+
+def _floor_of(cfg: Config, topology: Topology) -> Native:
+    ratio = cfg.scheduler.min_lr_ratio
+    return _params(
+        cfg,
+        WarmupDecayLR=("warmup_min_lr", ratio * cfg.optimizer.lr),
+        WarmupCosineLR=("cos_min_ratio", ratio),
+        LinearLR=("end_factor", ratio),
+        CosineAnnealingLR=("eta_min", ratio * cfg.optimizer.lr),
+    )
+
+
+_AHEAD = Case(
+    "cosine with a warm-up",
+    lambda cfg: _type_of(cfg) == "WarmupCosineLR",
+    Verdict.APPROXIMATE,
+    _ONE_LATER,
+)
+_TWO_ENDS = Case(
+    "linear with warm-up, and warmup_start_ratio is not min_lr_ratio",
+    lambda cfg: _type_of(cfg) == "WarmupDecayLR" and cfg.scheduler.warmup_start_ratio != cfg.scheduler.min_lr_ratio,
+    Verdict.APPROXIMATE,
+    "WarmupDecayLR begins and ends at one rate; that of the end is written",
+)
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "scheduler.name": Expression(Verdict.EXACT, "scheduler.type", to=_name_of, when=(_AHEAD,)),
+    "scheduler.warmup_steps": Expression(
+        Verdict.EXACT,
+        f"{_P}warmup_num_steps",
+        to=_warmup_of,
+        when=(
+            Case("1", lambda cfg: cfg.scheduler.warmup_steps == 1, Verdict.APPROXIMATE, "DeepSpeed's warm-ups last at least two updates"),
+        ),
+        auto=True,
+    ),
+    "scheduler.warmup_type": Expression(Verdict.EXACT, f"{_P}warmup_type", to=_climb_of),
+    "scheduler.warmup_start_ratio": Expression(Verdict.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_TWO_ENDS,)),
+    "scheduler.total_steps": Expression(Verdict.EXACT, f"{_P}total_num_steps, {_P}total_iters, {_P}T_max", to=_total_of, auto=True),
+    "scheduler.min_lr_ratio": Expression(Verdict.EXACT, f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", to=_floor_of),
+}

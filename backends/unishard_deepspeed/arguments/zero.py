@@ -1,0 +1,256 @@
+"""What is sharded and how ranks talk: what DeepSpeed's keys say, and how it says the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.keys import boolean, drops, integer, listed, refuses
+from unishard.meanings import Case, Expression, Given, Key, Meaning, Unreadable, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard_deepspeed import fields
+from unishard_deepspeed.arguments.facts import dropped, only, quiet, spelt, stage, unless_auto
+
+__all__ = ["EXPRESSIONS", "KEYS", "assumed"]
+
+_Z = "zero_optimization."
+_STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+_NOT_3 = "DeepSpeed reads it at stage 3 alone"
+_BY_TRANSFORMERS = "transformers computes it from the model's hidden size; about time and memory alone, so unishard's default stands"
+_ONCE = 'in 0.19.8 this is an error; write {"stage": ...}'
+
+
+def assumed(given: Given) -> dict[str, Any]:
+    """ZeRO is off unless the config says otherwise."""
+    return {} if "zero_optimization" in given else {f"{_Z}stage": 0}
+
+
+def _shards(given: Given) -> int | None:
+    """Ranks in a group of MiCS, which older versions had at stage 3."""
+    size = quiet(integer(2), given.get(f"{_Z}mics_shard_size"))
+    return int(size) if size and stage(given) == 3 else None
+
+
+def _stage(value: Any, given: Given) -> Meaning:
+    found = integer(0, 3)(value)
+    return Meaning(fields={"sharding.strategy": "hybrid_shard" if _shards(given) else _STAGES[found]})
+
+
+def _whole(value: Any, given: Given) -> Meaning:
+    """`zero_optimization` as a boolean, or as a number in old files."""
+    if isinstance(value, bool):
+        return Meaning(note="true means stage 1, and false stage 0", fields={"sharding.strategy": _STAGES[value]})
+    if value is None or isinstance(value, Mapping):
+        return dropped("is empty: stage 0")
+    found = quiet(integer(0, 3), value)
+    if found is None:
+        raise Unreadable(f'must be a mapping of keys, got {value!r}; write {{"stage": 3}} or another stage')
+    return Meaning(note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[found]})
+
+
+def _mics(value: Any, given: Given) -> Meaning:
+    size = _shards(given)
+    if size is None:
+        return Meaning(Verdict.DROPPED, "no groups without stage 3 and a size of at least 2; DeepSpeed 0.19.8 refuses the key even so")
+    note = "MiCS has left DeepSpeed 0.19.8, which refuses the key; unishard has the same groups"
+    return Meaning(Verdict.EMULATED, note, {"sharding.group_size": size})
+
+
+def _reuse(value: Any, given: Given) -> Meaning:
+    distance = integer(0)(value)
+    if distance >= fields.UNLIMITED or not distance:
+        return Meaning(fields={"sharding.reshard_after_forward": not distance})
+    note = (
+        f"DeepSpeed keeps what is used again within {distance:,} elements, so a model smaller than that stays gathered until backward; "
+        "same maths. Set sharding.reshard_after_forward to false for that"
+    )
+    return Meaning(Verdict.EMULATED, note, {"sharding.reshard_after_forward": True})
+
+
+def _leaves(value: Any, given: Given) -> Meaning:
+    classes = [] if value == [] else listed(value)
+    if not classes:
+        return dropped("names no class: unishard finds the model's blocks")
+    return Meaning(fields={"sharding.units": [name.rpartition(".")[2] for name in classes]})
+
+
+def _leaf_names(value: Any, given: Given) -> Meaning:
+    if value == []:
+        return dropped("names nothing")
+    note = "unishard names units by class; write these modules' classes in sharding.units. About memory alone"
+    return dropped(note)
+
+
+def _bucket(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"communication.reduce_bucket_size": integer(1)(value)})
+
+
+def _prefetch(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"communication.prefetch_bucket_size": integer(0)(value)})
+
+
+def _overlap(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"communication.overlap": boolean(value)})
+
+
+def _granularity(value: Any, given: Given) -> Meaning:
+    return dropped("is off") if not integer()(value) else Meaning(fields={"sharding.min_unit_params": integer(0)(value)})
+
+
+def _at_3(read: Any, field: str = "") -> Key:
+    return only(Key(read, field), lambda given: stage(given) == 3, _NOT_3)
+
+
+_REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "about memory alone, so unishard's default stands")
+_PREFETCH = unless_auto(_at_3(_prefetch, "communication.prefetch_bucket_size"), _BY_TRANSFORMERS)
+_LIVE = drops("limits how much DeepSpeed gathers ahead, beside stage3_prefetch_bucket_size; about memory alone")
+_CHECKPOINT = drops("concerns checkpoints alone")
+_ZENFLOW = "ZenFlow updates the most important gradients first and others later, which no other engine does; remove it"
+
+KEYS: Mapping[str, Key] = {
+    "zero_optimization": Key(_whole, "sharding.strategy"),
+    f"{_Z}stage": Key(_stage, "sharding.strategy"),
+    f"{_Z}mics_shard_size": Key(_mics, "sharding.strategy, sharding.group_size", Verdict.EMULATED),
+    f"{_Z}mics_hierarchical_params_gather": Key(
+        lambda value, given: Meaning(Verdict.DROPPED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key"), "", Verdict.DROPPED
+    ),
+    f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, "communication.reduce_bucket_size"), _BY_TRANSFORMERS),
+    f"{_Z}overlap_comm": Key(_overlap, "communication.overlap"),
+    f"{_Z}stage3_prefetch_bucket_size": _PREFETCH,
+    f"{_Z}prefetch_bucket_size": spelt(_PREFETCH, "stage3_prefetch_bucket_size"),
+    f"{_Z}stage3_max_reuse_distance": _REUSE,
+    f"{_Z}max_reuse_distance": spelt(_REUSE, "stage3_max_reuse_distance"),
+    f"{_Z}stage3_max_live_parameters": _LIVE,
+    f"{_Z}max_live_parameters": spelt(_LIVE, "stage3_max_live_parameters"),
+    f"{_Z}stage3_module_granularity_threshold": _at_3(_granularity, "sharding.min_unit_params"),
+    f"{_Z}module_granularity_threshold": _at_3(_granularity, "sharding.min_unit_params"),
+    f"{_Z}leaf_module.classes": _at_3(_leaves, "sharding.units"),
+    f"{_Z}leaf_module.names": _at_3(_leaf_names),
+    f"{_Z}leaf_module.name_suffixes": _at_3(_leaf_names),
+    f"{_Z}round_robin_gradients": drops("which rank copies which gradient first; about time alone, and unishard leaves it off"),
+    f"{_Z}compute_grad_norm": drops("unishard always reports the norm"),
+    f"{_Z}legacy_stage1": drops("an implementation that has left DeepSpeed"),
+    f"{_Z}elastic_checkpoint": _CHECKPOINT,
+    f"{_Z}load_from_fp32_weights": _CHECKPOINT,
+    f"{_Z}pipeline_loading_checkpoint": _CHECKPOINT,
+    f"{_Z}save_muon_momentum_buffer_in_memory": _CHECKPOINT,
+    f"{_Z}stage3_gather_16bit_weights_on_model_save": _CHECKPOINT,
+    f"{_Z}gather_16bit_weights_on_model_save": _CHECKPOINT,
+    f"{_Z}stage3_gather_fp16_weights_on_model_save": _CHECKPOINT,
+    f"{_Z}zenflow": refuses(_ZENFLOW, lambda value: value is None),
+    f"{_Z}zeropp_loco_param": refuses(
+        "LoCo has left DeepSpeed 0.19.8; remove it, and set zero_quantized_gradients for quantised gradients without its error feedback",
+        lambda value: value is None,
+    ),
+    "allgather_size": drops("elements of one all-gather where zero_optimization is true; about time alone"),
+}
+
+
+def _three(cfg: Config) -> bool:
+    return fields.stage(cfg) == 3
+
+
+def _stage_of(cfg: Config, topology: Topology) -> Native:
+    settings: dict[str, Any] = {"stage": fields.stage(cfg)}
+    if _three(cfg):
+        settings["memory_efficient_linear"] = False
+    return fields.zero(**settings) | ({"zero_allow_untested_optimizer": True} if fields.stage(cfg) else {})
+
+
+def _hpz_of(cfg: Config, topology: Topology) -> Native:
+    if not cfg.sharding.hybrid or not _three(cfg) or not cfg.sharding.reshard_after_forward:
+        return {}
+    return fields.zero(zero_hpz_partition_size=cfg.sharding.group_size or topology.local_world_size)
+
+
+def _units_of(cfg: Config, topology: Topology) -> Native:
+    classes = [*(cfg.sharding.units if cfg.sharding.units != "auto" else ()), *cfg.sharding.whole_units]
+    return fields.zero(leaf_module={"classes": classes}) if _three(cfg) and classes else {}
+
+
+_NOT_FULL = Case("strategy is not full_shard", lambda cfg: not _three(cfg), Verdict.EXACT, "stage 3 alone gathers")
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "backend": Expression(Verdict.EXACT, "deepspeed.initialize(config=...)"),
+    "sharding.strategy": Expression(
+        Verdict.EXACT,
+        "zero_optimization.stage",
+        to=_stage_of,
+        when=(
+            Case(
+                "hybrid_shard",
+                lambda cfg: cfg.sharding.strategy == "hybrid_shard",
+                Verdict.EMULATED,
+                "stage 3 over all ranks, with a second copy of the parameters in each group (hpZ): less memory for the optimizer",
+            ),
+            Case(
+                "hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.hybrid,
+                Verdict.EMULATED,
+                "stage 2 over all ranks: less memory, more traffic between nodes",
+            ),
+        ),
+    ),
+    "sharding.group_size": Expression(
+        Verdict.EMULATED,
+        "zero_optimization.zero_hpz_partition_size",
+        "the ranks that share the second copy of the parameters",
+        _hpz_of,
+        (Case("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, ""),),
+    ),
+    "sharding.reshard_after_forward": Expression(
+        Verdict.EXACT,
+        "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters",
+        to=fields.gathering,
+        when=(_NOT_FULL,),
+    ),
+    "sharding.units": Expression(
+        Verdict.EXACT,
+        "zero_optimization.leaf_module.classes",
+        to=_units_of,
+        when=(
+            _NOT_FULL,
+            Case("auto", lambda cfg: cfg.sharding.units == "auto", Verdict.EMULATED, "DeepSpeed gathers each module by itself"),
+        ),
+    ),
+    "sharding.min_unit_params": Expression(
+        Verdict.DROPPED,
+        "",
+        "DeepSpeed chooses its units otherwise; about time and memory alone",
+        when=(Case("0", lambda cfg: not cfg.sharding.min_unit_params, Verdict.EXACT, ""),),
+    ),
+    "sharding.whole_units": Expression(
+        Verdict.EMULATED,
+        "zero_optimization.leaf_module.classes",
+        "gathered whole, and a rank that does not use one adds zeros",
+        when=(
+            Case("empty", lambda cfg: not cfg.sharding.whole_units, Verdict.EXACT, ""),
+            Case("strategy is not full_shard", lambda cfg: not _three(cfg), Verdict.EMULATED, "unused parameters are reduced as zeros"),
+        ),
+    ),
+    "communication.reduce_bucket_size": Expression(
+        Verdict.EXACT,
+        "zero_optimization.reduce_bucket_size",
+        to=lambda cfg, topology: fields.zero(reduce_bucket_size=cfg.communication.reduce_bucket_size),
+    ),
+    "communication.prefetch_bucket_size": Expression(
+        Verdict.EXACT,
+        "zero_optimization.stage3_prefetch_bucket_size",
+        to=lambda cfg, topology: fields.zero(stage3_prefetch_bucket_size=cfg.communication.prefetch_bucket_size) if _three(cfg) else {},
+        when=(_NOT_FULL,),
+    ),
+    "communication.overlap": Expression(
+        Verdict.EXACT,
+        "zero_optimization.overlap_comm",
+        to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap),
+    ),
+    "communication.desync_check": Expression(
+        Verdict.DROPPED,
+        "",
+        "a check of unishard's loop, which changes nothing in training",
+        when=(Case("false", lambda cfg: not cfg.communication.desync_check, Verdict.EXACT, ""),),
+    ),
+    "communication.desync_timeout": Expression(Verdict.DROPPED, "", "belongs to a check of unishard's loop"),
+}

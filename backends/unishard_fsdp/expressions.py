@@ -1,0 +1,279 @@
+"""How a training script without unishard says each field to FSDP2 (torch 2.13): one row for each leaf of the schema, in its order.
+
+Imports no torch. What FSDP does not do, the script does; the notes say what to write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.grouping import parts
+from unishard.meanings import Case, Expression, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard_fsdp.precision_keys import DTYPES
+from unishard_fsdp.script_expressions import SCRIPT
+
+__all__ = ["EXPRESSIONS"]
+
+_SCRIPT = "your training script"
+
+
+def _sharded(cfg: Config) -> bool:
+    return cfg.sharding.strategy != "no_shard"
+
+
+def _reshard(cfg: Config, topology: Topology) -> Native:
+    if not _sharded(cfg):
+        return {}
+    return {"reshard_after_forward": cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward}
+
+
+def _mesh(cfg: Config, topology: Topology) -> Native:
+    """The axes, the number of groups left out where the ranks are not known."""
+    if not cfg.sharding.hybrid:
+        return {} if _sharded(cfg) else {"mesh": {"replicate": topology.world_size, "shard": 1}}
+    group = parts(cfg, topology)
+    groups, rest = divmod(topology.world_size, group)
+    return {"mesh": {"shard": group} if rest or not groups else {"replicate": groups, "shard": group}}
+
+
+def _units(cfg: Config, topology: Topology) -> Native:
+    if not _sharded(cfg):
+        return {}
+    if cfg.sharding.units != "auto":
+        return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(cfg.sharding.units)}
+    return {} if cfg.sharding.min_unit_params else {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+
+
+def _by_size(cfg: Config) -> bool:
+    return _sharded(cfg) and cfg.sharding.units == "auto" and cfg.sharding.min_unit_params > 0
+
+
+def _least(cfg: Config, topology: Topology) -> Native:
+    return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": cfg.sharding.min_unit_params} if _by_size(cfg) else {}
+
+
+def _mixed(cfg: Config) -> bool:
+    return cfg.precision.compute != "fp32"
+
+
+def _format(argument: str, word: str) -> Native:
+    return {"mixed_precision": {argument: DTYPES[word]}}
+
+
+def _offloaded(cfg: Config) -> bool:
+    return "cpu" in (cfg.offload.params, cfg.offload.optimizer)
+
+
+def _own(cfg: Config, topology: Topology) -> Native:
+    """The settings of `native.fsdp` that are arguments; the others are calls of the script."""
+    policy: Mapping[str, Any] = cfg.native.get("fsdp", {}).get("mp_policy", {})
+    return {"mixed_precision": dict(policy)} if policy else {}
+
+
+_NEAREST = "reshard_after_forward: false"
+_BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
+_NO_FILES = "PyTorch has no offload to files; choose cpu, or deepspeed"
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "backend": Expression(Verdict.EXACT, "version", "FSDP2", lambda cfg, topology: {"version": 2}),
+    "sharding.strategy": Expression(
+        Verdict.EXACT,
+        "reshard_after_forward, mesh",
+        "",
+        lambda cfg, topology: _reshard(cfg, topology) | _mesh(cfg, topology),
+        (
+            Case(
+                "no_shard",
+                lambda cfg: not _sharded(cfg),
+                Verdict.EMULATED,
+                "a mesh that only replicates, which is DistributedDataParallel to rounding",
+            ),
+            Case(
+                "shard_optimizer",
+                lambda cfg: cfg.sharding.strategy == "shard_optimizer",
+                Verdict.APPROXIMATE,
+                f"{_NEAREST} is the nearest; {_BETWEEN}, and reduces gradients on every micro-batch",
+            ),
+            Case(
+                "shard_grad_op or hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+                Verdict.APPROXIMATE,
+                f"{_NEAREST} is the nearest; {_BETWEEN}",
+            ),
+        ),
+    ),
+    "sharding.group_size": Expression(
+        Verdict.EXACT,
+        "mesh.shard",
+        "",
+        when=(Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),),
+    ),
+    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "reshard_after_forward"),
+    "sharding.units": Expression(
+        Verdict.EXACT,
+        "auto_wrap_policy, transformer_layer_cls_to_wrap",
+        "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
+        _units,
+        (Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, "nothing is gathered"),),
+    ),
+    "sharding.min_unit_params": Expression(
+        Verdict.EMULATED,
+        "min_num_params",
+        "FSDP cuts at any module of this size, not at blocks",
+        _least,
+        (
+            Case("0", lambda cfg: not cfg.sharding.min_unit_params, Verdict.EXACT, ""),
+            Case(
+                "beside class names",
+                lambda cfg: not _by_size(cfg),
+                Verdict.EMULATED,
+                "FSDP has no smallest size beside class names; the same maths with smaller units",
+            ),
+        ),
+    ),
+    "sharding.whole_units": Expression(
+        Verdict.UNDECIDED,
+        _SCRIPT,
+        "call fully_shard on none of these modules, and set_reduce_scatter_unused_params(True) on the root",
+        when=(Case("empty", lambda cfg: not cfg.sharding.whole_units, Verdict.EXACT, ""),),
+    ),
+    "precision.compute": Expression(
+        Verdict.EXACT,
+        "mixed_precision.param_dtype",
+        "",
+        lambda cfg, topology: _format("param_dtype", cfg.precision.compute) if _mixed(cfg) else {},
+    ),
+    "precision.master": Expression(
+        Verdict.UNDECIDED,
+        _SCRIPT,
+        "cast the model to this format before fully_shard, since the optimizer updates what it is given",
+        when=(
+            Case("compute is fp32", lambda cfg: not _mixed(cfg), Verdict.EXACT, ""),
+            Case(
+                "fp32",
+                lambda cfg: cfg.precision.master == "fp32",
+                Verdict.EXACT,
+                "as long as the training script loads the model in fp32",
+            ),
+        ),
+    ),
+    "precision.reduce": Expression(
+        Verdict.EXACT,
+        "mixed_precision.reduce_dtype",
+        "",
+        lambda cfg, topology: _format("reduce_dtype", cfg.precision.reduce) if _mixed(cfg) else {},
+    ),
+    "precision.accumulate": Expression(
+        Verdict.EXACT,
+        "format of the parameters' gradients",
+        when=(
+            Case(
+                "not that of master",
+                lambda cfg: cfg.precision.accumulate != cfg.precision.master,
+                Verdict.APPROXIMATE,
+                "FSDP2 adds gradients up in the format of the masters, which is more exact",
+            ),
+        ),
+    ),
+    "precision.buffers": Expression(
+        Verdict.UNDECIDED,
+        _SCRIPT,
+        "cast the model's floating-point buffers before fully_shard; FSDP2 casts none",
+        when=(Case("keep", lambda cfg: cfg.precision.buffers == "keep", Verdict.EXACT, ""),),
+    ),
+    **{name: row for name, row in SCRIPT.items() if name.startswith("precision.")},
+    "offload.params": Expression(
+        Verdict.EXACT,
+        "cpu_offload",
+        "",
+        lambda cfg, topology: {"cpu_offload": True} if cfg.offload.params == "cpu" else {},
+        (
+            Case("none", lambda cfg: cfg.offload.params == "none", Verdict.EXACT, ""),
+            Case("nvme", lambda cfg: cfg.offload.params == "nvme", Verdict.REFUSED, _NO_FILES),
+            Case(
+                "cpu without offload.optimizer: cpu",
+                lambda cfg: cfg.offload.optimizer != "cpu",
+                Verdict.APPROXIMATE,
+                "cpu_offload moves the optimizer's state as well, and its step to the host",
+            ),
+        ),
+    ),
+    "offload.optimizer": Expression(
+        Verdict.EXACT,
+        "cpu_offload",
+        "",
+        lambda cfg, topology: {"cpu_offload": True} if cfg.offload.optimizer == "cpu" else {},
+        (
+            Case("none", lambda cfg: cfg.offload.optimizer == "none", Verdict.EXACT, ""),
+            Case("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Verdict.REFUSED, _NO_FILES),
+            Case(
+                "cpu without offload.params: cpu",
+                lambda cfg: cfg.offload.params != "cpu",
+                Verdict.APPROXIMATE,
+                "cpu_offload moves the parameters as well, which are copied to the device for each use",
+            ),
+        ),
+    ),
+    "offload.pin_memory": Expression(
+        Verdict.EXACT,
+        "pin_memory",
+        "",
+        lambda cfg, topology: {"pin_memory": cfg.offload.pin_memory} if _offloaded(cfg) else {},
+        (Case("nothing is offloaded", lambda cfg: not _offloaded(cfg), Verdict.EXACT, ""),),
+    ),
+    "offload.nvme_path": Expression(
+        Verdict.REFUSED,
+        "none",
+        _NO_FILES,
+        when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),),
+    ),
+    "activation_checkpointing": Expression(
+        Verdict.EXACT,
+        "activation_checkpointing",
+        "",
+        lambda cfg, topology: {} if cfg.activation_checkpointing == "none" else {"activation_checkpointing": True},
+        (
+            Case("none", lambda cfg: cfg.activation_checkpointing == "none", Verdict.EXACT, ""),
+            Case("full", lambda cfg: cfg.activation_checkpointing == "full", Verdict.EXACT, "of the units"),
+            Case(
+                "the units by name",
+                lambda cfg: cfg.activation_checkpointing == cfg.sharding.units,
+                Verdict.EXACT,
+                "of the units",
+            ),
+            Case(
+                "selective",
+                lambda cfg: cfg.activation_checkpointing == "selective",
+                Verdict.EMULATED,
+                "the units are computed again as a whole: the same results, less memory, more time",
+            ),
+            Case(
+                "other classes",
+                lambda cfg: True,
+                Verdict.EMULATED,
+                "the units are computed again, not these classes: the same results, other memory and time",
+            ),
+        ),
+    ),
+    **{name: row for name, row in SCRIPT.items() if not name.startswith(("precision.", "native"))},
+    "native": Expression(
+        Verdict.EXACT,
+        "mixed_precision, and calls of your training script",
+        "",
+        _own,
+        (
+            Case("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Verdict.EXACT, ""),
+            Case(
+                "more than mp_policy",
+                lambda cfg: set(cfg.native["fsdp"]) != {"mp_policy"},
+                Verdict.UNDECIDED,
+                "make the calls that these settings are named after: set_requires_gradient_sync and the like",
+            ),
+        ),
+    ),
+}
+"""Rows of FSDP2's arguments and of the script around it."""

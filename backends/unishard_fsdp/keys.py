@@ -1,0 +1,329 @@
+"""What FSDP's own arguments say: those of FSDP1's constructor and of `fully_shard` (torch 2.13), one row each.
+
+A few belong to the tools around them (Accelerate 1.15.0, Composer 0.32). FSDP1 and FSDP2 name things differently; `version` tells which
+of the two a document speaks of. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.keys import boolean, integer, listed, one_of, refuses
+from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.wording import shown
+from unishard_fsdp.precision_keys import PRECISION
+
+__all__ = ["KEYS", "STRATEGIES", "strategy_of"]
+
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "FULL_SHARD": {"sharding.strategy": "full_shard"},
+    "SHARD_GRAD_OP": {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": False},
+    "NO_SHARD": {"sharding.strategy": "no_shard"},
+    "HYBRID_SHARD": {"sharding.strategy": "hybrid_shard"},
+    "HYBRID_SHARD_ZERO2": {"sharding.strategy": "hybrid_shard", "sharding.reshard_after_forward": False},
+}
+"""FSDP1's strategies in the order of their numbers, from 1 (torch.distributed.fsdp.ShardingStrategy), in the config's words."""
+
+_VERSION_1 = (
+    "sharding_strategy",
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "sync_module_states",
+)
+_NO_SHARDS = "nothing is sharded, so nothing is gathered unit by unit"
+_IGNORED = "Accelerate 1.15.0 ignores this key with version 1 and runs FULL_SHARD; translated as what it asks for"
+
+
+def _version(given: Given) -> int:
+    """1 or 2; that of FSDP1's arguments where nobody says it."""
+    found = given.get("version")
+    return int(found) if str(found) in ("1", "2") else 1 if any(key in given for key in _VERSION_1) else 2
+
+
+def _word(value: Any) -> str:
+    """The name of one of FSDP1's strategies, also from its number.
+
+    Raises:
+        Unreadable: It names none.
+    """
+    names = list(STRATEGIES)
+    word = str(value).strip().upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
+    if word.isdigit() and 1 <= int(word) <= len(names):
+        return names[int(word) - 1]
+    if word not in names:
+        raise Unreadable(
+            f"must be one of {', '.join(names)} or their numbers 1 to 5, got {shown(value)}; write one of the names "
+            "(DeepSpeed's stages count otherwise: stage 3 is FULL_SHARD, stage 0 is NO_SHARD)"
+        )
+    return word
+
+
+def _resharding(value: Any) -> bool:
+    """FSDP2's flag.
+
+    Raises:
+        Unreadable: It is a word of FSDP1.
+    """
+    if str(value).strip().upper() in STRATEGIES:
+        raise Unreadable(f"must be true or false with version 2, got {shown(value)}; write true for FULL_SHARD, false for SHARD_GRAD_OP")
+    return boolean(value)
+
+
+def strategy_of(given: Given) -> Mapping[str, Any]:
+    """What the arguments together say about the strategy, in the config's words.
+
+    Raises:
+        Unreadable: The argument that decides it cannot have its value.
+    """
+    if _version(given) == 1:
+        return STRATEGIES[_asked(given)]
+    fields: dict[str, Any] = {"sharding.strategy": _within(given)}
+    if fields["sharding.strategy"] != "no_shard" and not _reshards(given.get("reshard_after_forward")):
+        fields["sharding.reshard_after_forward"] = False
+    return fields
+
+
+def _asked(given: Given) -> str:
+    """The strategy of version 1; Accelerate's users also write it as `reshard_after_forward`."""
+    words = [value for key in ("sharding_strategy", "reshard_after_forward") if (value := given.get(key)) is not None]
+    return _resharding_of_version_1(words[0]) if words else "FULL_SHARD"
+
+
+def _resharding_of_version_1(value: Any) -> str:
+    return {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}.get(str(value).strip().lower()) or _word(value)
+
+
+def _reshards(value: Any) -> bool:
+    """Whether FSDP2 drops parameters after forward. A number above 1 is a size of groups, over which they stay sharded."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value > 1
+    return True if value is None else _resharding(value)
+
+
+def _within(given: Given) -> str:
+    """The strategy that the mesh means."""
+    mesh = given.get("mesh")
+    if mesh is None:
+        return "full_shard"
+    sizes = _sizes(mesh)
+    if _group(sizes, given) == 1:
+        return "no_shard"
+    return "full_shard" if not sizes or sizes.get("replicate") == 1 else "hybrid_shard"
+
+
+def _sharded(given: Given) -> bool:
+    try:
+        return bool(strategy_of(given)["sharding.strategy"] != "no_shard")
+    except Unreadable:
+        return True  # the argument at fault is refused at its own place
+
+
+def _set(read: Callable[[Any, Given], Meaning], fields: str, verdict: Verdict = Verdict.EXACT, note: str = "") -> Key:
+    """A row that has nothing to say where the value is null."""
+    return Key(lambda value, given: _UNSET if value is None else read(value, given), fields, verdict, note)
+
+
+_UNSET = Meaning(Verdict.DROPPED, "is not set")
+
+
+def _time(why: str, *words: str, kept: bool = False) -> Key:
+    """An argument about time, memory or files alone: a flag, or one of these words."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        one_of(dict.fromkeys(word.lower() for word in words))(value) if words else boolean(value)
+        return Meaning(Verdict.DROPPED, why, kept=kept)
+
+    return _set(read, "", Verdict.DROPPED, why)
+
+
+def _version_key(value: Any, given: Given) -> Meaning:
+    if str(value) not in ("1", "2"):
+        raise Unreadable(f"must be 1 or 2, got {shown(value)}; write 2")
+    if str(value) == "2":
+        return Meaning(fields={"backend": "fsdp"})
+    return Meaning(Verdict.EMULATED, _FSDP1, {"backend": "fsdp"})
+
+
+_FSDP1 = (
+    "unishard runs FSDP2, the same maths; only a parameter that no rank used gets no update there, while FSDP1's flat gradients are "
+    "zeros and weight decay and momentum still move it (torch 2.13)"
+)
+
+
+def _strategy_key(value: Any, given: Given) -> Meaning:
+    if value is None:
+        return _UNSET if _version(given) == 2 else Meaning(fields=strategy_of(given))
+    word = _word(value)
+    if _version(given) == 2:
+        return Meaning(Verdict.DROPPED, "FSDP2 has no such argument and Accelerate 1.15.0 ignores it; reshard_after_forward decides")
+    return Meaning(fields=STRATEGIES[word])
+
+
+def _reshard_key(value: Any, given: Given) -> Meaning:
+    if _version(given) == 1:
+        if value is None:
+            return _UNSET if "sharding_strategy" in given else Meaning(fields=strategy_of(given))
+        return _reshard_of_version_1(value, given)
+    whole_number = isinstance(value, int) and not isinstance(value, bool)
+    if whole_number and value < 1:
+        raise Unreadable(f"must be true, false or a number of ranks, got {value}; write true or false")
+    fields = dict(strategy_of(given))
+    if fields["sharding.strategy"] == "no_shard":
+        return Meaning(Verdict.DROPPED, _NO_SHARDS, fields)
+    if whole_number and value > 1:
+        note = f"after forward the parameters stay sharded over groups of {value} ranks there, and over all that share a copy here"
+        return Meaning(Verdict.EMULATED, note, fields)
+    return Meaning(fields=fields)
+
+
+def _reshard_of_version_1(value: Any, given: Given) -> Meaning:
+    word = _resharding_of_version_1(value)
+    if "sharding_strategy" in given:
+        return Meaning(Verdict.DROPPED, "sharding_strategy decides with version 1, in which this key has no effect")
+    return Meaning(Verdict.EXACT if word == "FULL_SHARD" else Verdict.APPROXIMATE, _IGNORED, STRATEGIES[word])
+
+
+def _offload_key(value: Any, given: Given) -> Meaning:
+    place = "cpu" if boolean(value) else "none"
+    if place == "cpu" and not _sharded(given):
+        return Meaning(Verdict.REFUSED, "unishard offloads only what is sharded; choose FULL_SHARD, or remove the key")
+    return Meaning(fields={"offload.params": place, "offload.optimizer": place})
+
+
+def _pin_key(value: Any, given: Given) -> Meaning:
+    pinned = boolean(value)
+    if str(given.get("cpu_offload")).lower() not in ("true", "1", "yes", "on"):
+        return Meaning(Verdict.DROPPED, "nothing is offloaded")
+    return Meaning(fields={"offload.pin_memory": pinned})
+
+
+_POLICIES = {word.lower(): word for word in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")}
+_WHOLE = "one unit is gathered for the whole model there; the model's blocks are units here, with the same maths and less memory"
+
+
+def _policy_key(value: Any, given: Given) -> Meaning:
+    policy = one_of(_POLICIES)(value)
+    if not _sharded(given):
+        return Meaning(Verdict.DROPPED, _NO_SHARDS)
+    if policy == "NO_WRAP":
+        return Meaning(Verdict.EMULATED, _WHOLE, {"sharding.units": "auto"})
+    if policy == "SIZE_BASED_WRAP":
+        return Meaning(Verdict.EMULATED, "units are cut at another place: at the model's blocks of this size", {"sharding.units": "auto"})
+    names = given.get("transformer_layer_cls_to_wrap")
+    return Meaning(fields={"sharding.units": listed(names) if names else "auto"})
+
+
+def _classes_key(value: Any, given: Given) -> Meaning:
+    if value in ("", []):
+        return _UNSET
+    names = listed(value)
+    if not _sharded(given):
+        return Meaning(Verdict.DROPPED, _NO_SHARDS)
+    policy = given.get("auto_wrap_policy")
+    if policy is not None and _POLICIES.get(str(policy).lower()) != "TRANSFORMER_BASED_WRAP":
+        return Meaning(Verdict.DROPPED, f"is only read with auto_wrap_policy TRANSFORMER_BASED_WRAP, not {policy}")
+    return Meaning(fields={"sharding.units": names})
+
+
+def _size_key(value: Any, given: Given) -> Meaning:
+    size = integer(0)(value)
+    if str(given.get("auto_wrap_policy")).upper() != "SIZE_BASED_WRAP":
+        return Meaning(Verdict.DROPPED, "is only read with auto_wrap_policy SIZE_BASED_WRAP")
+    if not _sharded(given):
+        return Meaning(Verdict.DROPPED, _NO_SHARDS)
+    return Meaning(
+        Verdict.EMULATED, "FSDP cuts at any module of this size, unishard at blocks of this size", {"sharding.min_unit_params": size}
+    )
+
+
+def _checkpointing_key(value: Any, given: Given) -> Meaning:
+    if isinstance(value, list | tuple) and value:
+        return Meaning(fields={"activation_checkpointing": listed(value)})
+    return Meaning(fields={"activation_checkpointing": "full" if boolean(value) else "none"})
+
+
+def _mesh_key(value: Any, given: Given) -> Meaning:
+    fields: dict[str, Any] = {"sharding.strategy": _within(given)}
+    if fields["sharding.strategy"] == "hybrid_shard":
+        fields["sharding.group_size"] = _group(_sizes(value), given)
+    return Meaning(fields=fields)
+
+
+def _sizes(mesh: Any) -> Mapping[str, int]:
+    """The sizes of the axes that are said.
+
+    Raises:
+        Unreadable: It is no mesh of these two axes.
+    """
+    if not isinstance(mesh, Mapping) or not mesh or set(mesh) - {"replicate", "shard"}:
+        raise Unreadable(f"must be a mapping with replicate and shard, got {shown(mesh)}; write {{replicate: 2, shard: 8}}")
+    sizes = {axis: integer(-1)(size) for axis, size in mesh.items() if size is not None}
+    if 0 in sizes.values():
+        raise Unreadable("must hold numbers of at least 1, or -1 for the rest of the ranks, got 0; write one of them")
+    return {axis: size for axis, size in sizes.items() if size > 0}
+
+
+def _group(sizes: Mapping[str, int], given: Given) -> Any:
+    """Ranks that share a copy; None for those that there are."""
+    if "shard" in sizes or sizes.get("replicate", 1) == 1:
+        return sizes.get("shard")
+    if given.topology is None:
+        return Undecided(f"the number of ranks, divided by {sizes['replicate']}; give --world-size")
+    return max(given.topology.world_size // sizes["replicate"], 1)
+
+
+_FILES = ("full_state_dict", "local_state_dict", "sharded_state_dict", "full", "local", "sharded", "1", "2", "3")
+
+
+def _files_key(value: Any, given: Given) -> Meaning:
+    word = one_of({word: word for word in _FILES})(value)
+    # FSDP2 writes no local files, so the key is not repeated beside its arguments.
+    kept = not word.startswith("local") and word != "2"
+    return Meaning(Verdict.DROPPED, "concerns the files of checkpoints alone", kept=kept)
+
+
+_NO_XLA = "unishard runs on PyTorch's own devices, not on XLA; remove it"
+_OFF = (None, False, "", 0, "false", "False", "no", "none", "None")
+
+
+def _off(value: Any) -> bool:
+    return value in _OFF if not isinstance(value, list | dict | tuple) else not value
+
+
+KEYS: Mapping[str, Key] = {
+    "version": _set(_version_key, "backend", Verdict.EXACT, "version 1 is emulated by FSDP2"),
+    "sharding_strategy": Key(_strategy_key, "sharding.strategy, sharding.reshard_after_forward"),
+    "reshard_after_forward": Key(_reshard_key, "sharding.strategy, sharding.reshard_after_forward"),
+    "mesh": _set(_mesh_key, "sharding.strategy, sharding.group_size"),
+    "cpu_offload": _set(_offload_key, "offload.params, offload.optimizer"),
+    "pin_memory": _set(_pin_key, "offload.pin_memory"),
+    "auto_wrap_policy": _set(_policy_key, "sharding.units"),
+    "transformer_layer_cls_to_wrap": _set(_classes_key, "sharding.units"),
+    "min_num_params": _set(_size_key, "sharding.min_unit_params", Verdict.EMULATED),
+    "ignored_modules": refuses(
+        "unishard shards every parameter; leave these modules out of the model that prepare gets, or freeze them and remove the key", _off
+    ),
+    "backward_prefetch": _time(
+        "time alone; the next unit is always gathered ahead, see communication.prefetch_bucket_size",
+        *("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE", "1", "2", "3"),
+    ),
+    "forward_prefetch": _time("time alone; see communication.prefetch_bucket_size"),
+    "limit_all_gathers": _time("memory and time alone; FSDP2 always limits them"),
+    "use_orig_params": _time("FSDP2 always keeps the parameters' own names and groups"),
+    "sync_module_states": _time("prepare always gives every rank the parameters of rank 0"),
+    "cpu_ram_efficient_loading": _time("concerns how the training script loads the model", kept=True),
+    "state_dict_type": _set(_files_key, "", Verdict.DROPPED, "concerns the files of checkpoints alone"),
+    "load_monolith_rank0_only": _time("concerns how a checkpoint is read"),
+    "activation_checkpointing": _set(_checkpointing_key, "activation_checkpointing"),
+    "activation_checkpointing_offload": _time("memory alone; what blocks keep stays on the device here, the results are the same"),
+    "activation_checkpointing_reentrant": _time("the same results; unishard's has no reentrance"),
+    **PRECISION,
+    "xla": refuses(_NO_XLA, _off),
+    "xla_fsdp_v2": refuses(_NO_XLA, _off),
+    "xla_fsdp_settings": refuses(_NO_XLA, _off),
+    "xla_fsdp_grad_ckpt": refuses(_NO_XLA, _off),
+}
+"""FSDP's arguments and what each says."""

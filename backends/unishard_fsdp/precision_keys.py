@@ -1,0 +1,86 @@
+"""What FSDP's mixed precision says: `MixedPrecision` of FSDP1 and `MixedPrecisionPolicy` of FSDP2 (torch 2.13). Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.keys import boolean
+from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
+from unishard.wording import shown
+
+__all__ = ["DTYPES", "PRECISION", "dtype"]
+
+DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's names of the config's formats."""
+
+_WORDS = {name: short for short, long in DTYPES.items() for name in (short, long)} | {
+    "float": "fp32",
+    "half": "fp16",
+    "no": "fp32",
+}
+_COMPOSER = ("pure", "default", "full")
+
+
+def dtype(value: Any) -> str:
+    """A number format in the config's word.
+
+    Raises:
+        Unreadable: It is none that unishard computes in.
+    """
+    word = str(value).strip().lower().removeprefix("torch.")
+    if word not in _WORDS:
+        raise Unreadable(f"must be one of {', '.join(DTYPES.values())}, got {shown(value)}; write one of them")
+    return _WORDS[word]
+
+
+def _short(value: Any, given: Given) -> Meaning:
+    """One word for all formats, as Accelerate takes it."""
+    word = str(value).strip().lower()
+    if value is None or value == {}:
+        return Meaning(Verdict.DROPPED, "is not set")
+    if word in _COMPOSER:
+        raise Unreadable(f"must name formats, got {shown(value)}, which only says something beside Composer's `precision`; write a mapping")
+    found = dtype(value)
+    return Meaning(fields={"precision.compute": found, "precision.reduce": found})
+
+
+def _compute(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"precision.compute": "fp32" if value is None else dtype(value)})
+
+
+def _reduce(value: Any, given: Given) -> Meaning:
+    param = given.get("mixed_precision.param_dtype")
+    return Meaning(fields={"precision.reduce": "fp32" if (found := value or param) is None else dtype(found)})
+
+
+def _buffers(value: Any, given: Given) -> Meaning:
+    if value is None:
+        return Meaning(fields={"precision.buffers": "keep"})
+    return Meaning(fields={"precision.buffers": dtype(value)})
+
+
+def _output(value: Any, given: Given) -> Meaning:
+    param = given.get("mixed_precision.param_dtype")
+    if value is None or (param is not None and dtype(value) == dtype(param)):
+        return Meaning(Verdict.DROPPED, "outputs have the format that the model computes in")
+    key, note = "fsdp.mp_policy.output_dtype", "another engine leaves outputs in the format that the model computes in"
+    return Meaning(Verdict.APPROXIMATE, note, native={key: DTYPES[dtype(value)]})
+
+
+def _inputs(value: Any, given: Given) -> Meaning:
+    if boolean(value):
+        return Meaning(Verdict.DROPPED, "is what happens: floating-point inputs are cast")
+    note = "another engine casts floating-point inputs to the format that the model computes in"
+    return Meaning(Verdict.APPROXIMATE, note, native={"fsdp.mp_policy.cast_forward_inputs": False})
+
+
+PRECISION: Mapping[str, Key] = {
+    "mixed_precision": Key(_short, "precision.compute, precision.reduce"),
+    "mixed_precision.param_dtype": Key(_compute, "precision.compute"),
+    "mixed_precision.reduce_dtype": Key(_reduce, "precision.reduce"),
+    "mixed_precision.buffer_dtype": Key(_buffers, "precision.buffers"),
+    "mixed_precision.output_dtype": Key(_output, "native.fsdp.mp_policy.output_dtype", Verdict.APPROXIMATE),
+    "mixed_precision.cast_forward_inputs": Key(_inputs, "native.fsdp.mp_policy.cast_forward_inputs", Verdict.APPROXIMATE),
+}
+"""The rows below `mixed_precision`."""

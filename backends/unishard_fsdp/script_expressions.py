@@ -1,0 +1,113 @@
+"""Rows of what a training script does itself around FSDP: the loop, the optimizer, the scheduler. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from unishard.config import Config
+from unishard.meanings import Case, Expression, Verdict
+
+__all__ = ["SCRIPT"]
+
+_SCRIPT = "your training script"
+Holds = Callable[[Config], bool]
+
+
+def _write(note: str, idle: Holds | None = None, case: str = "", why: str = "") -> Expression:
+    """A row for what the script has to do.
+
+    Args:
+        note: What to write there.
+        idle: Whether a config needs nothing.
+        case: That condition in words.
+        why: Why nothing is needed.
+    """
+    when = (Case(case, idle, Verdict.EXACT, why),) if idle else ()
+    return Expression(Verdict.UNDECIDED, _SCRIPT, note, when=when)
+
+
+def _time(note: str, idle: Holds | None = None, case: str = "") -> Expression:
+    when = (Case(case, idle, Verdict.EXACT, ""),) if idle else ()
+    return Expression(Verdict.DROPPED, "none", note, when=when)
+
+
+def _without(*names: str) -> Holds:
+    return lambda cfg: cfg.optimizer.name not in names
+
+
+def _exact(cfg: Config) -> bool:
+    return cfg.precision.compute != "fp16"
+
+
+def _constant(cfg: Config) -> bool:
+    return cfg.scheduler.name == "constant"
+
+
+_ADAM = ("adamw", "adam")
+_SCALE = ("compute is not fp16", "nothing is scaled")
+_OTHER = "belongs to another optimizer"
+_OWN_CHECK = "unishard's own check of collective calls; torch's is TORCH_NCCL_ENABLE_MONITORING"
+
+SCRIPT: Mapping[str, Expression] = {
+    "precision.loss_scale": _write("scale the loss with torch.amp.GradScaler", _exact, *_SCALE),
+    "precision.initial_loss_scale": _write("GradScaler(init_scale=...)", _exact, *_SCALE),
+    "precision.loss_scale_growth_interval": _write("GradScaler(growth_interval=...)", _exact, *_SCALE),
+    "training.micro_batch_size": _write("batch_size of the DataLoader"),
+    "training.gradient_accumulation_steps": _write(
+        "divide the loss by it, and step after as many backward calls", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "1"
+    ),
+    "training.global_batch_size": Expression(Verdict.EXACT, "none", "follows from the other sizes"),
+    "training.gradient_clipping": _write(
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before optimizer.step()",
+        lambda cfg: cfg.training.gradient_clipping is None,
+        "null",
+    ),
+    "training.nonfinite": Expression(
+        Verdict.UNDECIDED,
+        _SCRIPT,
+        "look whether clip_grad_norm_ returns a finite norm before optimizer.step()",
+        when=(
+            Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
+            Case(
+                "skip in fp16",
+                lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16",
+                Verdict.EXACT,
+                "GradScaler does it",
+            ),
+        ),
+    ),
+    "training.last_window": _write(
+        "divide the last loss sums by the number of micro-batches that are there, or leave them out",
+        lambda cfg: cfg.training.gradient_accumulation_steps == 1,
+        "without accumulation",
+        "every window is full",
+    ),
+    "training.seed": _write("torch.manual_seed(...), and the generator of the sampler"),
+    "optimizer.name": _write("build it after fully_shard"),
+    "optimizer.lr": _write("argument of the optimizer"),
+    "optimizer.betas": _write("argument of the optimizer", _without(*_ADAM, "lion"), "without betas", _OTHER),
+    "optimizer.eps": _write("argument of the optimizer", _without(*_ADAM, "adagrad"), "without eps", _OTHER),
+    "optimizer.amsgrad": _write("argument of the optimizer", lambda cfg: not cfg.optimizer.amsgrad, "false"),
+    "optimizer.momentum": _write("argument of the optimizer", lambda cfg: not cfg.optimizer.momentum, "0"),
+    "optimizer.nesterov": _write("argument of the optimizer", lambda cfg: not cfg.optimizer.nesterov, "false"),
+    "optimizer.weight_decay": _write("argument of the optimizer"),
+    "optimizer.no_decay": _write("parameter groups of the optimizer", lambda cfg: not cfg.optimizer.no_decay, "empty"),
+    "optimizer.groups": _write("parameter groups of the optimizer", lambda cfg: not cfg.optimizer.groups, "empty"),
+    "scheduler.name": _write(
+        "torch.optim.lr_scheduler.LambdaLR, stepped after each update",
+        lambda cfg: _constant(cfg) and not cfg.scheduler.warmup_steps,
+        "constant without warm-up",
+    ),
+    "scheduler.warmup_steps": _write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "0"),
+    "scheduler.total_steps": _write("part of the schedule", _constant, "constant"),
+    "scheduler.min_lr_ratio": _write("part of the schedule", _constant, "constant"),
+    "communication.reduce_bucket_size": _time("time alone; FSDP2 reduces the gradients of a unit together"),
+    "communication.prefetch_bucket_size": _time("time alone; FSDP2 gathers the next unit ahead"),
+    "communication.overlap": _time("time alone; FSDP2 always overlaps", lambda cfg: cfg.communication.overlap, "true"),
+    "communication.desync_check": _time(_OWN_CHECK),
+    "communication.desync_timeout": _time(_OWN_CHECK),
+    "compile.mode": _write("block.compile() before fully_shard, or model.compile()", lambda cfg: cfg.compile.mode == "none", "none"),
+    "compile.backend": _write("compile(backend=...)", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
+    "strict": _time("says how unishard itself takes approximations"),
+}
+"""Rows by field; `unishard_fsdp.expressions` puts them in the order of the schema."""

@@ -1,0 +1,66 @@
+"""Reads and writes DeepSpeed's JSON, whose keys the engine's own table describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from unishard import registry
+from unishard.formats.reading import Reading, assemble
+from unishard.formats.source import Source
+from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, express
+from unishard.rules import Native, flat, nested
+from unishard.topology import Topology
+
+__all__ = ["DeepSpeedFormat"]
+
+_BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps")
+"""What a script that gives DeepSpeed its config through transformers or Accelerate fills in."""
+_TORCHS_OWN = ("optimizer.params.torch_adam", "zero_force_ds_cpu_optimizer", "zero_optimization.memory_efficient_linear")
+"""Settings with which DeepSpeed rounds as torch does; a config that was DeepSpeed's own before keeps its kernels."""
+
+
+class DeepSpeedFormat:
+    """Implements `unishard.formats.format.Format`."""
+
+    name = "deepspeed"
+    tool = "DeepSpeed 0.19.8"
+    suffix = ".json"
+    keys: Mapping[str, Key] = {}
+    expressions: Mapping[str, Expression] = {}
+
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+        """What the file says.
+
+        Raises:
+            ConfigError: An override cannot be used.
+        """
+        engine = Entry(("backend",), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
+        entries = [*registry.get("deepspeed").parse(source.data, topology=topology), engine]
+        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+
+    def write(self, reading: Reading, topology: Topology) -> Expressed:
+        """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""
+        rows = {path: row for path, row in registry.get("deepspeed").expressions.items() if not _left(path, reading)}
+        undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
+        document, words = express(rows, reading.config, topology, undecided)
+        if "type" not in document.get("optimizer", {"type": ""}):
+            document.pop("optimizer")
+        if reading.format == self.name:
+            document = _as_before(document, reading.source.data)
+        return Expressed(document, words)
+
+    def render(self, document: Native, reading: Reading) -> str:
+        """JSON, indented."""
+        return json.dumps(document, indent=2) + "\n"
+
+
+def _left(path: str, reading: Reading) -> bool:
+    """Whether a field belongs to an optimizer or scheduler that the source does not name."""
+    section = path.partition(".")[0]
+    return section in ("optimizer", "scheduler") and f"{section}.name" not in reading.decided and path not in reading.decided
+
+
+def _as_before(document: Native, before: Mapping[str, object]) -> Native:
+    there = {key for key, _ in flat(before)}
+    return nested({key: value for key, value in flat(document) if key in there or key not in _TORCHS_OWN})

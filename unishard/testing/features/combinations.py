@@ -1,0 +1,78 @@
+"""What people turn on together: features whose machinery meets in one place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from unishard.rules import merge
+from unishard.testing.cells import STRATEGIES, Feature
+from unishard.testing.features import lora, units
+from unishard.testing.models import MODELS
+
+__all__ = ["FEATURES"]
+
+_EXPERTS, _TOWER = units.FEATURES
+_LORA, _BF16_BASE = lora.FEATURES[:2]
+_GROUPS = {"sharding": {"group_size": 2}}
+
+
+def _with(feature: Feature, name: str, about: str, sections: dict[str, object], **changes: object) -> Feature:
+    return replace(feature, name=name, about=f"{feature.about}; {about}", sections=merge(feature.sections, sections), **changes)  # type: ignore[arg-type]
+
+
+FEATURES = (
+    _with(
+        _EXPERTS,
+        "offloaded_experts",
+        "parameters and optimizer in host memory",
+        {"offload": "cpu"},
+        strategies=("full_shard",),
+    ),
+    _with(
+        _EXPERTS,
+        "recomputed_experts",
+        "every block runs its forward twice",
+        {"activation_checkpointing": ["Routed"]},
+        strategies=("no_shard", "full_shard"),
+        precisions=("fp32",),
+    ),
+    _with(
+        _TOWER,
+        "hybrid_skipped_tower",
+        "groups of 2 ranks hold a copy each",
+        _GROUPS,
+        strategies=("hybrid_shard", "hybrid_shard_grad_op"),
+        precisions=("fp32",),
+        worlds=(4,),
+    ),
+    _with(
+        _LORA,
+        "offloaded_lora",
+        "parameters and optimizer in host memory, every block runs its forward twice",
+        {"offload": "cpu", "activation_checkpointing": "full"},
+        strategies=("full_shard",),
+    ),
+    _with(
+        _BF16_BASE,
+        "hybrid_lora_bf16_base",
+        "groups of 2 ranks hold a copy each",
+        _GROUPS,
+        strategies=("hybrid_shard",),
+        worlds=(4,),
+    ),
+    Feature(
+        "compiled_fp16",
+        "fp16 with a dynamic loss scale, each block compiled",
+        {"compile": {"mode": "per_block", "backend": "aot_eager"}},
+        strategies=("no_shard", "full_shard"),
+        precisions=("fp16",),
+    ),
+    Feature(
+        "offloaded_recomputed_fp16",
+        "fp16 with a dynamic loss scale, the optimizer in host memory, every block runs its forward twice",
+        {"offload": {"optimizer": "cpu"}, "activation_checkpointing": "full"},
+        models={"llama": MODELS["llama"]},
+        strategies=STRATEGIES[1:],
+        precisions=("fp16",),
+    ),
+)
