@@ -111,13 +111,18 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "devices": 2,
         "num_nodes": 1,
         "trainer.strategy": 5,
-        "trainer.accelerator": 5,
-        "trainer.devices": 5,
+        "trainer.accelerator": 4,
+        "trainer.devices": 4,
         "trainer.precision": 3,
         "trainer.max_epochs": 2,
         "trainer.max_steps": 2,
+        "trainer.accumulate_grad_batches": 4,
+        "trainer.gradient_clip_val": 4,
+        "fit.trainer": 5,
+        "fabric.strategy": 5,
+        "seed_everything": 3,
+        "gradient_clip_val": 3,
         "accumulate_grad_batches": 4,
-        "gradient_clip_val": 4,
         "class_path": 4,
         "init_args": 3,
     },
@@ -207,9 +212,7 @@ def recognise(source: Source) -> Format:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
     if stranger := _stranger(source.data):
-        what = (
-            f"is a config of {stranger}, which unishard does not read; name the format of a part of it with --from, or write a new config"
-        )
+        what = f"is a config of {stranger}, which unishard does not read; write a new config with `unishard init`"
         raise ConfigError([Problem("", what, source.name)])
     loudness = _loudnesses(source.data)
     name, most = loudest(source)

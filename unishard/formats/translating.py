@@ -184,16 +184,24 @@ def _word(entry: Entry, reading: Reading, target: Format, expressed: Expressed) 
     return Word(max(said.verdict, own.verdict, key=lambda verdict: verdict.badness), becomes, note)
 
 
-def _own(entry: Entry, reading: Reading, expressed: Expressed) -> Word | None:
-    """What became of settings that only one engine has; None where the document that is written does not hold them."""
-    keys = []
-    for path in entry.meaning.native:
-        engine, _, key = path.partition(".")
-        held = [name for name, _ in flat(expressed.document) if f".{key}." in f".{name}."]
-        if engine != reading.config.backend or not held:
-            return None
-        keys.append(min(held, key=len))
-    return Word(Verdict.EXACT, ", ".join(keys), "")
+def _own(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
+    """What became of settings that only one engine has: exact where the document that is written holds them, or says that it does."""
+    words = [_setting(path, reading, expressed) for path in entry.meaning.native]
+    said = max(words, key=lambda word: word.verdict.badness)
+    if said.verdict is Verdict.EXACT:
+        return Word(Verdict.EXACT, ", ".join(word.key for word in words), "")
+    verdict = max(entry.meaning.verdict, said.verdict, key=lambda verdict: verdict.badness)
+    return Word(verdict, "", "; ".join(dict.fromkeys(filter(None, (entry.meaning.note, said.note)))))
+
+
+def _setting(path: str, reading: Reading, expressed: Expressed) -> Word:
+    engine, _, key = path.partition(".")
+    if engine != reading.config.backend:
+        return Word(Verdict.DROPPED, "", "")
+    if said := expressed.words.get(f"native.{path}"):
+        return said
+    held = [name for name, _ in flat(expressed.document) if f".{key}." in f".{name}."]
+    return Word(Verdict.EXACT, min(held, key=len), "") if held else Word(Verdict.DROPPED, "", "")
 
 
 def _worst(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
