@@ -25,10 +25,13 @@ def leaves_of(data: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
 def faults_of(outcome: Outcome) -> list[str]:
     """What is wrong with a report: keys in no line or in two, lines for no key, verdicts without a reason."""
     faults = []
-    said = [entry.path for entry in outcome.reading.entries if not entry.assumed]
+    written = [entry for entry in outcome.reading.entries if not entry.assumed]
+    said = [entry.path for entry in written]
+    named = {entry.path for entry in written if not isinstance(entry.value, Mapping)}
     leaves = list(leaves_of(outcome.reading.source.data))
     for leaf in leaves:
-        covering = [path for path in said if path == leaf[: len(path)]]
+        # A mapping whose key is a name, as in `optimizer: {adamw: {lr: 1}}`, has a line for the name beside those of what it holds.
+        covering = [path for path in said if path == leaf[: len(path)] and (path == leaf or path not in named or leaf not in said)]
         below = [path for path in said if path[: len(leaf)] == leaf]
         if len(covering) != 1 and not (not covering and below):
             faults.append(f"{'.'.join(leaf)} is in {len(covering)} lines of the report")

@@ -190,7 +190,9 @@ def _own(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
     said = max(words, key=lambda word: word.verdict.badness)
     if said.verdict is Verdict.EXACT:
         return Word(Verdict.EXACT, ", ".join(word.key for word in words), "")
-    verdict = max(entry.meaning.verdict, said.verdict, key=lambda verdict: verdict.badness)
+    # What is lost where the setting is dropped, the key itself says.
+    own = entry.meaning.verdict
+    verdict = own if said.verdict is Verdict.DROPPED else max(own, said.verdict, key=lambda verdict: verdict.badness)
     return Word(verdict, "", "; ".join(dict.fromkeys(filter(None, (entry.meaning.note, said.note)))))
 
 
