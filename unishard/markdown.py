@@ -1,0 +1,24 @@
+"""Tables and values as the generated pages show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["code", "table"]
+
+
+def code(value: Any) -> str:
+    """A value between backticks."""
+    return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Rows of cells below a header."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.split()).replace("|", "\\|")
