@@ -35,7 +35,7 @@ CAUSES: Mapping[str, str] = {
         r"Accelerate 1\.15\.0 (refuses|needs)|^deepspeed_config: must be"
     ),
     "has left DeepSpeed 0.19.8": r"has left DeepSpeed",
-    "an optimizer that no other engine has (LAMB, 1-bit and 0/1 Adam)": r"optimizer\.type: must be an optimizer that the config has",
+    "an optimizer that no other engine has (LAMB, 1-bit Adam)": r"optimizer\.type: (must be an optimizer that the config has|Lamb )",
     "a schedule that the config has no shape for (OneCycle, LRRangeTest)": r"scheduler\.type: .*got '(OneCycle|LRRangeTest)'",
     "training in files (NVMe)": r"offload to files|through files",
     "parameters on the host without the optimizer": r"offload_param\S*: FSDP2's sharded parameters are the fp32 masters",

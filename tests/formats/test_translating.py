@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unishard import ConfigError, Topology
+from unishard.formats import Item, Outcome, catalog, translate
+from unishard.formats.reading import Reading, assemble
+from unishard.formats.source import Source, open_source
+from unishard.keys import boolean, drops, integer, number, own, refuses, sets
+from unishard.meanings import Case, Entry, Expressed, Expression, Key, Meaning, Verdict, express, interpret
+from unishard.rules import Native
+
+SCRIPT = "batch_size of the script"
+
+
+def _both(value: Any, given: Any) -> Meaning:
+    return Meaning(Verdict.DROPPED, "time alone", {"training.seed": value}, {"deepspeed.bucket": value})
+
+
+class Toy:
+    """A format of a tool that nobody has."""
+
+    name = "toy"
+    tool = "Toy 1.0"
+    suffix = ".json"
+    keys: Mapping[str, Key] = {
+        "engine": sets("backend", str),
+        "batch": sets("training.micro_batch_size", integer(1), auto=SCRIPT),
+        "seed": sets("training.seed", integer(0), Verdict.APPROXIMATE, "another generator"),
+        "clip": sets("training.gradient_clipping", number(0), silent=1.0),
+        "log": drops("logs alone"),
+        "magic": refuses("cannot be had; remove it", off=lambda value: not boolean(value)),
+        "group.size": own("deepspeed.zero_optimization.sub_group_size", integer(1), Verdict.APPROXIMATE, "only DeepSpeed has it"),
+        "both": Key(_both),
+    }
+    expressions: Mapping[str, Expression] = {
+        "backend": Expression(Verdict.EXACT, "engine", to=lambda cfg, topology: {"engine": cfg.backend}),
+        "training.micro_batch_size": Expression(
+            Verdict.EXACT, "batch", to=lambda cfg, topology: {"batch": cfg.training.micro_batch_size}, auto=True
+        ),
+        "training.gradient_clipping": Expression(
+            Verdict.EXACT,
+            "clip",
+            to=lambda cfg, topology: {"clip": cfg.training.gradient_clipping},
+            when=(Case("2", lambda cfg: cfg.training.gradient_clipping == 2, Verdict.REFUSED, "never 2; write 3"),),
+        ),
+        "training.seed": Expression(Verdict.UNDECIDED, "your training script", "call torch.manual_seed"),
+    }
+    held = True
+
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+        entries = interpret(self.keys, source.data, tool=self.tool, ignores_unknown=lambda key: key.startswith("x"))
+        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+
+    def write(self, reading: Reading, topology: Topology) -> Expressed:
+        document, words = express(self.expressions, reading.config, topology, set(reading.undecided))
+        return Expressed(document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words)
+
+    def render(self, document: Native, reading: Reading) -> str:
+        return str(document)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    one, known = Toy(), catalog.get
+    monkeypatch.setattr(catalog, "get", lambda name: one if name == "toy" else known(name))
+    return one
+
+
+def item(outcome: Outcome, key: str) -> Item:
+    (found,) = [one for one in outcome.items if one.key == key]
+    return found
+
+
+@pytest.mark.usefixtures("toy")
+def test_each_key_is_one_line_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "toy.json"
+    path.write_text('{"batch": 4,\n "seed": 1,\n "log": true,\n "magic": true,\n\n "group":\n {"size": 5}}')
+    outcome = translate(path, "toy", from_="toy")
+    assert [(one.key, one.line, one.assumed) for one in outcome.items] == [
+        ("batch", 1, False),
+        ("seed", 2, False),
+        ("log", 3, False),
+        ("magic", 4, False),
+        ("group.size", 7, False),
+        ("clip", None, True),
+    ]
+    assert outcome.status(strict=False) == 1
+    assert [one.key for one in outcome.of(Verdict.REFUSED)] == ["magic"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_worse_of_what_a_key_means_and_what_is_made_of_it_counts() -> None:
+    outcome = translate({"seed": 1, "batch": 2, "clip": 2}, "toy", from_="toy")
+    assert (item(outcome, "seed").verdict, item(outcome, "seed").note) == (Verdict.UNDECIDED, "another generator; call torch.manual_seed")
+    assert item(outcome, "batch").verdict is Verdict.EXACT
+    assert (item(outcome, "clip").verdict, item(outcome, "clip").note) == (Verdict.REFUSED, "never 2; write 3")
+
+
+@pytest.mark.usefixtures("toy")
+def test_strict_makes_an_approximation_an_error() -> None:
+    outcome = translate({"seed": 1}, "unishard", from_="toy")
+    assert (outcome.status(strict=False), outcome.status(strict=True)) == (0, 2)
+
+
+@pytest.mark.usefixtures("toy")
+def test_what_concerns_the_tool_alone_is_kept_in_its_own_format_and_dropped_elsewhere() -> None:
+    data = {"log": {"every": 5}, "xyz": 1, "magic": False}
+    same, other = translate(data, "toy", from_="toy"), translate(data, "unishard", from_="toy")
+    assert {key: same.document[key] for key in data} == data
+    assert {item(same, key).verdict for key in ("log", "xyz", "magic")} == {Verdict.EXACT}
+    assert {item(other, key).verdict for key in ("log", "xyz", "magic")} == {Verdict.DROPPED}
+    assert "log" not in other.document
+
+
+def test_a_setting_of_one_engine_is_exact_where_that_engine_runs_and_the_document_holds_it(toy: Toy) -> None:
+    data = {"engine": "deepspeed", "group": {"size": 5}}
+    here = item(translate(data, "toy", from_="toy"), "group.size")
+    assert (here.verdict, here.becomes) == (Verdict.EXACT, "zero_optimization.sub_group_size")
+    ours = translate(data, "unishard", from_="toy")
+    assert item(ours, "group.size").becomes == "native.deepspeed.zero_optimization.sub_group_size"
+    assert ours.document["native"] == {"deepspeed": {"zero_optimization": {"sub_group_size": 5}}}
+    switched = item(translate(data, "toy", from_="toy", overrides=["backend=fsdp"]), "group.size")
+    assert (switched.verdict, switched.note) == (Verdict.APPROXIMATE, "only DeepSpeed has it")
+    toy.held = False
+    assert item(translate(data, "toy", from_="toy"), "group.size").verdict is Verdict.APPROXIMATE
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_key_may_say_a_field_and_a_setting_of_one_engine() -> None:
+    here = item(translate({"engine": "deepspeed", "both": 3}, "unishard", from_="toy"), "both")
+    assert (here.verdict, here.becomes) == (Verdict.EXACT, "training.seed, native.deepspeed.bucket")
+    other = item(translate({"engine": "fsdp", "both": 3}, "unishard", from_="toy"), "both")
+    assert (other.verdict, other.note) == (Verdict.DROPPED, "time alone")
+
+
+@pytest.mark.usefixtures("toy")
+def test_what_the_script_decides_is_named_until_an_override_decides_it() -> None:
+    outcome = translate({"batch": "auto"}, "unishard", from_="toy")
+    assert item(outcome, "batch").verdict is Verdict.UNDECIDED
+    assert "${training.micro_batch_size}  # needs your decision: the value comes from batch_size of the script" in outcome.text
+    decided = translate({"batch": "auto"}, "unishard", from_="toy", overrides=["training.micro_batch_size=3"])
+    assert (item(decided, "batch").verdict, decided.document["training"]["micro_batch_size"]) == (Verdict.EXACT, 3)
+    assert translate({"batch": "auto"}, "toy", from_="toy").document["batch"] == "auto"
+
+
+@pytest.mark.usefixtures("toy")
+def test_overrides_may_come_from_a_generator() -> None:
+    outcome = translate({"clip": 2}, "toy", from_="toy", overrides=(text for text in ["training.gradient_clipping=3.0"]))
+    assert outcome.document["clip"] == 3.0
+
+
+@pytest.mark.usefixtures("toy")
+def test_an_engine_that_nobody_offers() -> None:
+    with pytest.raises(ConfigError, match="backend: no backend named 'zzz'; installed: "):
+        translate({"engine": "zzz"}, "unishard", from_="toy")
+
+
+def test_formats_that_there_are_not() -> None:
+    with pytest.raises(ConfigError, match="no format named 'deepsped'; did you mean 'deepspeed'"):
+        translate({}, "deepsped")
+    with pytest.raises(ConfigError, match="no format named 'x'; there are unishard, deepspeed"):
+        translate({}, "unishard", from_="x")
+
+
+def test_a_file_that_is_open_already(toy: Toy) -> None:
+    source = open_source({"log": 1})
+    assert translate(source, "toy", from_="toy").reading.source is source
+    assert isinstance(toy.read(source).entries[0], Entry)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ({"sharding": "full_shard"}, "unishard"),
+        ({"optimizer": {"name": "sgd", "lr": 0.1}}, "unishard"),
+        ({"training": {"micro_batch_size": 2}, "optimizer": {"lr": 1}}, "unishard"),
+        ({"zero_optimization": {"stage": 2}}, "deepspeed"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1}}}, "deepspeed"),
+        ({"fp16": {"enabled": True}}, "deepspeed"),
+    ],
+)
+def test_recognised(data: dict[str, Any], name: str) -> None:
+    assert catalog.recognise(open_source(data)).name == name
+    assert catalog.loudest(open_source(data))[0] == name
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ({}, r"is in no format that unishard knows \(its keys: none\); name it with --from, one of unishard, deepspeed"),
+        ({"a": 1, "b": 2}, r"is in no format that unishard knows \(its keys: a, b\)"),
+        ({"model": 1}, "is in no format that unishard knows"),
+        (
+            {"fsdp_config": {}, "mixed_precision": "no", "callbacks": 1},
+            r"could be in any of the formats accelerate, composer|is in no format",
+        ),
+        ({"actor_rollout_ref": {}}, "is a config of Hydra, such as verl's, which unishard does not read; write a new config"),
+        ({"defaults": ["a"], "trainer": {}}, "is a config of Hydra"),
+    ],
+)
+def test_not_recognised(data: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        catalog.recognise(open_source(data))
+
+
+def test_short_forms_placeholders_and_empty_sections_of_our_own_files_are_one_line_each() -> None:
+    data = {
+        "offload": "cpu",
+        "precision": {},
+        "training": {"micro_batch_size": "${training.micro_batch_size}"},
+        "scheduler": {"total_steps": "${scheduler.total_steps}"},
+        "native": {"fsdp": {"x": {"y": 1}}},
+    }
+    outcome = translate(data, "unishard")
+    written = {one.key: one for one in outcome.items if not one.assumed}
+    assert set(written) == {"offload", "precision", "training.micro_batch_size", "scheduler.total_steps", "native.fsdp.x.y"}
+    assert written["offload"].becomes == "offload.params, offload.optimizer"
+    assert written["precision"].note == "holds nothing"
+    assert outcome.document["scheduler"] == {"total_steps": "${scheduler.total_steps}"}
+    again = translate(outcome.document, "unishard", from_="unishard")
+    assert (again.document, again.text) == (outcome.document, outcome.text)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ({"sharding.strategy": "full_shard"}, "sharding.strategy: unknown field"),
+        ({"sharding": "full_shard", "training": {"seed": "${training.seeed}"}}, "training.seed: holds|training.seed: must be"),
+        ({"sharding": []}, r"sharding\.strategy: must be one of"),
+        ({"native": 3}, "native: must be a mapping"),
+    ],
+)
+def test_mistakes_in_our_own_files(data: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        translate(data, "unishard", from_="unishard")
