@@ -195,10 +195,7 @@ def test_recognised(data: dict[str, Any], name: str) -> None:
         ({}, r"is in no format that unishard knows \(its keys: none\); name it with --from, one of unishard, deepspeed"),
         ({"a": 1, "b": 2}, r"is in no format that unishard knows \(its keys: a, b\)"),
         ({"model": 1}, "is in no format that unishard knows"),
-        (
-            {"fsdp_config": {}, "mixed_precision": "no", "callbacks": 1},
-            r"could be in any of the formats accelerate, composer|is in no format",
-        ),
+        ({"adapter": 1, "loggers": 2}, r"could be in any of the formats axolotl, composer \(its keys: adapter, loggers\); name one"),
         ({"actor_rollout_ref": {}}, "is a config of Hydra, such as verl's, which unishard does not read; write a new config"),
         ({"defaults": ["a"], "trainer": {}}, "is a config of Hydra"),
     ],
