@@ -75,7 +75,18 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "accelerator": 2,
         "devices": 2,
         "num_nodes": 1,
-        "trainer": 5,
+        "trainer.strategy": 5,
+        "trainer.accelerator": 4,
+        "trainer.devices": 4,
+        "trainer.precision": 3,
+        "trainer.max_epochs": 2,
+        "trainer.max_steps": 2,
+        "trainer.accumulate_grad_batches": 4,
+        "trainer.gradient_clip_val": 4,
+        "fit.trainer": 5,
+        "fabric.strategy": 5,
+        "seed_everything": 3,
+        "gradient_clip_val": 3,
         "accumulate_grad_batches": 4,
         "class_path": 4,
     },
@@ -108,7 +119,7 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
     },
     "torchtitan": {"parallelism": 5, "job": 3, "training": 2, "lr_scheduler": 3, "activation_checkpoint": 3, "optimizer": 1, "model": 1},
 }
-"""Top-level keys that speak for a format, and how loudly. A format with the largest sum is the one."""
+"""Keys that speak for a format, dotted, and how loudly. A format with the largest sum is the one."""
 
 NAMES = tuple(_SIGNS)
 """The formats, by the word after `--from` and `--to`."""
@@ -151,4 +162,13 @@ def recognise(source: Source) -> Format:
 
 
 def _loudness(signs: Mapping[str, int], data: Mapping[str, Any]) -> int:
-    return sum(weight for key, weight in signs.items() if key in data)
+    return sum(weight for key, weight in signs.items() if _has(data, key))
+
+
+def _has(data: Any, key: str) -> bool:
+    """Whether there is a value at a dotted key."""
+    for name in key.split("."):
+        if not isinstance(data, Mapping) or name not in data:
+            return False
+        data = data[name]
+    return True
