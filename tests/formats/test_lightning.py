@@ -559,3 +559,28 @@ def test_another_backend_takes_no_arguments_of_the_strategy_before() -> None:
     assert strategy["class_path"].endswith("DeepSpeedStrategy")
     assert set(strategy["init_args"]) == {"config"}
     assert outcome.document["trainer"]["logger"] is False
+
+
+def test_a_rate_that_only_the_script_knows_stays_named_and_is_no_default() -> None:
+    params = {"lr": "auto", "weight_decay": 0.1}
+    document = {
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": params},
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    outcome = translating.translate(document, "lightning", from_="deepspeed")
+    config = outcome.document["trainer"]["strategy"]["init_args"]["config"]
+    assert config["optimizer"]["params"]["lr"] == "auto"
+    assert "train_micro_batch_size_per_gpu" not in config
+    found = {item.key: item for item in outcome.items}
+    assert found["optimizer.params.lr"].verdict is Verdict.UNDECIDED
+    assert found["train_micro_batch_size_per_gpu"].verdict is Verdict.EXACT
+
+
+def test_groups_without_a_number_of_ranks_need_a_decision() -> None:
+    sharding = {"strategy": "hybrid_shard", "group_size": 8}
+    found = {item.key: item for item in translating.translate({"sharding": sharding}, "lightning").items}
+    assert found["sharding.group_size"].verdict is Verdict.UNDECIDED
+    assert "device_mesh=(copies, 8)" in found["sharding.group_size"].note
+    outcome = translating.translate({"sharding": sharding}, "lightning", topology=Topology(world_size=16, local_world_size=8))
+    assert outcome.document["trainer"]["strategy"]["init_args"]["device_mesh"] == [2, 8]

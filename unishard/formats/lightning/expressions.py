@@ -49,8 +49,8 @@ def _strategy(cfg: Config, topology: Topology) -> Native:
 def _mesh(cfg: Config, topology: Topology) -> Native:
     if not cfg.sharding.hybrid or cfg.sharding.group_size is None:
         return {}
-    group = parts(cfg, topology)
-    return strategy("fsdp", device_mesh=[max(topology.world_size // group, 1), group])
+    groups, rest = divmod(topology.world_size, parts(cfg, topology))
+    return {} if rest or not groups else strategy("fsdp", device_mesh=[groups, cfg.sharding.group_size])
 
 
 def _units(cfg: Config, topology: Topology) -> Native:

@@ -20,6 +20,7 @@ __all__ = ["expressed"]
 
 _ALWAYS = ("backend", "sharding", "precision", "offload", "native")
 """What a strategy says of itself, whether the source decides it or the defaults hold."""
+_RECIPE = ("optimizer", "scheduler")
 _CARRIED = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
 """Keys of a DeepSpeed config that Lightning takes as the Trainer's arguments, or makes of them."""
 
@@ -49,10 +50,17 @@ def _said(reading: Reading, rows: Mapping[str, Expression]) -> Mapping[str, Expr
 
 
 def _fsdp(reading: Reading, topology: Topology) -> Expressed:
-    return express(_said(reading, FSDP), reading.config, topology, reading.undecided.keys())
+    found = express(_said(reading, FSDP), reading.config, topology, reading.undecided.keys())
+    size = reading.config.sharding.group_size
+    if size and topology.world_size % size:
+        found = Expressed(
+            found.document, {**found.words, "sharding.group_size": Word(Verdict.UNDECIDED, "device_mesh", _MESH.format(size))}
+        )
+    return found
 
 
 _MOVED = ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")
+_MESH = "write device_mesh=(copies, {0}), whose product is the number of ranks; or give --world-size"
 _CONFIG = "config of DeepSpeedStrategy"
 
 
@@ -62,22 +70,29 @@ def _deepspeed(reading: Reading, topology: Topology) -> Expressed:
     engine = registry.get("deepspeed").arguments(reading.config, topology, undecided)
     rows = _said(reading, {path: row for path, row in TRAINING.items() if path in _MOVED})
     around = express(rows, reading.config, topology, reading.undecided.keys())
-    config = _without_auto({key: value for key, value in engine.document.items() if key not in _CARRIED})
+    asked = registry.get("deepspeed").arguments(reading.config, topology, reading.undecided.keys()).document
+    config = _without_auto({key: value for key, value in engine.document.items() if key not in _CARRIED}, keep=_open(asked))
     document = merge(merge(around.document, trainer(precision=_word(config))), strategy("deepspeed", config=config))
-    words = {path: _inside(word) for path, word in engine.words.items()} | {path: around.words[path] for path in _MOVED}
+    words = {path: _inside(word, path) for path, word in engine.words.items()} | {path: around.words[path] for path in _MOVED}
     return Expressed(document, words)
 
 
-def _without_auto(config: Mapping[str, Any]) -> Native:
+def _open(config: Mapping[str, Any]) -> frozenset[str]:
+    """Keys of the optimizer and the schedule whose value only the script knows: left out, they would be DeepSpeed's defaults."""
+    return frozenset(key for key, value in flat(config) if value == AUTO and key.partition(".")[0] in _RECIPE)
+
+
+def _without_auto(config: Mapping[str, Any], keep: frozenset[str]) -> Native:
     """The config without "auto", which Lightning does not fill in: what it finds absent it takes from the Trainer and the loader."""
-    optimizer = config.get("optimizer")
-    if isinstance(optimizer, Mapping) and optimizer.get("type") == AUTO:
-        config = {key: value for key, value in config.items() if key != "optimizer"}
-    return nested({key: value for key, value in flat(config) if value != AUTO})
+    absent = {name for name in _RECIPE if isinstance(config.get(name), Mapping) and config[name].get("type") == AUTO}
+    settings = [(key, value) for key, value in flat(config) if key.partition(".")[0] not in absent]
+    return nested({key: value for key, value in settings if value != AUTO or key in keep})
 
 
-def _inside(word: Word) -> Word:
+def _inside(word: Word, path: str) -> Word:
     if word.verdict is Verdict.UNDECIDED and word.note.startswith('kept as "auto"'):
+        if path.partition(".")[0] in _RECIPE:
+            return Word(Verdict.UNDECIDED, f"{_CONFIG}: {word.key}", 'kept as "auto", which Lightning does not fill in; write the value')
         return Word(Verdict.EXACT, SCRIPT, "goes on deciding it")
     if not word.key or word.key in (SCRIPT, MODULE, "none"):
         return word
