@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard import registry
@@ -255,6 +255,7 @@ def expressible(draw):
     return Config.model_validate(nested(said))
 
 
+@settings(deadline=None)
 @given(expressible())
 def test_what_the_arguments_can_say_comes_back(cfg):
     native = FSDP.arguments(cfg, EIGHT).document

@@ -62,7 +62,8 @@ def _plan(given: Given) -> tuple[Any, Any]:
         return even, part // even
     if isinstance(windows, int):
         return (None if part is None else -(-part // windows)) or _RANKS, windows
-    return (micro, micro) if micro else (windows, windows) if windows else (None, _RANKS if part is None else None)
+    undecided = micro or windows or _AUTOMATIC
+    return undecided, undecided
 
 
 def _micro(value: Any, given: Given) -> Meaning:
@@ -79,6 +80,8 @@ def _micro(value: Any, given: Given) -> Meaning:
 def _global(value: Any, given: Given) -> Meaning:
     whole = integer(1)(value)
     _, windows = _plan(given)
+    if isinstance(windows, int) and given.topology:
+        return Meaning(fields={"training.gradient_accumulation_steps": windows})
     fields: dict[str, Any] = {"training.global_batch_size": whole}
     if windows is not None:
         fields["training.gradient_accumulation_steps"] = windows

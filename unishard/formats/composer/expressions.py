@@ -276,6 +276,18 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "",
         lambda cfg, topology: {"scheduler": {"t_warmup": f"{cfg.scheduler.warmup_steps}ba"}},
     ),
+    "scheduler.warmup_type": Expression(
+        Verdict.APPROXIMATE,
+        "none: always linear",
+        "Composer climbs in a straight line",
+        when=(_idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+    ),
+    "scheduler.warmup_start_ratio": Expression(
+        Verdict.APPROXIMATE,
+        "none: always 0",
+        "Composer climbs from 0",
+        when=(_idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio),),
+    ),
     "scheduler.total_steps": Expression(
         Verdict.EXACT, "scheduler.t_max, max_duration", "", _total, (_idle("constant", _constant, "the loop decides how long"),)
     ),

@@ -17,7 +17,7 @@ from unishard.formats.composer.optimization_keys import defaults_of
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
 from unishard.keys import drops, refuses
-from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Verdict, express, interpret
+from unishard.meanings import AUTO, Entry, Expressed, Expression, Key, Meaning, Path, Undecided, Verdict, Word, express, interpret
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -26,6 +26,10 @@ __all__ = ["ComposerFormat"]
 _TOOL = "Composer 0.32 with llm-foundry 0.22"
 _FSDP: Path = ("fsdp_config",)
 _DEEPSPEED = ("deepspeed_config", "deepspeed")
+_WHOLE = ("global_train_batch_size", "train_batch_size")
+_ACCUMULATION = ("device_train_grad_accum", "grad_accum")
+_TOTAL = "scheduler.total_steps"
+_MICRO = "training.micro_batch_size"
 _NODE = 8
 """GPUs of one of MosaicML's nodes."""
 
@@ -55,7 +59,7 @@ class ComposerFormat:
     def write(self, reading: Reading, topology: Topology) -> Expressed:
         """The fields that the source decides; below `parameters` where it was a run file of MosaicML itself."""
         rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
-        expressed = express(rows, reading.config, topology, reading.undecided)
+        expressed = _automatic(express(rows, reading.config, topology, reading.undecided), reading)
         if reading.format == self.name and isinstance(reading.source.data.get("parameters"), Mapping):
             return Expressed({"parameters": expressed.document}, expressed.words)
         return expressed
@@ -69,6 +73,14 @@ class ComposerFormat:
         return out.getvalue()
 
 
+def _automatic(expressed: Expressed, reading: Reading) -> Expressed:
+    """Composer itself finds the size of a micro-batch that is left open."""
+    if _MICRO not in reading.undecided:
+        return expressed
+    word = Word(Verdict.EMULATED, "device_train_microbatch_size", "Composer takes what fits into memory; the samples of an update stay")
+    return expressed._replace(words={**expressed.words, _MICRO: word})
+
+
 def _ranks(around: Mapping[str, Any]) -> Topology | None:
     """The ranks that a run file asks for."""
     compute = around.get("compute")
@@ -78,7 +90,7 @@ def _ranks(around: Mapping[str, Any]) -> Topology | None:
     return Topology(world_size=gpus, local_world_size=min(gpus, _NODE))
 
 
-def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: bool) -> Iterator[Entry]:
+def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: bool) -> list[Entry]:
     """Entries of a training YAML, each at the place where it is written, with the value that is written there."""
     shaped, places = _shaped(resolved(written, written))
     sharded = shaped.get("fsdp_config")
@@ -92,8 +104,10 @@ def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: boo
     rows = {key: deferred(row) for key, row in KEYS.items()} | dict(_of_this_file(written, shaped))
     defaults = _defaults(shaped)
     found = interpret(rows, rest, tool=_TOOL, defaults=defaults, topology=topology)
-    for entry in [*found, *_engine(shaped, topology), *_silence(shaped)]:
-        yield _placed(entry, written, places, ("parameters",) if nested else ())
+    entries = [*found, *_engine(shaped, topology), *_silence(shaped), *_open_end(found)]
+    placed = [_placed(entry, written, places, ("parameters",) if nested else ()) for entry in entries]
+    order = {key: number for number, key in enumerate(written)}
+    return sorted(placed, key=lambda entry: order.get(entry.path[nested], len(order)))
 
 
 _VARIABLE = drops("holds a value that other keys name")
@@ -119,11 +133,24 @@ def _silence(shaped: Mapping[str, Any]) -> Iterator[Entry]:
         yield Entry(("algorithms", "gradient_clipping"), None, Meaning(fields={"training.gradient_clipping": None}), assumed=True)
 
 
+def _open_end(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """The end of a schedule that falls, where the file does not say it."""
+    fields = {field: value for entry in entries for field, value in entry.meaning.fields.items()}
+    if fields.get("scheduler.name") in ("linear", "cosine") and _TOTAL not in fields:
+        who = Undecided("max_duration, which the file does not hold in updates")
+        yield Entry(("max_duration",), None, Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True)
+
+
 def _defaults(shaped: Mapping[str, Any]) -> dict[str, Any]:
     defaults = defaults_of(shaped.get("optimizer"))
-    if isinstance(shaped.get("fsdp_config"), Mapping):
+    sharded = shaped.get("fsdp_config")
+    if isinstance(sharded, Mapping):
+        # The engine's table reads it, and the rows beside it ask for it.
+        defaults["fsdp_config.sharding_strategy"] = sharded.get("sharding_strategy")
         defaults["fsdp_config.mixed_precision"] = "DEFAULT"
         defaults["precision"] = "amp_bf16"
+    if any(key in shaped for key in _WHOLE) and not any(key in shaped for key in _ACCUMULATION):
+        defaults["device_train_microbatch_size"] = AUTO
     return defaults
 
 
@@ -131,6 +158,7 @@ def _engine(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[En
     """What the engine's own table makes of its part of the file."""
     for key in _DEEPSPEED:
         if isinstance(shaped.get(key), Mapping):
+            yield Entry((key,), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
             yield from (entry.at(key, *entry.path) for entry in registry.get("deepspeed").parse(shaped[key], topology=topology))
             return
         if key in shaped:
@@ -142,11 +170,14 @@ def _engine(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[En
             fields = {"backend": "fsdp", "sharding.strategy": "no_shard"}
             yield Entry(_FSDP, sharded, Meaning(Verdict.EXACT, note, fields), assumed="fsdp_config" not in shaped)
         return
+    if not sharded:
+        yield Entry(_FSDP, sharded, Meaning(Verdict.EXACT, "", {"backend": "fsdp", "sharding.strategy": "full_shard"}))
+        return
     names = {own: key for key, own in ARGUMENTS.items() if key in sharded}
     native = {ARGUMENTS[key]: value for key, value in sharded.items() if key in ARGUMENTS}
     version = 2 if "reshard_after_forward" in native and "sharding_strategy" not in native else 1
     for entry in registry.get("fsdp").parse(native, defaults={"version": version}, topology=topology):
-        yield entry.at("fsdp_config", names.get(entry.path[0], entry.path[0]))
+        yield entry.at("fsdp_config") if entry.path == ("version",) else entry.at("fsdp_config", names.get(entry.path[0], entry.path[0]))
 
 
 def _trains(shaped: Mapping[str, Any]) -> bool:
