@@ -15,9 +15,10 @@ from unishard.formats.composer.interpolation import named, resolved
 from unishard.formats.composer.keys import KEYS, RUN, deferred
 from unishard.formats.composer.optimization_keys import defaults_of
 from unishard.formats.reading import Reading, assemble
+from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.keys import drops, refuses
-from unishard.meanings import AUTO, Entry, Expressed, Expression, Key, Meaning, Path, Undecided, Verdict, Word, express, interpret
+from unishard.meanings import AUTO, Entry, Expressed, Expression, Key, Meaning, Path, Verdict, Word, express, interpret
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -28,7 +29,6 @@ _FSDP: Path = ("fsdp_config",)
 _DEEPSPEED = ("deepspeed_config", "deepspeed")
 _WHOLE = ("global_train_batch_size", "train_batch_size")
 _ACCUMULATION = ("device_train_grad_accum", "grad_accum")
-_TOTAL = "scheduler.total_steps"
 _MICRO = "training.micro_batch_size"
 _NODE = 8
 """GPUs of one of MosaicML's nodes."""
@@ -104,7 +104,7 @@ def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: boo
     rows = {key: deferred(row) for key, row in KEYS.items()} | dict(_of_this_file(written, shaped))
     defaults = _defaults(shaped)
     found = interpret(rows, rest, tool=_TOOL, defaults=defaults, topology=topology)
-    entries = [*found, *_engine(shaped, topology), *_silence(shaped), *_open_end(found)]
+    entries = [*found, *_engine(shaped, topology), *_silence(shaped), *open_end(found, ("max_duration",))]
     placed = [_placed(entry, written, places, ("parameters",) if nested else ()) for entry in entries]
     order = {key: number for number, key in enumerate(written)}
     return sorted(placed, key=lambda entry: order.get(entry.path[nested], len(order)))
@@ -131,14 +131,6 @@ def _silence(shaped: Mapping[str, Any]) -> Iterator[Entry]:
     clips = isinstance(algorithms, Mapping) and "gradient_clipping" in algorithms
     if _trains(shaped) and not clips and not any(key in shaped for key in ("grad_clip_norm", *_DEEPSPEED)):
         yield Entry(("algorithms", "gradient_clipping"), None, Meaning(fields={"training.gradient_clipping": None}), assumed=True)
-
-
-def _open_end(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """The end of a schedule that falls, where the file does not say it."""
-    fields = {field: value for entry in entries for field, value in entry.meaning.fields.items()}
-    if fields.get("scheduler.name") in ("linear", "cosine") and _TOTAL not in fields:
-        who = Undecided("max_duration, which the file does not hold in updates")
-        yield Entry(("max_duration",), None, Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True)
 
 
 def _defaults(shaped: Mapping[str, Any]) -> dict[str, Any]:
