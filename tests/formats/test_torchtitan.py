@@ -201,6 +201,18 @@ def test_selective_checkpointing_keeps_other_results(mode, option):
     assert (item.verdict, config(document).activation_checkpointing) == (Verdict.EMULATED, "selective")
 
 
+def test_only_a_compiled_model_is_compiled():
+    document = {**DOCUMENT, "compile": {"enable": True, "components": ["loss"]}}
+    assert config(document).compile.mode == "none"
+    assert items(document)["compile.enable"].verdict is Verdict.EMULATED
+
+
+def test_older_names():
+    training = {"batch_size": 4, "compile": True, "seed": 3, "steps": 50}
+    cfg = config({"training": training, "lr_scheduler": {"lr_min": 0.2, "warmup_steps": 0}, "parallelism": {}})
+    assert (cfg.training.micro_batch_size, cfg.compile.mode, cfg.training.seed, cfg.scheduler.min_lr_ratio) == (4, "per_block", 3, 0.2)
+
+
 def test_it_is_recognised():
     assert recognise(open_source(DOCUMENT)) is FORMAT
 
@@ -209,17 +221,11 @@ def test_every_field_has_a_row_in_the_order_of_the_schema():
     assert list(FORMAT.expressions) == [path for path, _ in leaves(Config)]
 
 
-SCALING = ("precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval")
-
-
 @pytest.mark.parametrize(
     ("config", "refused"),
     [
         ({"backend": "deepspeed"}, {"backend"}),
-        (
-            {"precision": "fp16"},
-            {"precision.compute", "precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval"},
-        ),
+        ({"precision": "fp16"}, {"precision.compute"}),
         ({"optimizer": "sgd"}, {"optimizer.name"}),
         ({"optimizer": {"name": "adamw", "no_decay": ["bias"]}}, {"optimizer.no_decay"}),
         ({}, set()),

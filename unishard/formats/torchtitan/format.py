@@ -51,7 +51,7 @@ class TorchtitanFormat:
         rest = nested({key: value for key, value in said.items() if key not in _HANDED})
         entries = [*interpret(KEYS, rest, tool=_TOOL, topology=topology), *broken, *_parallel(said, topology)]
         entries += open_end(entries, ("training", "steps"))
-        order = {key: number for number, key in enumerate(said)}
+        order = _order(said)
         entries.sort(key=lambda entry: order.get(entry.key, len(order)))
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
@@ -70,6 +70,16 @@ _NO_TABLE = Meaning(Verdict.REFUSED, "must be a table of keys; write it as [name
 
 def _is_table(value: Any) -> bool:
     return isinstance(value, Mapping)
+
+
+def _order(keys: Iterable[str]) -> dict[str, int]:
+    """Where each key and each table stands in the file."""
+    order: dict[str, int] = {}
+    for key in keys:
+        parts = key.split(".")
+        for length in range(1, len(parts) + 1):
+            order.setdefault(".".join(parts[:length]), len(order))
+    return order
 
 
 def _ranks(data: Mapping[str, Any]) -> Topology | None:

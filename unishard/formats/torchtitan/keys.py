@@ -123,7 +123,8 @@ def _whole(value: Any, given: Given) -> Meaning:
     if given.topology is None:
         fields = {"training.global_batch_size": size, "training.gradient_accumulation_steps": _RANKS}
         return Meaning(Verdict.UNDECIDED, f"the value comes from {_RANKS.who}", fields)
-    each = int(integer(1)(given.get("training.local_batch_size"))) * given.topology.world_size
+    local = given.get("training.batch_size") or given.get("training.local_batch_size")
+    each = int(integer(1)(local)) * given.topology.world_size
     if size % each:
         raise Unreadable(f"must be a multiple of {each}, the local batches of all ranks, got {size}; torchtitan refuses it as well")
     return Meaning(fields={"training.gradient_accumulation_steps": size // each})
@@ -150,12 +151,14 @@ def _checkpointing(value: Any, given: Given) -> Meaning:
 
 
 def _compiled(value: Any, given: Given) -> Meaning:
+    parts = given.get("compile.components")
+    if boolean(value) and isinstance(parts, list) and "model" not in parts:
+        return Meaning(Verdict.EMULATED, "the loss alone is compiled there, and nothing here", {"compile.mode": "none"})
     return Meaning(fields={"compile.mode": "per_block" if boolean(value) else "none"})
 
 
 def _compiler(value: Any, given: Given) -> Meaning:
-    on = [given.get(key) for key in ("compile.enable", "training.compile")]
-    if True not in on:
+    if not any(given.get(key) in (True, "true") for key in ("compile.enable", "training.compile")):
         return Meaning(Verdict.DROPPED, "nothing is compiled")
     return Meaning(fields={"compile.backend": str(value)})
 
@@ -224,6 +227,7 @@ KEYS: Mapping[str, Key] = {
     "lr_scheduler.lr_min": Key(_least, "scheduler.min_lr_ratio", note="an older name of min_lr_factor"),
     "training.steps": Key(_steps, "scheduler.total_steps", silent=10000),
     "training.local_batch_size": _field("training.micro_batch_size", integer(1), 8),
+    "training.batch_size": _field("training.micro_batch_size", integer(1), note="an older name of local_batch_size"),
     "training.global_batch_size": Key(_whole, "training.gradient_accumulation_steps", silent=-1),
     "training.max_norm": Key(_clip, "training.gradient_clipping", silent=1.0),
     "training.dtype": Key(_master, "precision.master"),
