@@ -137,6 +137,27 @@ def test_uneven_micro_batches_become_even_ones():
     assert "multiple of the 8 ranks" in refused.note
 
 
+def test_groups_of_parameters():
+    optimizer = {"name": "decoupled_adamw", "lr": 0.5, "weight_decay": 0.25}
+    groups = [{"param_str_match": "norm", "weight_decay": 0.0}, {"param_str_match": "embed", "lr": 0.125}]
+    cfg = config(changed(optimizer={**optimizer, "param_groups": groups}))
+    norm, embed = cfg.optimizer.groups
+    assert (norm.params, norm.lr, norm.weight_decay) == (["norm"], None, 0.0)
+    assert (embed.params, embed.lr, embed.weight_decay) == (["embed"], 0.125, 2.0)
+    written = translate({"optimizer": {"lr": 0.5, "weight_decay": 0.5, "no_decay": ["bias"]}}, "composer", from_="unishard").document
+    assert written["optimizer"]["param_groups"] == [{"param_str_match": "bias", "weight_decay": 0.0}]
+    assert written["optimizer"]["weight_decay"] == 0.25
+    refused = items(changed(optimizer={**optimizer, "param_groups": [{"param_str_match": "norm", "betas": [0, 0]}]}))
+    assert refused["optimizer.param_groups"].verdict is Verdict.REFUSED
+
+
+def test_a_group_keeps_its_rate_and_decay_on_the_way_back():
+    own = {"optimizer": {"lr": 0.5, "weight_decay": 0.5, "groups": [{"params": ["embed"], "lr": 0.25, "weight_decay": 0.125}]}}
+    document = translate(own, "composer", from_="unishard", topology=EIGHT).document
+    (group,) = config(document).optimizer.groups
+    assert (group.params, group.lr, group.weight_decay) == (["embed"], 0.25, 0.125)
+
+
 def test_older_shapes():
     document = {
         "optimizers": {"decoupled_adamw": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}},

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.formats.composer import groups
 from unishard.grouping import parts
 from unishard.meanings import Case, Expression, Verdict
 from unishard.rules import Native
@@ -103,7 +104,14 @@ def _time(note: str) -> Expression:
 _BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
 _NO_OFFLOAD = 'Composer raises "FSDP CPU Offload not supported yet"; set offload to none'
 _NO_OPTIMIZER = "llm-foundry registers no such optimizer; choose adamw or lion"
-_GROUPS = "write them as optimizer.param_groups, by param_str_match"
+_GROUPS = (
+    Case(
+        "no_decay beside groups without a weight_decay",
+        groups.unlike,
+        Verdict.APPROXIMATE,
+        "a parameter that both match is in the group alone, so that it decays; write weight_decay in the group",
+    ),
+)
 _OWN_CHECK = "unishard's own check of collective calls"
 
 EXPRESSIONS: Mapping[str, Expression] = {
@@ -261,12 +269,8 @@ EXPRESSIONS: Mapping[str, Expression] = {
         _optimizer("weight_decay", _decay),
         (_idle("0", lambda cfg: not cfg.optimizer.weight_decay),),
     ),
-    "optimizer.no_decay": Expression(
-        Verdict.UNDECIDED, "optimizer.param_groups", _GROUPS, when=(_idle("empty", lambda cfg: not cfg.optimizer.no_decay),)
-    ),
-    "optimizer.groups": Expression(
-        Verdict.UNDECIDED, "optimizer.param_groups", _GROUPS, when=(_idle("empty", lambda cfg: not cfg.optimizer.groups),)
-    ),
+    "optimizer.no_decay": Expression(Verdict.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
+    "optimizer.groups": Expression(Verdict.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
     "scheduler.name": Expression(
         Verdict.EXACT, "scheduler.name", "", lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}
     ),

@@ -219,5 +219,5 @@ def _placed(entry: Entry, written: Mapping[str, Any], places: Mapping[Path, Path
     value: Any = written
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
-    shown = entry.value if value is None or entry.assumed else value
+    shown = entry.value if value is None or entry.assumed or entry.path in places else value
     return Entry((*above, *path), shown, entry.meaning, entry.assumed)

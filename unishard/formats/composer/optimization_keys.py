@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unishard.formats.composer import groups
 from unishard.formats.composer.durations import updates
 from unishard.keys import boolean, drops, number, one_of
 from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
@@ -181,7 +182,7 @@ OPTIMIZATION: Mapping[str, Key] = {
     "optimizer.momentum": _of(("sgd",), "optimizer.momentum", number(0)),
     "optimizer.nesterov": _of(("sgd",), "optimizer.nesterov", boolean),
     "optimizer.weight_decay": Key(_decay, "optimizer.weight_decay", Verdict.EMULATED, _DECOUPLED),
-    "optimizer.param_groups": _left("write the groups as optimizer.groups and optimizer.no_decay"),
+    "optimizer.param_groups": Key(groups.read, "optimizer.groups"),
     "optimizer.disable_grad": _left("freeze these parameters in the training script before prepare"),
     "optimizer.foreach": drops("time alone"),
     "optimizer.fused": drops("time alone"),
