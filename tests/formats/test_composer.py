@@ -173,7 +173,19 @@ def test_older_shapes():
     assert (cfg.optimizer.lr, cfg.scheduler.warmup_steps, cfg.scheduler.total_steps) == (6e-4, 200, 20000)
     assert (cfg.training.micro_batch_size, cfg.training.gradient_accumulation_steps) == (4, 8)
     assert (cfg.sharding.strategy, cfg.precision.compute, cfg.training.gradient_clipping) == ("no_shard", "fp16", 1.0)
-    assert "optimizers.decoupled_adamw.lr" in items(document)
+    assert {"optimizers.decoupled_adamw.lr", "schedulers"} <= set(items(document))
+
+
+def test_two_names_of_one_argument_are_both_accounted_for():
+    sharded = {"load_fsdp_monolith_rank0_only": True, "load_monolith_rank0_only": False}
+    found = items(changed(fsdp_config=sharded))
+    assert {"fsdp_config.load_fsdp_monolith_rank0_only", "fsdp_config.load_monolith_rank0_only"} <= set(found)
+
+
+def test_two_engines_at_once_contradict_each_other():
+    found = items(changed(deepspeed_config={"zero_optimization": {"stage": 1}}))
+    assert found["fsdp_config.sharding_strategy"].verdict is Verdict.REFUSED
+    assert found["deepspeed_config.zero_optimization.stage"].becomes == "sharding.strategy"
 
 
 def test_deepspeed_of_older_files_goes_to_the_engines_table():
@@ -224,10 +236,14 @@ def test_what_cannot_be_had_is_refused(key, settings):
     assert item.note
 
 
-@pytest.mark.parametrize(
-    "document",
-    [TRAINING, changed(fsdp_config=None), changed(fsdp_config={}), changed(optimizer=[]), changed(scheduler=3), changed(algorithms=None)],
-)
+ODD = [
+    {"parameters": {}, "name": "x"},
+    changed(fsdp_config="text", schedulers=[{"constant": {}}]),
+    *(changed(**{key: value}) for key in ("fsdp_config", "optimizer", "scheduler", "algorithms") for value in (None, {}, [], 3)),
+]
+
+
+@pytest.mark.parametrize("document", [TRAINING, *ODD])
 def test_every_key_is_accounted_for_once(document):
     keys = [item.key for item in translate(document, "unishard", from_="composer").items if not item.assumed]
     assert len(keys) == len(set(keys))

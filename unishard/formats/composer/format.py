@@ -8,7 +8,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from unishard import registry
+from unishard.formats.composer import shapes
+from unishard.formats.composer.engine import DEEPSPEED, engine, trains
 from unishard.formats.composer.expressions import EXPRESSIONS
 from unishard.formats.composer.fsdp_keys import ARGUMENTS
 from unishard.formats.composer.interpolation import named, resolved
@@ -18,15 +19,13 @@ from unishard.formats.reading import Reading, assemble
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.keys import drops, refuses
-from unishard.meanings import AUTO, Entry, Expressed, Expression, Key, Meaning, Path, Verdict, Word, express, interpret
+from unishard.meanings import AUTO, Entry, Expressed, Expression, Key, Meaning, Verdict, Word, express, interpret
 from unishard.rules import Native
 from unishard.topology import Topology
 
 __all__ = ["ComposerFormat"]
 
 _TOOL = "Composer 0.32 with llm-foundry 0.22"
-_FSDP: Path = ("fsdp_config",)
-_DEEPSPEED = ("deepspeed_config", "deepspeed")
 _WHOLE = ("global_train_batch_size", "train_batch_size")
 _ACCUMULATION = ("device_train_grad_accum", "grad_accum")
 _MICRO = "training.micro_batch_size"
@@ -54,6 +53,8 @@ class ComposerFormat:
         around = {key: value for key, value in source.data.items() if key != "parameters"} if nested else {}
         topology = topology or _ranks(around)
         entries = [*interpret(RUN, around, tool="MosaicML", ignores_unknown=True), *_inner(inner, topology, nested=nested)]
+        if nested and not inner:
+            entries.append(Entry(("parameters",), inner, Meaning(Verdict.DROPPED, "is empty")))
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
     def write(self, reading: Reading, topology: Topology) -> Expressed:
@@ -92,22 +93,23 @@ def _ranks(around: Mapping[str, Any]) -> Topology | None:
 
 def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: bool) -> list[Entry]:
     """Entries of a training YAML, each at the place where it is written, with the value that is written there."""
-    shaped, places = _shaped(resolved(written, written))
-    sharded = shaped.get("fsdp_config")
-    rest = {key: value for key, value in shaped.items() if key not in _DEEPSPEED}
-    if isinstance(sharded, Mapping) and sharded:
-        rest["fsdp_config"] = {key: value for key, value in sharded.items() if key not in ARGUMENTS}
-    elif "fsdp_config" in rest and not isinstance(sharded, Mapping):
-        rest.pop("fsdp_config")
-    if rest.get("fsdp_config") == {}:
-        rest.pop("fsdp_config")
+    shaped, places = shapes.today(resolved(written, written))
     rows = {key: deferred(row) for key, row in KEYS.items()} | dict(_of_this_file(written, shaped))
-    defaults = _defaults(shaped)
-    found = interpret(rows, rest, tool=_TOOL, defaults=defaults, topology=topology)
-    entries = [*found, *_engine(shaped, topology), *_silence(shaped), *open_end(found, ("max_duration",))]
-    placed = [_placed(entry, written, places, ("parameters",) if nested else ()) for entry in entries]
+    found = interpret(rows, _without_engine(shaped), tool=_TOOL, defaults=_defaults(shaped), topology=topology)
+    entries = [*found, *engine(shaped, topology), *_silence(shaped), *open_end(found, ("max_duration",))]
+    placed = shapes.together([shapes.placed(entry, written, places) for entry in entries], written)
+    if nested:
+        placed = [entry.at("parameters", *entry.path) for entry in placed]
     order = {key: number for number, key in enumerate(written)}
     return sorted(placed, key=lambda entry: order.get(entry.path[nested], len(order)))
+
+
+def _without_engine(shaped: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the engine's own table does not read."""
+    rest = {key: value for key, value in shaped.items() if key not in (*DEEPSPEED, "fsdp_config")}
+    sharded = shaped.get("fsdp_config")
+    beside = {key: value for key, value in sharded.items() if key not in ARGUMENTS} if isinstance(sharded, Mapping) else {}
+    return rest | {"fsdp_config": beside} if beside else rest
 
 
 _VARIABLE = drops("holds a value that other keys name")
@@ -129,7 +131,7 @@ def _silence(shaped: Mapping[str, Any]) -> Iterator[Entry]:
     """What Composer does where the file does not speak of clipping: nothing."""
     algorithms = shaped.get("algorithms")
     clips = isinstance(algorithms, Mapping) and "gradient_clipping" in algorithms
-    if _trains(shaped) and not clips and not any(key in shaped for key in ("grad_clip_norm", *_DEEPSPEED)):
+    if trains(shaped) and not clips and not any(key in shaped for key in ("grad_clip_norm", *DEEPSPEED)):
         yield Entry(("algorithms", "gradient_clipping"), None, Meaning(fields={"training.gradient_clipping": None}), assumed=True)
 
 
@@ -144,80 +146,3 @@ def _defaults(shaped: Mapping[str, Any]) -> dict[str, Any]:
     if any(key in shaped for key in _WHOLE) and not any(key in shaped for key in _ACCUMULATION):
         defaults["device_train_microbatch_size"] = AUTO
     return defaults
-
-
-def _engine(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
-    """What the engine's own table makes of its part of the file."""
-    for key in _DEEPSPEED:
-        if isinstance(shaped.get(key), Mapping):
-            yield Entry((key,), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
-            yield from (entry.at(key, *entry.path) for entry in registry.get("deepspeed").parse(shaped[key], topology=topology))
-            return
-        if key in shaped:
-            yield Entry((key,), shaped[key], Meaning(Verdict.DROPPED, "is off"))
-    sharded = shaped.get("fsdp_config")
-    if not isinstance(sharded, Mapping):
-        if _trains(shaped):
-            note = "without fsdp_config Composer runs DistributedDataParallel"
-            fields = {"backend": "fsdp", "sharding.strategy": "no_shard"}
-            yield Entry(_FSDP, sharded, Meaning(Verdict.EXACT, note, fields), assumed="fsdp_config" not in shaped)
-        return
-    if not sharded:
-        yield Entry(_FSDP, sharded, Meaning(Verdict.EXACT, "", {"backend": "fsdp", "sharding.strategy": "full_shard"}))
-        return
-    names = {own: key for key, own in ARGUMENTS.items() if key in sharded}
-    native = {ARGUMENTS[key]: value for key, value in sharded.items() if key in ARGUMENTS}
-    version = 2 if "reshard_after_forward" in native and "sharding_strategy" not in native else 1
-    for entry in registry.get("fsdp").parse(native, defaults={"version": version}, topology=topology):
-        yield entry.at("fsdp_config") if entry.path == ("version",) else entry.at("fsdp_config", names.get(entry.path[0], entry.path[0]))
-
-
-def _trains(shaped: Mapping[str, Any]) -> bool:
-    """Whether the file is for training, and not for evaluation or a benchmark."""
-    return any(key in shaped for key in ("optimizer", "max_duration", "global_train_batch_size", "train_loader"))
-
-
-def _shaped(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path, Path]]:
-    """The file in today's shape, and where what was moved came from: prefix by prefix."""
-    shaped: dict[str, Any] = dict(data)
-    places: dict[Path, Path] = {}
-    parallel = shaped.get("parallelism_config")
-    if isinstance(parallel, Mapping) and isinstance(parallel.get("fsdp"), Mapping) and "fsdp_config" not in shaped:
-        shaped["fsdp_config"] = parallel["fsdp"]
-        shaped["parallelism_config"] = {key: value for key, value in parallel.items() if key != "fsdp"}
-        places[_FSDP] = ("parallelism_config", "fsdp")
-        if not shaped["parallelism_config"]:
-            del shaped["parallelism_config"]
-    for old, new in (("optimizers", "optimizer"), ("schedulers", "scheduler"), ("optimizer", "optimizer"), ("scheduler", "scheduler")):
-        _unwrap(shaped, places, old, new)
-    return shaped, places
-
-
-def _unwrap(shaped: dict[str, Any], places: dict[Path, Path], old: str, new: str) -> None:
-    """`optimizers: {decoupled_adamw: {...}}` and `schedulers: [{name: {...}}]` as a mapping with a name."""
-    value = shaped.get(old)
-    single = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if not isinstance(single, Mapping) or len(single) != 1 or (old != new and new in shaped):
-        return
-    ((name, settings),) = single.items()
-    if not isinstance(settings, Mapping):
-        return
-    at: Path = (old, "0", str(name)) if isinstance(value, list) else (old, str(name))
-    shaped.pop(old)
-    shaped[new] = {"name": name, **settings}
-    places[(new, "name")] = at
-    places[(new,)] = at
-
-
-def _placed(entry: Entry, written: Mapping[str, Any], places: Mapping[Path, Path], above: Path) -> Entry:
-    """The entry at the place where the file has it, with the value as it stands there."""
-    path = entry.path
-    if path in places:
-        path = places[path]
-    elif path[:1] in places:
-        path = (*places[path[:1]], *path[1:])
-    value: Any = written
-    for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    shown = entry.value if value is None or entry.assumed or entry.path in places else value
-    return Entry((*above, *path), shown, entry.meaning, entry.assumed)
