@@ -17,6 +17,8 @@ __all__ = ["EXPRESSIONS"]
 _PRECISIONS = {"fp32": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16"}
 _OPTIMIZERS = {"adamw": "decoupled_adamw", "lion": "decoupled_lionw"}
 _SHAPES = {"constant": "constant_with_warmup", "linear": "linear_decay_with_warmup", "cosine": "cosine_with_warmup"}
+_ENGINES = frozenset({"fsdp"})
+"""What Composer runs."""
 Holds = Callable[[Config], bool]
 
 
@@ -119,7 +121,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         Verdict.REFUSED,
         "fsdp_config",
         "Composer removed DeepSpeed in 0.28 and runs FSDP alone; give --set backend=fsdp",
-        when=(_idle("fsdp", lambda cfg: cfg.backend == "fsdp"),),
+        when=(_idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
     ),
     "sharding.strategy": Expression(
         Verdict.EXACT,

@@ -16,11 +16,11 @@ def today(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path, Path]]:
     places: dict[Path, Path] = {}
     parallel = shaped.get("parallelism_config")
     if isinstance(parallel, Mapping) and isinstance(parallel.get("fsdp"), Mapping) and "fsdp_config" not in shaped:
-        shaped["fsdp_config"] = parallel["fsdp"]
-        shaped["parallelism_config"] = {key: value for key, value in parallel.items() if key != "fsdp"}
+        rest = dict(shaped.pop("parallelism_config"))
+        shaped["fsdp_config"] = rest.pop("fsdp")
         places[("fsdp_config",)] = ("parallelism_config", "fsdp")
-        if not shaped["parallelism_config"]:
-            del shaped["parallelism_config"]
+        if rest:
+            shaped["parallelism_config"] = rest
     for old, new in (("optimizers", "optimizer"), ("schedulers", "scheduler"), ("optimizer", "optimizer"), ("scheduler", "scheduler")):
         _unwrap(shaped, places, old, new)
     return shaped, places

@@ -16,6 +16,8 @@ __all__ = ["EXPRESSIONS"]
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ADAM = {"adamw": "AdamW", "adam": "Adam"}
+_ENGINES = frozenset({"fsdp"})
+"""What torchtitan runs."""
 Holds = Callable[[Config], bool]
 
 
@@ -118,7 +120,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         Verdict.REFUSED,
         "parallelism",
         "torchtitan runs PyTorch's FSDP alone; give --set backend=fsdp",
-        when=(_idle("fsdp", lambda cfg: cfg.backend == "fsdp"),),
+        when=(_idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
     ),
     "sharding.strategy": Expression(
         Verdict.EXACT,
