@@ -228,6 +228,16 @@ def test_files_are_refused_and_nothing_of_a_default_is():
     assert all(word.verdict is not Verdict.REFUSED for word in defaults.words.values())
 
 
+@pytest.mark.parametrize("group", [None, 4])
+def test_groups_need_the_number_of_ranks(group):
+    cfg = Config.model_validate({"sharding": {"strategy": "hybrid_shard", "group_size": group}})
+    assert FSDP.arguments(cfg, EIGHT).document["mesh"] == {"replicate": 2, "shard": 4}
+    alone = FSDP.arguments(cfg, Topology())
+    assert alone.words["sharding.strategy"].verdict is Verdict.UNDECIDED
+    assert "--world-size" in alone.words["sharding.strategy"].note
+    assert alone.document.get("mesh", {}).get("shard") != 1
+
+
 def test_a_native_policy_comes_along():
     cfg = Config.model_validate({"precision": "bf16", "native": {"fsdp": {"mp_policy": {"output_dtype": "float32"}}}})
     expressed = FSDP.arguments(cfg, EIGHT)

@@ -235,6 +235,14 @@ def test_what_torchtitan_does_not_have(config, refused):
     assert {item.key for item in translate(config, "torchtitan", from_="unishard").of(Verdict.REFUSED)} == refused
 
 
+def test_copies_need_the_number_of_ranks():
+    hybrid = {"sharding": {"strategy": "hybrid_shard", "group_size": 4}}
+    known = translate(hybrid, "torchtitan", from_="unishard", topology=EIGHT)
+    assert known.document["parallelism"]["data_parallel_replicate_degree"] == 2
+    items = {item.key: item for item in translate(hybrid, "torchtitan", from_="unishard").items}
+    assert items["sharding.strategy"].verdict is Verdict.UNDECIDED
+
+
 def test_writing_twice_changes_nothing():
     once = translate(DOCUMENT, "torchtitan", from_="torchtitan", topology=EIGHT)
     twice = translate(once.document, "torchtitan", from_="torchtitan", topology=EIGHT)

@@ -36,6 +36,8 @@ def _degrees(cfg: Config, topology: Topology) -> Native:
         shard, replicate = 1, topology.world_size
     if cfg.sharding.hybrid:
         shard = parts(cfg, topology)
+        if shard == 1:
+            return {"parallelism": {}}
         replicate, rest = divmod(topology.world_size, shard)
         if rest or not replicate:
             return {"parallelism": {"data_parallel_shard_degree": shard}}

@@ -13,7 +13,7 @@ from unishard.formats.source import Source
 from unishard.formats.torchtitan.expressions import EXPRESSIONS
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.torchtitan.text import toml_of
-from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Unreadable, Verdict, express, interpret
+from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Unreadable, Verdict, Word, express, interpret
 from unishard.rules import Native, flat, merge, nested
 from unishard.topology import Topology
 from unishard.wording import shown
@@ -58,7 +58,12 @@ class TorchtitanFormat:
     def write(self, reading: Reading, topology: Topology) -> Expressed:
         """The fields that the source decides."""
         rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
-        return express(rows, reading.config, topology, reading.undecided)
+        expressed = express(rows, reading.config, topology, reading.undecided)
+        if not reading.config.sharding.hybrid or topology.world_size > 1:
+            return expressed
+        # One rank is what is said of a number that nobody knows, and the degrees need it.
+        word = Word(Verdict.UNDECIDED, _REPLICATE, "the number of copies comes from that of ranks; give --world-size and --gpus-per-node")
+        return expressed._replace(words={**expressed.words, "sharding.strategy": word, "sharding.group_size": word})
 
     def render(self, document: Native, reading: Reading) -> str:
         """TOML."""
