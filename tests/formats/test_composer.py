@@ -302,6 +302,14 @@ def test_every_field_has_a_row_in_the_order_of_the_schema():
     assert list(FORMAT.expressions) == [path for path, _ in leaves(Config)]
 
 
+def test_the_whole_batch_needs_the_number_of_ranks():
+    own = {"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 4}}
+    assert translate(own, "composer", from_="unishard", topology=EIGHT).document["global_train_batch_size"] == 64
+    unknown = translate(own, "composer", from_="unishard")
+    assert "global_train_batch_size" not in unknown.document
+    assert "--world-size" in next(item.note for item in unknown.items if item.key == "training.gradient_accumulation_steps")
+
+
 def test_writing_twice_changes_nothing():
     once = translate(TRAINING, "composer", from_="composer", topology=EIGHT)
     twice = translate(once.document, "composer", from_="composer", topology=EIGHT)

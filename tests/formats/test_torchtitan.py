@@ -243,6 +243,14 @@ def test_copies_need_the_number_of_ranks():
     assert items["sharding.strategy"].verdict is Verdict.UNDECIDED
 
 
+def test_the_whole_batch_needs_the_number_of_ranks():
+    alone = translate({"training": {"gradient_accumulation_steps": 1}}, "torchtitan", from_="unishard")
+    assert alone.document["training"]["global_batch_size"] == -1
+    windows = translate({"training": {"gradient_accumulation_steps": 4}}, "torchtitan", from_="unishard")
+    assert "global_batch_size" not in windows.document["training"]
+    assert {item.key for item in windows.of(Verdict.UNDECIDED)} == {"training.gradient_accumulation_steps"}
+
+
 def test_writing_twice_changes_nothing():
     once = translate(DOCUMENT, "torchtitan", from_="torchtitan", topology=EIGHT)
     twice = translate(once.document, "torchtitan", from_="torchtitan", topology=EIGHT)

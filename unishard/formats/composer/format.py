@@ -28,6 +28,7 @@ __all__ = ["ComposerFormat"]
 _TOOL = "Composer 0.32 with llm-foundry 0.22"
 _WHOLE = ("global_train_batch_size", "train_batch_size")
 _ACCUMULATION = ("device_train_grad_accum", "grad_accum")
+_WINDOWS = "training.gradient_accumulation_steps"
 _MICRO = "training.micro_batch_size"
 _NODE = 8
 """GPUs of one of MosaicML's nodes."""
@@ -61,6 +62,8 @@ class ComposerFormat:
         """The fields that the source decides; below `parameters` where it was a run file of MosaicML itself."""
         rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
         expressed = _automatic(express(rows, reading.config, topology, reading.undecided), reading)
+        if not reading.topology:
+            expressed = _without_ranks(expressed, reading)
         if reading.format == self.name and isinstance(reading.source.data.get("parameters"), Mapping):
             return Expressed({"parameters": expressed.document}, expressed.words)
         return expressed
@@ -80,6 +83,15 @@ def _automatic(expressed: Expressed, reading: Reading) -> Expressed:
         return expressed
     word = Word(Verdict.EMULATED, "device_train_microbatch_size", "Composer takes what fits into memory; the samples of an update stay")
     return expressed._replace(words={**expressed.words, _MICRO: word})
+
+
+def _without_ranks(expressed: Expressed, reading: Reading) -> Expressed:
+    """The whole batch, which nobody can say without the number of ranks, is left out and named."""
+    if _WINDOWS not in reading.decided or _WINDOWS in reading.undecided or reading.config.training.global_batch_size:
+        return expressed
+    note = "the whole batch is micro-batch x accumulation x ranks; give --world-size"
+    document = {key: value for key, value in expressed.document.items() if key != "global_train_batch_size"}
+    return Expressed(document, {**expressed.words, _WINDOWS: Word(Verdict.UNDECIDED, "global_train_batch_size", note)})
 
 
 def _ranks(around: Mapping[str, Any]) -> Topology | None:

@@ -59,6 +59,8 @@ def _checkpointing(cfg: Config, topology: Topology) -> Native:
 
 def _whole(cfg: Config, topology: Topology) -> Native:
     training = cfg.training
+    if training.global_batch_size is None and training.gradient_accumulation_steps == 1:
+        return _training(global_batch_size=-1)
     counted = training.micro_batch_size * training.gradient_accumulation_steps * topology.world_size
     return _training(global_batch_size=training.global_batch_size or counted)
 
@@ -227,7 +229,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         lambda cfg, topology: _training(local_batch_size=cfg.training.micro_batch_size),
     ),
     "training.gradient_accumulation_steps": Expression(
-        Verdict.EXACT, "training.global_batch_size", "micro-batch x accumulation x the ranks of --world-size", _whole
+        Verdict.EXACT, "training.global_batch_size", "-1 for one micro-batch of each rank", _whole
     ),
     "training.global_batch_size": Expression(
         Verdict.EXACT,

@@ -25,6 +25,7 @@ _SHARD, _REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _HANDED = {_SHARD, _REPLICATE, _RESHARD, *ENGINE}
 _TABLES = ("parallelism", "training", "optimizer", "lr_scheduler", "activation_checkpoint", "compile", "model", "debug")
+_STEPS = "training.gradient_accumulation_steps"
 _NODE = 8
 """GPUs of a node, where nobody says how many."""
 
@@ -59,15 +60,24 @@ class TorchtitanFormat:
         """The fields that the source decides."""
         rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
         expressed = express(rows, reading.config, topology, reading.undecided)
-        if not reading.config.sharding.hybrid or topology.world_size > 1:
-            return expressed
-        # One rank is what is said of a number that nobody knows, and the degrees need it.
-        word = Word(Verdict.UNDECIDED, _REPLICATE, "the number of copies comes from that of ranks; give --world-size and --gpus-per-node")
-        return expressed._replace(words={**expressed.words, "sharding.strategy": word, "sharding.group_size": word})
+        return expressed if reading.topology else _without_ranks(expressed, reading)
 
     def render(self, document: Native, reading: Reading) -> str:
         """TOML."""
         return toml_of(document)
+
+
+def _without_ranks(expressed: Expressed, reading: Reading) -> Expressed:
+    """What nobody can say without the number of ranks is left out, and named."""
+    cfg, document, words = reading.config, dict(expressed.document), dict(expressed.words)
+    if cfg.sharding.hybrid:
+        word = Word(Verdict.UNDECIDED, _REPLICATE, "the number of copies comes from that of ranks; give --world-size and --gpus-per-node")
+        words |= {"sharding.strategy": word, "sharding.group_size": word}
+    if _STEPS in words and cfg.training.gradient_accumulation_steps > 1 and cfg.training.global_batch_size is None:
+        note = "the whole batch comes from the number of ranks; give --world-size"
+        words[_STEPS] = Word(Verdict.UNDECIDED, "training.global_batch_size", note)
+        document["training"] = {key: value for key, value in document["training"].items() if key != "global_batch_size"}
+    return Expressed(document, words)
 
 
 _NO_TABLE = Meaning(Verdict.REFUSED, "must be a table of keys; write it as [name] with its keys below")
