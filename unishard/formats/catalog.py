@@ -113,6 +113,8 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "fsdp_config": 1,
         "run_name": 1,
         "parallelism_config": 1,
+        "parameters": 2,
+        "integrations": 2,
         "callbacks": 2,
         "algorithms": 2,
         "loggers": 2,
