@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 from running import TINY, Terminal, plain, run
 
+from unishard.cli.diff import diff
 from unishard.formats import compare
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
@@ -56,13 +58,18 @@ def test_what_cannot_be_read_is_trouble_and_no_difference(config: Path) -> None:
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_on_a_narrow_terminal_it_is_one_block_for_each_field(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unishard.cli.table import show_blocks
-
+@pytest.mark.parametrize(("columns", "drawn"), [(40, False), (120, True)])
+def test_on_a_terminal(config: Path, monkeypatch: pytest.MonkeyPatch, columns: int, drawn: bool) -> None:
+    config.write_text("training: {seed: 3}\n")
+    Path("d.yaml").write_text("training: {seed: 4}\n")
     screen = Terminal()
-    monkeypatch.setenv("COLUMNS", "40")
-    show_blocks([("training.seed", [("A", "3  (training.seed, line 3)"), ("B", "0  (default)")])], screen)
-    assert plain(screen.getvalue()).splitlines()[0] == "training.seed"
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", screen)
+    with pytest.raises(typer.Exit):
+        diff(Path("c.yaml"), Path("d.yaml"))
+    lines = [line.rstrip() for line in plain(screen.getvalue()).splitlines()]
+    assert any("│" in line for line in lines) is drawn
+    assert (lines == ["training.seed", "  A  3  (training.seed, line 1)", "  B  4  (training.seed, line 1)"]) is not drawn
 
 
 def test_what_a_tool_assumes_counts_as_said() -> None:

@@ -81,7 +81,7 @@ def test_the_document_goes_to_stdout_and_the_report_to_stderr() -> None:
     header, first, *_, counts = result.stderr.splitlines()
     assert re.split(r"  +", header) == ["where", "key = value", "verdict", "becomes", "note"]
     assert re.split(r"  +", first) == [f"{TINY}:2", "backend = fsdp", "exact", "backend"]
-    assert counts.startswith("unishard -> unishard: 47 exact, 2 emulated")
+    assert re.match(r"unishard -> unishard: \d+ exact, \d+ emulated \(--report full shows \d+ more", counts)
 
 
 def test_what_the_document_leaves_out_is_shown_on_demand() -> None:
@@ -182,10 +182,10 @@ def test_what_is_undecided_is_named_with_how_to_decide_it(config: Path) -> None:
     result = run("translate", "c.yaml", "--to", "unishard")
     assert result.exit_code == 0
     assert "micro_batch_size: ${training.micro_batch_size}  # needs your decision" in result.stdout
-    assert "decide it with --set training.micro_batch_size=VALUE" in result.stderr
+    assert result.stderr.splitlines()[-2] == "to decide: --set training.micro_batch_size=VALUE"
     decided = run("translate", "c.yaml", "--to", "unishard", "--set", "training.micro_batch_size=4")
     assert "  micro_batch_size: 4\n" in decided.stdout
-    assert "undecided" not in decided.stderr
+    assert "decide" not in decided.stderr
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,14 @@ def init(
         raise UnishardError(f"{output}: is there already; name another file with -o, or replace it with --force")
     if not yes and not sys.stdin.isatty():
         raise UnishardError("there is no terminal to ask questions on; give --yes to take what would be proposed, and --set for the rest")
-    from unishard.formats.starting import QUESTIONS, Draft
+    from unishard.formats.starting import Draft
 
     draft = _started(from_) if from_ else Draft()
     if set_:
         draft.answer(set_)
     chosen = {change.partition("=")[0].strip() for change in set_ or ()}
-    for question in QUESTIONS:
-        if question.path in chosen or not question.holds(draft.config):
+    for question in draft.questions:
+        if question.path in chosen:
             continue
         if not yes:
             _ask(draft, question)
@@ -86,6 +86,8 @@ def _ask(draft: Draft, question: Question) -> None:
 
     words = offered(question.path)
     text = question.text + (f" ({', '.join(words)})" if words else "")
+    if who := draft.undecided.get(question.path):
+        text += f" [the old config leaves it to {who}]"
     default = _change(draft, question).partition("=")[2]
     while True:
         said = typer.prompt(text, default=default)

@@ -141,7 +141,8 @@ def pressing(outcome: Outcome) -> dict[str, str]:
 
 def _closing(outcome: Outcome, hidden: int) -> list[str]:
     """The last lines: what to decide, and how many there are of each verdict."""
-    lines = [f"undecided: {path} comes from {who}; decide it with --set {path}=VALUE" for path, who in pressing(outcome).items()]
+    open_ = pressing(outcome)
+    lines = [f"to decide: {' '.join(f'--set {path}=VALUE' for path in open_)}"] if open_ else []
     more = f" (--report full shows {hidden} more that {outcome.reading.format} assumes)" if hidden else ""
     return [*lines, f"{outcome.reading.format} -> {outcome.to}: {counts_of(outcome.items)}{more}"]
 

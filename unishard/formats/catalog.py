@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -13,7 +14,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats.format import Format
 from unishard.formats.source import Source
 
-__all__ = ["NAMES", "get", "loudest", "recognise"]
+__all__ = ["NAMES", "get", "loudest", "mentions", "recognise"]
 
 _SIGNS: Mapping[str, Mapping[str, int]] = {
     "unishard": {
@@ -111,6 +112,7 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
 }
 """Top-level keys that speak for a format, and how loudly. A format with the largest sum is the one."""
 
+_LOUD = 3
 _OURS = 10
 """How loudly a file speaks for unishard in which each key is a field of its config."""
 
@@ -159,6 +161,12 @@ def loudest(source: Source) -> tuple[str, int]:
     loudness["unishard"] += _OURS * _is_ours(source.data)
     best = max(loudness, key=lambda name: loudness[name])
     return best, loudness[best]
+
+
+def mentions(text: str) -> bool:
+    """Whether a text that cannot be read has a key that speaks for a format."""
+    loud = (key for signs in _SIGNS.values() for key, weight in signs.items() if weight >= _LOUD)
+    return re.search(rf"\b({'|'.join(dict.fromkeys(loud))})[\"']?\s*[:=]", text) is not None
 
 
 def _is_ours(data: Mapping[str, Any]) -> bool:

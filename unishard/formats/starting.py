@@ -17,7 +17,7 @@ from unishard.rules import Fit, nested
 from unishard.topology import Topology
 from unishard.wording import choices
 
-__all__ = ["QUESTIONS", "Draft", "Question", "offered"]
+__all__ = ["Draft", "Question", "offered"]
 
 _FIELDS = dict(leaves(Config))
 _PROPOSALS: Mapping[str, Any] = {"precision.compute": "bf16", "training.gradient_clipping": 1.0}
@@ -53,7 +53,7 @@ def _falling(cfg: Config) -> bool:
     return cfg.scheduler.name != "constant"
 
 
-QUESTIONS = (
+_QUESTIONS = (
     Question("backend", "Engine"),
     Question("sharding.strategy", "What each rank keeps only a part of"),
     Question("sharding.group_size", "Ranks that share one copy (null: those of a node)", _hybrid),
@@ -115,10 +115,18 @@ class Draft:
         """What it says now, a default standing in for what is open."""
         return check_text(self.text or "{}", "the new config")
 
+    @property
+    def questions(self) -> Iterator[Question]:
+        """What is asked, each after the answers so far; at the end what the old config left open."""
+        yield from (question for question in _QUESTIONS if question.holds(self.config))
+        yield from [Question(path, path) for path in self.undecided]
+
     def proposal(self, path: str) -> Any:
         """What a question proposes."""
         if path in self.values:
             return self.values[path]
+        if path in _NEEDED:
+            return _NEEDED[path]
         return _PROPOSALS[path] if self.fresh and path in _PROPOSALS else value_at(self.config, path)
 
     def answer(self, changes: Iterable[str]) -> None:

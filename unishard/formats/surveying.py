@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from unishard.config import value_at
 from unishard.errors import UnishardError
 from unishard.formats import catalog
 from unishard.formats.source import open_source
@@ -20,6 +21,7 @@ _ELSEWHERE = frozenset(
     {".git", ".hg", ".svn", ".tox", ".nox", ".mypy_cache", ".ruff_cache", "node_modules", "__pycache__", "site-packages"}
 )
 _LARGEST = 2**20
+_TOLD = ("backend", "sharding.strategy", "precision.compute")
 _LOUD_ENOUGH = 2
 """Of the keys that speak for a format, before a file counts as a config: files of other kinds have a word such as `optimizer` too."""
 
@@ -55,13 +57,14 @@ def survey(root: Path, to: str) -> Iterator[Found | Unreadable]:
         to: The format that each would become.
 
     Yields:
-        What each config is, in the order of their paths. A file that reads well and is no config is passed over.
+        What each config is, in the order of their paths. A file in which no key speaks for a tool is passed over.
     """
     for path in _candidates(root):
         try:
             found = _look(path, to)
         except UnishardError as error:
-            yield Unreadable(str(path), str(error).splitlines()[0].removeprefix(f"{path}: ").removeprefix(f"{path}:"))
+            if catalog.mentions(path.read_text(encoding="utf-8", errors="replace")):
+                yield Unreadable(str(path), str(error).splitlines()[0].removeprefix(str(path)).lstrip(": "))
         else:
             if found:
                 yield found
@@ -82,14 +85,15 @@ def _look(path: Path, to: str) -> Found | None:
     if catalog.loudest(source)[1] < _LOUD_ENOUGH:
         return None
     outcome = translate(path, to)
-    config = outcome.reading.config
+    reading, config = outcome.reading, outcome.reading.config
     counts = {verdict: len(outcome.of(verdict)) for verdict in Verdict}
+    backend, strategy, precision = ("undecided" if field in reading.undecided else value_at(config, field) for field in _TOLD)
     return Found(
         str(path),
-        outcome.reading.format,
-        config.backend,
-        config.sharding.strategy,
-        config.precision.compute,
+        reading.format,
+        backend,
+        strategy,
+        precision,
         counts,
         outcome.status(strict=config.strict),
     )

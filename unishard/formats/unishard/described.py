@@ -43,7 +43,9 @@ def _lines(section: type[Section], document: Mapping[str, Any], undecided: Mappi
             yield from _lines(inner, document[name], undecided, f"{prefix}{name}.")
         else:
             who = undecided.get(prefix + name)
-            yield f"{indent}{name}: {value_text(document[name])}" + (f"  # needs your decision: the value comes from {who}" if who else "")
+            yield f"{indent}{name}: " + (
+                f"{document[name]}  # needs your decision: the value comes from {who}" if who else value_text(document[name])
+            )
 
 
 def _comment(text: str | None, indent: str) -> list[str]:
