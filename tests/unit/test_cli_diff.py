@@ -80,13 +80,13 @@ def test_what_a_tool_assumes_counts_as_said() -> None:
     assert difference.a.origin == "other assumes their_gradient_clipping"
 
 
-def test_what_a_tool_leaves_to_the_script_is_as_good_as_a_default_but_not_as_a_value(config: Path) -> None:
+def test_what_nobody_says_is_the_default() -> None:
     from unishard.formats import read
 
     silent = reading(says("sharding.strategy", "full_shard"))
-    assert compare(silent, read({"sharding": "full_shard"})) == ()
-    (difference,) = compare(silent, read({"sharding": "full_shard", "optimizer": {"lr": 1e-3}}))
-    assert (difference.path, difference.a.origin, difference.b.value) == ("optimizer.lr", "not said", 1e-3)
+    assert compare(silent, read({"sharding": "full_shard", "optimizer": {"lr": 1e-3}})) == ()
+    (difference,) = compare(silent, read({"optimizer": {"lr": 1e-4}}))
+    assert (difference.path, difference.a.value, difference.a.origin, difference.b.value) == ("optimizer.lr", 1e-3, "not said", 1e-4)
 
 
 def test_what_the_script_decides_on_both_sides_is_the_same() -> None:

@@ -19,9 +19,9 @@ class Side:
     """What one config says about one field."""
 
     value: Any
-    """None where nothing is said, or only the training script knows."""
+    """None where only the training script knows it; unishard's default where nothing is said."""
     origin: str
-    """The key that says it, with its value's line; `assumed`, `default`, `override`, or who decides it instead."""
+    """The key that says it, and its line; `default`, `override`, `not said`, or who decides it instead."""
     said: bool
     """Whether the config, its tool or an override decides the value."""
 
@@ -38,8 +38,8 @@ class Difference:
 def compare(a: Reading, b: Reading) -> tuple[Difference, ...]:
     """The fields in which two configs differ in meaning, in the order of the schema; settings that only one engine has come last.
 
-    A field about which a config says nothing is left to its training script. That differs from a value, and is the same as a default
-    of unishard's that nobody wrote down. What a tool assumes counts as said.
+    What a tool assumes counts as said. A field about which a config says nothing has unishard's default, which is that of its tool, or
+    else the training script's to decide. What is undecided on both sides is no difference.
     """
     sides = (_sides(a) | _ranks(a), _sides(b) | _ranks(b))
     paths = dict.fromkeys([path for path, _ in leaves(Config) if path != "native"] + [path for side in sides for path in side])
@@ -47,22 +47,23 @@ def compare(a: Reading, b: Reading) -> tuple[Difference, ...]:
     return tuple(difference for difference in found if not _same(difference))
 
 
-_DEFAULT = "default"
-_SILENT = Side(None, "not said", said=False)
+_DEFAULT, _NOT_SAID = "default", "not said"
+_SILENT = Side(None, _NOT_SAID, said=False)
 _RANKS = "ranks"
 
 
 def _same(difference: Difference) -> bool:
     a, b = difference.a, difference.b
-    if a.said and b.said:
-        return bool(a.value == b.value)
-    if difference.path == _RANKS:
+    if difference.path == _RANKS and not (a.said and b.said):
         return True  # the launcher says it where the config does not
-    if a.said or b.said:
-        said, silent = (a, b) if a.said else (b, a)
-        # Nobody wrote it down: unishard's default holds on one side, and on the other whatever the script does.
-        return said.origin == _DEFAULT and silent is _SILENT
-    return True  # the training script decides it on both sides
+    if _open(a) or _open(b):
+        return _open(a) and _open(b)
+    return bool(a.value == b.value)
+
+
+def _open(side: Side) -> bool:
+    """Whether only the training script knows the value."""
+    return not side.said and side.origin != _NOT_SAID
 
 
 def _sides(reading: Reading) -> dict[str, Side]:
@@ -71,10 +72,13 @@ def _sides(reading: Reading) -> dict[str, Side]:
     for path, _ in leaves(Config):
         if path == "native":
             continue
+        value = value_at(reading.config, path)
         if path in reading.undecided:
             found[path] = Side(None, reading.undecided[path].who, said=False)
         elif path in reading.decided:
-            found[path] = Side(value_at(reading.config, path), _origin(deciders.get(path), reading), said=True)
+            found[path] = Side(value, _origin(deciders.get(path), reading), said=True)
+        else:
+            found[path] = Side(value, _NOT_SAID, said=False)
     return found | dict(_native(reading))
 
 
