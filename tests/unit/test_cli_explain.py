@@ -10,7 +10,7 @@ import unishard
 from unishard.cli.explain import explain
 from unishard.config import leaves
 
-REFUSED = "offload:\n  params: cpu\n"  # FSDP2's sharded parameters are the masters that the optimizer steps
+REFUSED = "offload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
 ROUGH = "backend: deepspeed\nnative:\n  deepspeed: {vocabulary_size: 3}\n"  # a setting that only DeepSpeed has
 
 
@@ -66,7 +66,7 @@ def test_unsupported_is_refused_with_1_at_its_line(config: Path) -> None:
     config.write_text(REFUSED)
     result = run("explain", "c.yaml", "--native")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("c.yaml:2: offload.params: 'cpu' is not supported by fsdp: ")
+    assert result.stderr.startswith("c.yaml:2: offload.params: 'nvme' is not supported by fsdp: ")
 
 
 def test_native_key_that_a_field_decides_is_refused_at_its_line(config: Path) -> None:

@@ -60,7 +60,7 @@ def test_without_a_terminal_it_says_so(config: Path) -> None:
     [
         ("training.sed=1", "unknown field"),
         ("backend=horovod", "no backend named 'horovod'"),
-        ("offload.params=cpu", "is not supported by fsdp"),
+        ("offload.params=nvme", "offload.nvme_path: is needed by nvme"),
     ],
 )
 def test_what_cannot_be_set_writes_nothing(config: Path, change: str, said: str) -> None:
@@ -68,6 +68,12 @@ def test_what_cannot_be_set_writes_nothing(config: Path, change: str, said: str)
     assert (result.exit_code, config.exists()) == (1, False)
     assert said in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_what_the_engine_cannot_have_writes_nothing(config: Path) -> None:
+    result = run("init", "--yes", "-o", "c.yaml", "--set", "precision=bf16", "--set", "precision.accumulate=bf16")
+    assert (result.exit_code, config.exists()) == (1, False)
+    assert result.stderr.startswith('precision.accumulate: "bf16" is not supported by fsdp: ')
 
 
 def test_an_old_config_of_another_tool_answers_what_it_says(config: Path) -> None:

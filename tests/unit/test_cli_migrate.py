@@ -18,7 +18,7 @@ def project(config: Path) -> Path:
     folder = config.parent / "project"
     files = {
         "conf/ds.json": DEEPSPEED,
-        "conf/mine.yaml": "backend: fsdp\nsharding: zero3\nprecision: bf16\noffload: {params: cpu}\n",
+        "conf/mine.yaml": "backend: fsdp\nsharding: zero3\nprecision: bf16\noffload: {params: nvme, nvme_path: files}\n",
         "conf/broken.json": DEEPSPEED.replace("}", "", 1),
         "pyproject.toml": "[project]\nname = 'x'\n",
         "package.json": '{"name": "x", "optimizer": 1}',
@@ -48,7 +48,7 @@ def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
         ["project/conf/ds.json", "deepspeed", "deepspeed", "shard_grad_op", "undecided", "translates"],
         ["project/conf/mine.yaml", "unishard", "fsdp", "full_shard", "bf16", "refused"],
     ]
-    assert "1 refused" in rows[1][6]
+    assert "2 refused" in rows[1][6]
     assert broken[0].startswith("cannot be read: project/conf/broken.json: 1: is not YAML: ")
     assert counts == ["2 configs, 1 translate to unishard, 1 cannot be read"]
 

@@ -13,7 +13,7 @@ from running import TINY, Terminal, plain, run
 import unishard
 from unishard.config import leaves
 
-REFUSED = "sharding: full_shard\noffload:\n  params: cpu\n"  # FSDP2's sharded parameters are the masters that the optimizer steps
+REFUSED = "sharding: full_shard\noffload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
 ROUGH = "backend: fsdp\nnative:\n  deepspeed: {vocabulary_size: 3}\n"  # a setting that only DeepSpeed has
 OPEN = "backend: fsdp\ntraining:\n  micro_batch_size: ${training.micro_batch_size}\n"
 
@@ -92,10 +92,12 @@ def test_what_the_document_leaves_out_is_shown_on_demand() -> None:
 
 
 def test_what_needs_attention_comes_last(config: Path) -> None:
-    config.write_text(ROUGH + "training: {micro_batch_size: '${training.micro_batch_size}', seed: 3}\noffload: {params: cpu}\n")
+    config.write_text(
+        ROUGH + "training: {micro_batch_size: '${training.micro_batch_size}', seed: 3}\noffload: {params: nvme, nvme_path: files}\n"
+    )
     lines = run("translate", "c.yaml", "--to", "unishard").stderr.splitlines()
     verdicts = [re.split(r"  +", line)[2] for line in lines if line.startswith("c.yaml:")]
-    assert verdicts == ["exact", "exact", "approximate", "undecided", "refused"]
+    assert verdicts == ["exact", "exact", "approximate", "undecided", "refused", "refused"]
 
 
 def test_report_as_json(config: Path) -> None:
@@ -148,11 +150,11 @@ def test_what_cannot_be_had_is_refused_with_1_at_its_line(config: Path) -> None:
     config.write_text(REFUSED)
     result = run("translate", "c.yaml", "--to", "unishard", "-o", "new.yaml")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "c.yaml:3  offload.params = cpu" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("nothing is written: what is refused cannot be had (1 above); ")
+    assert "c.yaml:3  offload.params = nvme" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("nothing is written: what is refused cannot be had (2 above); ")
     assert not Path("new.yaml").exists()
     quiet = run("translate", "c.yaml", "--to", "unishard", "--report", "none")
-    assert quiet.stderr.startswith("c.yaml:3: offload.params: FSDP2's sharded parameters")
+    assert quiet.stderr.startswith("c.yaml:3: offload.params: PyTorch")
 
 
 def test_what_contradicts_the_ranks_is_refused(config: Path) -> None:
