@@ -38,7 +38,7 @@ def init(
         raise UnishardError("there is no terminal to ask questions on; give --yes to take what would be proposed, and --set for the rest")
     from unishard.formats.starting import Draft
 
-    draft = _started(from_) if from_ else Draft()
+    draft = _started(from_, [change for change in set_ or () if change.startswith("backend=")]) if from_ else Draft()
     if set_:
         draft.answer(set_)
     chosen = {change.partition("=")[0].strip() for change in set_ or ()}
@@ -56,12 +56,12 @@ def init(
         typer.echo(f"undecided: {path} comes from {who}; decide it with: unishard set {output} {path}=VALUE", err=True)
 
 
-def _started(old: Path) -> Draft:
+def _started(old: Path, changes: list[str]) -> Draft:
     """A draft from an old config; says what of it cannot be taken over."""
     from unishard import formats
     from unishard.formats.starting import Draft
 
-    reading = formats.read(old)
+    reading = formats.translate(old, "unishard", overrides=changes).reading
     for entry in reading.entries:
         if entry.meaning.verdict == "refused":
             typer.echo(f"not taken over: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
