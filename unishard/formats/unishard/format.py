@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from unishard import __version__, registry
-from unishard.config import Config, leaves, value_at
+from unishard.config import Config, Section, leaves, value_at
 from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import Reading, assemble, default_of, placeholder, undecided_in
 from unishard.formats.source import Source
-from unishard.formats.unishard.text import plain, text_of
+from unishard.formats.unishard.text import text_of
 from unishard.loading.findings import dotted, findings_of
 from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Undecided, Verdict, Word
 from unishard.rules import Native, flat, merge, nested
@@ -119,7 +119,17 @@ def _document(reading: Reading) -> Native:
         if path in reading.undecided:
             document = merge(document, nested({path: placeholder(path)}))
         elif path in reading.decided and not (path in assumed and value == default_of(path, values)):
-            document = merge(document, nested({path: plain(value)}))
+            document = merge(document, nested({path: _plain(value)}))
         elif path == "native" and value:
             document["native"] = value
     return document
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML holds it."""
+    match value:
+        case Section():
+            return value.model_dump(exclude_unset=True)
+        case list() | tuple():
+            return [_plain(item) for item in value]
+    return value

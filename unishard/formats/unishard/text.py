@@ -8,11 +8,10 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from unishard.config import Section
 from unishard.formats.reading import Reading
 from unishard.rules import Native
 
-__all__ = ["plain", "text_of"]
+__all__ = ["text_of"]
 
 _SCRIPTS = ("training.micro_batch_size", "optimizer.name", "optimizer.lr", "scheduler.name")
 """What tools leave to the training script when their config does not say it."""
@@ -52,14 +51,4 @@ def _commented(value: Any, depth: int = 0) -> Any:
         items = CommentedSeq([_commented(item, depth + 1) for item in value])
         items.fa.set_flow_style()
         return items
-    return value
-
-
-def plain(value: Any) -> Any:
-    """A value as YAML holds it."""
-    match value:
-        case Section():
-            return value.model_dump(exclude_unset=True)
-        case list() | tuple():
-            return [plain(item) for item in value]
     return value
