@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
@@ -17,12 +17,14 @@ from unishard.config import Config, Section, leaves
 from unishard.errors import ConfigError, Problem
 from unishard.loading import settle
 from unishard.loading.document import from_file, from_text, text_of
+from unishard.loading.findings import dotted
 from unishard.rules import flat
 
 __all__ = ["check_text", "edit"]
 
 _FIELDS = dict(leaves(Config))
-_STAND_INS = {"scheduler.total_steps": 2**40}
+_STAND_INS = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2}
+"""What fills the place of a field that is to be decided and that others need; every other one keeps its default."""
 
 
 class _Splice(NamedTuple):
@@ -63,13 +65,17 @@ def check_text(text: str, name: str, changes: Sequence[str] = ()) -> Config:
     """
     document = from_text(text, name)
     changed = {change.partition("=")[0].strip() for change in changes}
-    left = [path for path, value in flat(document.data) if value == f"${{{path}}}" and path in _FIELDS and path not in changed]
-    return settle(document, [*changes, *(f"{path}={_stand_in(path)}" for path in left)])[0]
+    left = {path for path, value in flat(document.data) if value == f"${{{path}}}" and path in _FIELDS and path not in changed}
+    for path in left:
+        _leave_out(document.data, path.split("."))
+    document.findings = [found for found in document.findings if dotted(found.path) not in left]
+    return settle(document, [*changes, *(f"{path}={value}" for path, value in _STAND_INS.items() if path in left)])[0]
 
 
-def _stand_in(path: str) -> str:
-    default = _FIELDS[path].get_default(call_default_factory=True, validated_data={})
-    return json.dumps(_STAND_INS.get(path, default))
+def _leave_out(data: Any, keys: Sequence[str]) -> None:
+    for name in keys[:-1]:
+        data = data[name]
+    del data[keys[-1]]
 
 
 def _meaning(text: str, name: str) -> Config | None:

@@ -60,8 +60,8 @@ def value_text(value: Any) -> str:
     yaml.default_flow_style = True
     yaml.width = 2**16
     out = StringIO()
-    yaml.dump([_plain(value)], out)
-    return out.getvalue().strip()[1:-1]
+    yaml.dump({"value": _plain(value)}, out)
+    return out.getvalue().strip().removeprefix("{value: ").removesuffix("}")
 
 
 def _plain(value: Any) -> Any:
