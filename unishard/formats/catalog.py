@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from typing import Any, cast
 
+from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.formats.format import Format
 from unishard.formats.source import Source
 
-__all__ = ["NAMES", "get", "recognise"]
+__all__ = ["NAMES", "get", "loudest", "mentions", "recognise"]
 
 _SIGNS: Mapping[str, Mapping[str, int]] = {
     "unishard": {
@@ -123,6 +125,10 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
 }
 """Keys that speak for a format, dotted, and how loudly. A format with the largest sum is the one."""
 
+_LOUD = 3
+_OURS = 10
+"""How loudly a file speaks for unishard in which each key is a field of its config."""
+
 NAMES = tuple(_SIGNS)
 """The formats, by the word after `--from` and `--to`."""
 
@@ -147,9 +153,8 @@ def recognise(source: Source) -> Format:
     Raises:
         ConfigError: It is in none of them.
     """
-    loudness = {name: _loudness(signs, source.data) for name, signs in _SIGNS.items()}
-    best = max(loudness, key=lambda name: loudness[name])
-    if not loudness[best]:
+    best, loudness = loudest(source)
+    if not loudness:
         keys = ", ".join(map(str, list(source.data)[:5])) or "none"
         raise ConfigError(
             [
@@ -161,6 +166,28 @@ def recognise(source: Source) -> Format:
             ]
         )
     return get(best)
+
+
+def loudest(source: Source) -> tuple[str, int]:
+    """The format that the keys of a document speak for most, and how loudly; 0 for not at all."""
+    loudness = {name: _loudness(signs, source.data) for name, signs in _SIGNS.items()}
+    loudness["unishard"] += _OURS * _is_ours(source.data)
+    best = max(loudness, key=lambda name: loudness[name])
+    return best, loudness[best]
+
+
+def mentions(text: str) -> bool:
+    """Whether a text that cannot be read has a key that speaks for a format."""
+    loud = (key for signs in _SIGNS.values() for key, weight in signs.items() if weight >= _LOUD)
+    return re.search(rf"\b({'|'.join(dict.fromkeys(loud))})[\"']?\s*[:=]", text) is not None
+
+
+def _is_ours(data: Mapping[str, Any]) -> bool:
+    """Whether every key is a field of the config, which no other tool's file can be by chance."""
+    known = Config.model_fields
+    sections = ((known[key].annotation, value) for key, value in data.items() if key in known and isinstance(value, Mapping))
+    inner = all(set(value) <= set(getattr(kind, "model_fields", value)) for kind, value in sections)
+    return bool(data) and set(data) <= set(known) and inner
 
 
 def _loudness(signs: Mapping[str, int], data: Mapping[str, Any]) -> int:
