@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.meanings import Entry, Expressed, express, interpret
+from unishard.meanings import Entry, Expressed, Verdict, Word, express, interpret
 from unishard.topology import Topology
 from unishard_fsdp.expressions import EXPRESSIONS
 from unishard_fsdp.keys import KEYS
@@ -31,7 +31,12 @@ def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = Non
 
 def arguments(cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
     """The arguments of FSDP2 for a config, and what became of each of its fields."""
-    return express(EXPRESSIONS, cfg, topology, undecided)
+    expressed = express(EXPRESSIONS, cfg, topology, undecided)
+    if not cfg.sharding.hybrid or topology.world_size > 1:
+        return expressed
+    # One rank is what is said of a number that nobody knows, and a mesh needs it.
+    word = Word(Verdict.UNDECIDED, "mesh", "the number of groups comes from the number of ranks; give --world-size and --gpus-per-node")
+    return expressed._replace(words={**expressed.words, "sharding.strategy": word, "sharding.group_size": word})
 
 
 def _assumed(native: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

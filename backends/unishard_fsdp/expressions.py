@@ -36,6 +36,8 @@ def _mesh(cfg: Config, topology: Topology) -> Native:
     if not cfg.sharding.hybrid:
         return {} if _sharded(cfg) else {"mesh": {"replicate": topology.world_size, "shard": 1}}
     group = parts(cfg, topology)
+    if group == 1:
+        return {}
     groups, rest = divmod(topology.world_size, group)
     return {"mesh": {"shard": group} if rest or not groups else {"replicate": groups, "shard": group}}
 

@@ -33,8 +33,8 @@ def command(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
-def test_translate(backend: str) -> None:
-    assert imported(command("translate", "configs/llama_tiny.yaml", "--to", backend), HEAVY) == []
+def test_explain_native(backend: str) -> None:
+    assert imported(command("explain", "configs/llama_tiny.yaml", backend, "--native"), HEAVY) == []
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,13 @@ def test_the_package_alone() -> None:
     assert imported("import unishard", [*HEAVY, "typer", "rich", "unishard_fsdp", "unishard_deepspeed"]) == []
 
 
+@pytest.mark.parametrize("format_", ["unishard", "deepspeed"])
+def test_translate(format_: str) -> None:
+    assert imported(command("translate", "configs/llama_tiny.yaml", "--to", format_), HEAVY) == []
+
+
 def test_a_table_that_is_not_drawn_needs_no_rich() -> None:
-    assert imported(command("translate", "configs/llama_tiny.yaml"), ["rich"]) == []
+    assert imported(command("translate", "configs/llama_tiny.yaml", "--to", "unishard"), ["rich"]) == []
 
 
 def test_the_check_finds_what_it_looks_for() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard import registry
 from unishard.config import Config, leaves
 from unishard.meanings import Undecided, Verdict
-from unishard.rules import nested
+from unishard.rules import flat, merge, nested
 from unishard.topology import Topology
 
 FSDP = registry.get("fsdp")
@@ -228,12 +228,36 @@ def test_files_are_refused_and_nothing_of_a_default_is():
     assert all(word.verdict is not Verdict.REFUSED for word in defaults.words.values())
 
 
+@pytest.mark.parametrize("group", [None, 4])
+def test_groups_need_the_number_of_ranks(group):
+    cfg = Config.model_validate({"sharding": {"strategy": "hybrid_shard", "group_size": group}})
+    assert FSDP.arguments(cfg, EIGHT).document["mesh"] == {"replicate": 2, "shard": 4}
+    alone = FSDP.arguments(cfg, Topology())
+    assert alone.words["sharding.strategy"].verdict is Verdict.UNDECIDED
+    assert "--world-size" in alone.words["sharding.strategy"].note
+    assert alone.document.get("mesh", {}).get("shard") != 1
+
+
 def test_a_native_policy_comes_along():
     cfg = Config.model_validate({"precision": "bf16", "native": {"fsdp": {"mp_policy": {"output_dtype": "float32"}}}})
     expressed = FSDP.arguments(cfg, EIGHT)
     assert expressed.document["mixed_precision"]["output_dtype"] == "float32"
     other = Config.model_validate({"native": {"fsdp": {"requires_gradient_sync": "last_micro_batch"}}})
     assert FSDP.arguments(other, EIGHT).words["native"].verdict is Verdict.UNDECIDED
+
+
+JUNK = st.sampled_from([None, True, False, 0, -1, 2.5, 10**30, "", "auto", "bf16", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, [[]]])
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(FSDP.keys)), JUNK, max_size=5), st.sampled_from([None, EIGHT]))
+def test_whatever_stands_at_an_argument_it_gets_its_verdict(arguments, topology):
+    native = {}
+    for key, value in arguments.items():
+        native = merge(native, nested({key: value}))
+    keys = [entry.key for entry in FSDP.parse(native, topology=topology)]
+    for path, _ in flat(native):
+        assert any(path == key or path.startswith(f"{key}.") for key in keys), path
 
 
 @st.composite
@@ -255,6 +279,7 @@ def expressible(draw):
     return Config.model_validate(nested(said))
 
 
+@settings(deadline=None)
 @given(expressible())
 def test_what_the_arguments_can_say_comes_back(cfg):
     native = FSDP.arguments(cfg, EIGHT).document

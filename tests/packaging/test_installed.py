@@ -57,7 +57,8 @@ def test_both_backends_are_found(core):
 
 
 def test_translation_needs_no_engine(core, config):
-    assert "fully_shard" in core.output("unishard", "translate", config, "--to", "fsdp")
+    assert "fully_shard" in core.output("unishard", "explain", config, "fsdp", "--native")
+    assert '"stage": 3' in core.output("unishard", "explain", config, "deepspeed", "--native")
     assert '"stage": 3' in core.output("unishard", "translate", config, "--to", "deepspeed")
 
 

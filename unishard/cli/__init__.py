@@ -6,12 +6,13 @@ import contextlib
 import errno
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from unishard.cli import backends, demo, docs, explain, schema, translate
+from unishard.cli import backends, demo, diff, docs, explain, init, migrate, schema, set_, translate
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
@@ -21,8 +22,21 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Why a write fails; such an error names no file."""
 
 
+_TROUBLE = {"diff": 2}
+"""Exit status when something is refused, of commands for which 1 means something else."""
+
+
 class Commands(TyperGroup):
     """Says in one message what unishard, or the operating system, refuses. Anything else is a bug, and shows a traceback."""
+
+    _command: str | None = None
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command, and remember which one it was."""
+        try:
+            return super().invoke(ctx)
+        finally:
+            self._command = ctx.invoked_subcommand
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line; exit with 1 when something is refused, quietly when nobody reads the output any more."""
@@ -37,7 +51,7 @@ class Commands(TyperGroup):
                 raise
             with contextlib.suppress(OSError):  # standard error may be what cannot be written
                 typer.echo(message, err=True, nl=bool(message))
-            raise SystemExit(1) from None
+            raise SystemExit(_TROUBLE.get(self._command or "", 1)) from None
 
 
 def _message(error: UnishardError | OSError) -> str | None:
@@ -76,8 +90,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-for command in (translate.translate, explain.explain, schema.schema, docs.docs, backends.backends, demo.demo):
-    app.command()(command)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "translate": translate.translate,
+    "diff": diff.diff,
+    "explain": explain.explain,
+    "init": init.init,
+    "set": set_.set_,
+    "migrate": migrate.migrate,
+    "schema": schema.schema,
+    "docs": docs.docs,
+    "backends": backends.backends,
+    "demo": demo.demo,
+}
+for name, command in _COMMANDS.items():
+    app.command(name)(command)
 
 
 def _version(wanted: bool) -> None:

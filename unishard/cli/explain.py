@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from unishard.cli.arguments import ConfigFile, Overrides, WorldSize
+import typer
+
+from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, WorldSize, topology_of
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.errors import ConfigError
 from unishard.rules import Fit
@@ -14,27 +17,57 @@ from unishard.topology import Topology
 from unishard.wording import bare
 
 if TYPE_CHECKING:
+    from unishard.config import Config
     from unishard.explanation import Image, Row
+    from unishard.loading import Origins
 
 __all__ = ["explain"]
 
 _COLUMNS = ("field", "value", "from")
 
 
-def explain(config: ConfigFile, set_: Overrides = None, world_size: WorldSize = 1) -> None:
+def explain(
+    config: ConfigFile,
+    backend: Annotated[
+        str | None, typer.Argument(metavar="[BACKEND]", help="One backend alone (see `unishard backends`).", show_default=False)
+    ] = None,
+    native: Annotated[
+        bool, typer.Option("--native", help="Print the JSON that `prepare` hands to the engine. [default backend: the config's]")
+    ] = False,
+    set_: Overrides = None,
+    world_size: WorldSize = 1,
+    gpus_per_node: GpusPerNode = None,
+) -> None:
     """Show every value and what it becomes.
 
     Each field of the config: its value, where it came from, and what it becomes on each installed backend.
     """
-    from unishard.explanation import explain as rows_of
     from unishard.loading import read
 
+    topology = topology_of(world_size, gpus_per_node) or Topology()
     cfg, origins = read(config, set_ or ())
     try:
-        rows = rows_of(cfg, origins, Topology(world_size, world_size))
+        if native:
+            _print_native(cfg, backend, topology)
+        else:
+            _show(cfg, origins, backend, topology)
     except ConfigError as error:
         raise origins.locate(error) from None
-    names = sorted({name for row in rows for name in row.images})
+
+
+def _print_native(cfg: Config, backend: str | None, topology: Topology) -> None:
+    from unishard.translation import translate
+
+    translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
+    typer.echo(json.dumps(translation.native, indent=2, allow_nan=False))
+
+
+def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology) -> None:
+    from unishard import registry
+    from unishard.explanation import explain as rows_of
+
+    rows = rows_of(cfg, origins, topology)
+    names = [registry.get(backend).name] if backend else sorted({name for row in rows for name in row.images})
     if is_narrow(len(_COLUMNS) + len(names), sys.stdout):
         show_blocks(((f"{row.path} = {bare(row.value)}  ({row.origin})", list(_lines(row, names))) for row in rows), sys.stdout)
     else:

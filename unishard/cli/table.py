@@ -10,7 +10,17 @@ if TYPE_CHECKING:
 
 __all__ = ["FIT_STYLES", "is_narrow", "show", "show_blocks"]
 
-FIT_STYLES = {"exact": "green", "equivalent": "cyan", "approximate": "yellow", "unsupported": "red"}
+FIT_STYLES = {
+    "exact": "green",
+    "equivalent": "cyan",
+    "emulated": "cyan",
+    "dropped": "dim",
+    "approximate": "yellow",
+    "undecided": "bold magenta",
+    "unsupported": "red",
+    "refused": "bold red",
+}
+"""Of a cell or a line by its first word, up to a colon."""
 _READABLE = 25
 """Columns of a terminal that a column of a table needs, on average."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from unishard.formats.catalog import NAMES
+from unishard.formats.checking import check
+from unishard.formats.comparing import Difference, compare
 from unishard.formats.reading import Reading
 from unishard.formats.translating import Item, Outcome, read, translate
 
-__all__ = ["NAMES", "Item", "Outcome", "Reading", "read", "translate"]
+__all__ = ["NAMES", "Difference", "Item", "Outcome", "Reading", "check", "compare", "read", "translate"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -13,7 +14,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats.format import Format
 from unishard.formats.source import Source
 
-__all__ = ["NAMES", "get", "loudest", "recognise"]
+__all__ = ["NAMES", "get", "loudest", "mentions", "recognise"]
 
 _SIGNS: Mapping[str, Mapping[str, int]] = {
     "unishard": {
@@ -152,6 +153,8 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "fsdp_config": 1,
         "run_name": 1,
         "parallelism_config": 1,
+        "parameters": 2,
+        "integrations": 2,
         "callbacks": 2,
         "algorithms": 2,
         "loggers": 2,
@@ -184,6 +187,7 @@ _STRANGE: Mapping[str, tuple[str, ...]] = {
 _OURS = 10
 """How loudly a file speaks for unishard in which each key is a field of its config."""
 
+_LOUD = 3
 _ENOUGH = 2
 """A key that several tools have says too little."""
 
@@ -253,6 +257,12 @@ def _stranger(data: Mapping[str, Any]) -> str | None:
     if isinstance(data.get("defaults"), list):
         return next(iter(_STRANGE))
     return next((tool for tool, keys in _STRANGE.items() if any(key in data for key in keys)), None)
+
+
+def mentions(text: str) -> bool:
+    """Whether a text that cannot be read has a key that speaks for a format."""
+    loud = (key for signs in _SIGNS.values() for key, weight in signs.items() if weight >= _LOUD and "." not in key)
+    return re.search(rf"\b({'|'.join(dict.fromkeys(loud))})[\"']?\s*[:=]", text) is not None
 
 
 def _loudness(signs: Mapping[str, int], data: Mapping[str, Any]) -> int:

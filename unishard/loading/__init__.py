@@ -16,7 +16,7 @@ from unishard.loading.origins import Origins, Place
 from unishard.loading.overrides import override
 from unishard.wording import shown
 
-__all__ = ["Origins", "Place", "load", "read"]
+__all__ = ["Origins", "Place", "load", "read", "settle"]
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -38,10 +38,20 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
 
 def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
     """As `load`, with the place that each value came from."""
-    document = _open(source)
+    return settle(_open(source), overrides)
+
+
+def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origins]:
+    """The config that a document and changes on top of it come to.
+
+    Raises:
+        ConfigError: Values in it cannot be used. Lists every problem.
+    """
     findings = list(document.findings)
     for text in _changes(overrides):
-        findings += override(document, text)
+        wrong = list(override(document, text))
+        keys = tuple(text.partition("=")[0].strip().split("."))
+        findings = [found for found in findings if wrong or not found.of_value or found.path[: len(keys)] != keys] + wrong
     try:
         cfg = Config.model_validate(document.data)
     except ValidationError as error:

@@ -238,10 +238,21 @@ def _plain(value: Any, keys: Keys, findings: list[Finding]) -> Any:
 def _checked(value: Any, keys: Keys, findings: list[Finding], place: Place | None = None) -> Any:
     """The value; notes what no field may hold."""
     if isinstance(value, str) and (variable := _VARIABLE.search(value)):
-        name = variable.group()
-        findings.append(
-            Finding(keys, f"holds {name}, and environment variables are not expanded; write the value, or give it as an override", place)
-        )
+        findings.append(Finding(keys, _undecided(value, keys) or _expanded(variable.group()), place, of_value=True))
     if isinstance(value, float) and not math.isfinite(value):
-        findings.append(Finding(keys, f"is {value}; write a finite number", place))
+        findings.append(Finding(keys, f"is {value}; write a finite number", place, of_value=True))
     return value
+
+
+def _expanded(name: str) -> str:
+    return f"holds {name}, and environment variables are not expanded; write the value, or give it as an override"
+
+
+def _undecided(value: str, keys: Keys) -> str:
+    """What to say of a field that `unishard translate` left to be decided, as `${training.micro_batch_size}`; empty for any other text."""
+    path = ".".join(map(str, keys))
+    if value != f"${{{path}}}":
+        return ""
+    return (
+        f"needs your decision, as the config that this was translated from left it open; write the value, or give {path}=... as an override"
+    )

@@ -56,6 +56,8 @@ class Finding(NamedTuple):
     what: str
     place: Place | None = None
     """Where it was written; None for the place of its path."""
+    of_value: bool = False
+    """Whether the value alone is at fault, so that an override of it mends it."""
 
 
 def dotted(path: Keys) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from unishard.rules import merge
 from unishard.testing.cells import STRATEGIES, Feature
@@ -16,8 +17,8 @@ _LORA, _BF16_BASE = lora.FEATURES[:2]
 _GROUPS = {"sharding": {"group_size": 2}}
 
 
-def _with(feature: Feature, name: str, about: str, sections: dict[str, object], **changes: object) -> Feature:
-    return replace(feature, name=name, about=f"{feature.about}; {about}", sections=merge(feature.sections, sections), **changes)  # type: ignore[arg-type]
+def _with(feature: Feature, name: str, about: str, sections: dict[str, Any], **changes: Any) -> Feature:
+    return replace(feature, name=name, about=f"{feature.about}; {about}", sections=merge(feature.sections, sections), **changes)
 
 
 FEATURES = (

@@ -1,0 +1,329 @@
+"""torchtitan's TOML: what each key says, how each field is said, and that the text is TOML."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unishard.config import Config, leaves
+from unishard.formats import read, translate
+from unishard.formats.catalog import recognise
+from unishard.formats.source import open_source
+from unishard.formats.torchtitan import FORMAT
+from unishard.formats.torchtitan.text import toml_of
+from unishard.meanings import Verdict
+from unishard.rules import flat, merge, nested
+from unishard.topology import Topology
+
+EIGHT = Topology(world_size=8, local_world_size=8)
+TRAINING = """
+[job]
+dump_folder = "./outputs"
+
+[model]
+name = "llama3"
+flavor = "8B"
+converters = []
+
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+eps = 1e-8
+
+[lr_scheduler]
+warmup_steps = 0
+decay_type = "cosine"
+min_lr_factor = 0.1
+
+[training]
+local_batch_size = 2
+global_batch_size = 64
+seq_len = 8192
+max_norm = 0.5
+steps = 1000
+mixed_precision_param = "bfloat16"
+mixed_precision_reduce = "float32"
+enable_cpu_offload = false
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 1
+
+[activation_checkpoint]
+mode = "full"
+
+[compile]
+enable = true
+components = ["model", "loss"]
+
+[debug]
+seed = 7
+
+[checkpoint]
+enable = true
+"""
+DOCUMENT = tomllib.loads(TRAINING)
+
+
+def changed(key, value):
+    return merge(DOCUMENT, nested({key: value}))
+
+
+def config(document, topology=EIGHT):
+    return read(document, "torchtitan", topology=topology).config
+
+
+def items(document, to="unishard", topology=EIGHT):
+    return {item.key: item for item in translate(document, to, from_="torchtitan", topology=topology).items}
+
+
+def test_a_whole_training_is_understood(tmp_path):
+    file = tmp_path / "llama.toml"
+    file.write_text(TRAINING)
+    cfg = read(file, topology=EIGHT).config
+    assert (cfg.backend, cfg.sharding.strategy, cfg.activation_checkpointing, cfg.compile.mode) == (
+        "fsdp",
+        "full_shard",
+        "full",
+        "per_block",
+    )
+    assert (cfg.precision.compute, cfg.precision.reduce, cfg.precision.master) == ("bf16", "fp32", "fp32")
+    assert (cfg.training.micro_batch_size, cfg.training.gradient_accumulation_steps) == (2, 4)
+    assert (cfg.training.gradient_clipping, cfg.training.seed) == (0.5, 7)
+    assert (cfg.optimizer.name, cfg.optimizer.lr, cfg.optimizer.betas, cfg.optimizer.weight_decay) == ("adamw", 3e-4, (0.9, 0.95), 0.1)
+    assert (cfg.scheduler.name, cfg.scheduler.total_steps, cfg.scheduler.min_lr_ratio) == ("cosine", 1000, 0.1)
+
+
+def test_what_a_file_leaves_out_jobconfig_fills_in():
+    reading = read({"parallelism": {"data_parallel_shard_degree": 4}}, "torchtitan")
+    cfg = reading.config
+    assert reading.topology.world_size == 4
+    assert (cfg.optimizer.lr, cfg.training.micro_batch_size, cfg.training.gradient_clipping) == (8e-4, 8, 1.0)
+    assert (cfg.precision.compute, cfg.activation_checkpointing) == ("bf16", "selective")
+    assert (cfg.scheduler.name, cfg.scheduler.total_steps, cfg.scheduler.warmup_steps) == ("linear", 10000, 200)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategy", "group"),
+    [
+        ({"shard": -1, "replicate": 1}, "full_shard", None),
+        ({"shard": 8, "replicate": 1}, "full_shard", None),
+        ({"shard": 1, "replicate": 8}, "no_shard", None),
+        ({"shard": 4, "replicate": 2}, "hybrid_shard", 4),
+        ({"shard": -1, "replicate": 4}, "hybrid_shard", 2),
+    ],
+)
+def test_degrees_decide_the_strategy(degrees, strategy, group):
+    said = {f"data_parallel_{axis}_degree": size for axis, size in degrees.items()}
+    cfg = config({**DOCUMENT, "parallelism": said})
+    assert (cfg.sharding.strategy, cfg.sharding.group_size) == (strategy, group)
+
+
+@pytest.mark.parametrize(("word", "reshards"), [("default", True), ("always", True), ("never", False)])
+def test_resharding(word, reshards):
+    assert config(changed("parallelism.fsdp_reshard_after_forward", word)).sharding.reshard_after_forward is reshards
+
+
+def test_offload_and_formats():
+    cfg = config(changed("training.enable_cpu_offload", True))
+    assert (cfg.offload.params, cfg.offload.optimizer) == ("cpu", "cpu")
+    assert config(changed("training.mixed_precision_param", "float32")).precision.compute == "fp32"
+    assert config(changed("training.dtype", "bfloat16")).precision.master == "bf16"
+    assert config(changed("training.max_norm", math.inf)).training.gradient_clipping is None
+
+
+def test_warm_ups_begin_one_update_earlier():
+    item = items(changed("lr_scheduler.warmup_steps", 100))["lr_scheduler.warmup_steps"]
+    assert item.verdict is Verdict.APPROXIMATE
+    assert "(i + 1)" in item.note
+    constant = merge(changed("lr_scheduler.warmup_steps", 100), {"lr_scheduler": {"decay_ratio": 0.0, "min_lr_factor": 0.0}})
+    cfg = config(constant)
+    assert (cfg.scheduler.name, cfg.scheduler.warmup_steps, cfg.scheduler.warmup_start_ratio) == ("constant", 99, 0.01)
+    assert items(constant)["lr_scheduler.warmup_steps"].verdict is Verdict.EXACT
+
+
+def test_a_decay_as_long_as_the_rest_is_no_other_schedule():
+    assert items(changed("lr_scheduler.decay_ratio", 1.0))["lr_scheduler.decay_ratio"].verdict is Verdict.DROPPED
+    stable = items(changed("lr_scheduler.decay_ratio", 0.2))["lr_scheduler.decay_ratio"]
+    assert stable.verdict is Verdict.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("parallelism.tensor_parallel_degree", 2),
+        ("parallelism.context_parallel_degree", 2),
+        ("parallelism.pipeline_parallel_degree", 4),
+        ("parallelism.expert_parallel_degree", 2),
+        ("parallelism.data_parallel_shard_degree", 0),
+        ("parallelism.data_parallel_shard_degree", "all"),
+        ("parallelism.fsdp_reshard_after_forward", "sometimes"),
+        ("parallelism.fsdp_reshard_after_forwar", "never"),
+        ("lr_scheduler.decay_type", "sqrt"),
+        ("model.converters", ["float8"]),
+        ("optimizer.name", "Muon"),
+        ("optimizer.early_step_in_backward", True),
+        ("fault_tolerance.enable", True),
+        ("training.max_norm", 0),
+        ("training.global_batch_size", 63),
+        ("training.mixed_precision_param", "float8"),
+        ("training", 3),
+    ],
+)
+def test_what_cannot_be_had_is_refused(key, value):
+    item = items(changed(key, value))[key]
+    assert item.verdict is Verdict.REFUSED
+    assert item.note
+
+
+KEPT = ["job.dump_folder", "model.flavor", "training.seq_len", "compile.components", "checkpoint.enable"]
+
+
+@pytest.mark.parametrize("key", KEPT)
+def test_what_concerns_torchtitan_alone_is_kept(key):
+    section = key.partition(".")[0]
+    found = {**items(DOCUMENT), key: items(DOCUMENT).get(key) or items(DOCUMENT)[section]}
+    assert found[key].verdict is Verdict.DROPPED
+    kept = dict(flat(translate(DOCUMENT, "torchtitan", from_="torchtitan", topology=EIGHT).document))
+    assert kept[key] == dict(flat(DOCUMENT))[key]
+
+
+@pytest.mark.parametrize(("mode", "option"), [("selective", "op"), ("selective", "2"), ("memory_budget", "op")])
+def test_selective_checkpointing_keeps_other_results(mode, option):
+    document = {**DOCUMENT, "activation_checkpoint": {"mode": mode, "selective_ac_option": option}}
+    item = items(document)["activation_checkpoint.mode"]
+    assert (item.verdict, config(document).activation_checkpointing) == (Verdict.EMULATED, "selective")
+
+
+def test_only_a_compiled_model_is_compiled():
+    document = {**DOCUMENT, "compile": {"enable": True, "components": ["loss"]}}
+    assert config(document).compile.mode == "none"
+    assert items(document)["compile.enable"].verdict is Verdict.EMULATED
+
+
+def test_older_names():
+    training = {"batch_size": 4, "compile": True, "seed": 3, "steps": 50}
+    cfg = config({"training": training, "lr_scheduler": {"lr_min": 0.2, "warmup_steps": 0}, "parallelism": {}})
+    assert (cfg.training.micro_batch_size, cfg.compile.mode, cfg.training.seed, cfg.scheduler.min_lr_ratio) == (4, "per_block", 3, 0.2)
+
+
+def test_it_is_recognised():
+    assert recognise(open_source(DOCUMENT)) is FORMAT
+
+
+def test_every_field_has_a_row_in_the_order_of_the_schema():
+    assert list(FORMAT.expressions) == [path for path, _ in leaves(Config)]
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"backend": "deepspeed"}, {"backend"}),
+        ({"precision": "fp16"}, {"precision.compute"}),
+        ({"optimizer": "sgd"}, {"optimizer.name"}),
+        ({"optimizer": {"name": "adamw", "no_decay": ["bias"]}}, {"optimizer.no_decay"}),
+        ({}, set()),
+    ],
+)
+def test_what_torchtitan_does_not_have(config, refused):
+    assert {item.key for item in translate(config, "torchtitan", from_="unishard").of(Verdict.REFUSED)} == refused
+
+
+def test_copies_need_the_number_of_ranks():
+    hybrid = {"sharding": {"strategy": "hybrid_shard", "group_size": 4}}
+    known = translate(hybrid, "torchtitan", from_="unishard", topology=EIGHT)
+    assert known.document["parallelism"]["data_parallel_replicate_degree"] == 2
+    items = {item.key: item for item in translate(hybrid, "torchtitan", from_="unishard").items}
+    assert items["sharding.strategy"].verdict is Verdict.UNDECIDED
+
+
+def test_the_whole_batch_needs_the_number_of_ranks():
+    alone = translate({"training": {"gradient_accumulation_steps": 1}}, "torchtitan", from_="unishard")
+    assert alone.document["training"]["global_batch_size"] == -1
+    windows = translate({"training": {"gradient_accumulation_steps": 4}}, "torchtitan", from_="unishard")
+    assert "global_batch_size" not in windows.document["training"]
+    assert {item.key for item in windows.of(Verdict.UNDECIDED)} == {"training.gradient_accumulation_steps"}
+
+
+def test_writing_twice_changes_nothing():
+    once = translate(DOCUMENT, "torchtitan", from_="torchtitan", topology=EIGHT)
+    twice = translate(once.document, "torchtitan", from_="torchtitan", topology=EIGHT)
+    assert tomllib.loads(once.text) == once.document == twice.document
+    assert config(once.document) == config(DOCUMENT)
+
+
+JUNK = st.sampled_from([None, True, 0, -1, 2.5, 10**30, "", "auto", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, math.inf, math.nan])
+PLACES = [tuple(key.split(".")) for key, _ in flat(DOCUMENT)] + [(key,) for key in DOCUMENT]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(PLACES), JUNK, st.sampled_from(["unishard", "torchtitan"]))
+def test_whatever_stands_at_a_key_it_gets_its_verdict(place, junk, to):
+    document = {**DOCUMENT, place[0]: {**DOCUMENT[place[0]], place[1]: junk} if place[1:] else junk}
+    keys = [item.key for item in translate(document, to, from_="torchtitan", topology=EIGHT).items]
+    for path, _ in flat(document):
+        assert any(path == key or path.startswith(f"{key}.") for key in keys), path
+
+
+PLAIN = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"]))
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+TABLES = st.recursive(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), VALUES, max_size=3),
+    lambda inner: st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), VALUES | inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None)
+@given(TABLES)
+def test_the_text_is_toml_of_the_same(table):
+    assert tomllib.loads(toml_of(table)) == table
+
+
+@st.composite
+def expressible(draw):
+    """Configs that torchtitan can say."""
+    said = {
+        "precision.compute": draw(st.sampled_from(["fp32", "bf16"])),
+        "sharding.strategy": draw(st.sampled_from(["no_shard", "full_shard", "hybrid_shard"])),
+        "activation_checkpointing": draw(st.sampled_from(["none", "full", "selective"])),
+        "training.micro_batch_size": draw(st.integers(1, 16)),
+        "training.gradient_accumulation_steps": draw(st.integers(1, 16)),
+        "training.gradient_clipping": draw(st.none() | st.floats(0.01, 10)),
+        "training.seed": draw(st.integers(0, 1000)),
+        "optimizer.name": draw(st.sampled_from(["adamw", "adam"])),
+        "optimizer.lr": draw(st.floats(0, 1)),
+        "optimizer.betas": draw(st.sampled_from([(0.9, 0.95), (0.8, 0.99)])),
+        "optimizer.eps": draw(st.floats(0, 1)),
+        "optimizer.weight_decay": draw(st.floats(0, 1)),
+        "scheduler.name": draw(st.sampled_from(["constant", "linear", "cosine"])),
+        "compile.mode": draw(st.sampled_from(["none", "per_block"])),
+    }
+    if said["precision.compute"] == "bf16":
+        said["precision.master"] = draw(st.sampled_from(["fp32", "bf16"]))
+    if said["sharding.strategy"] == "hybrid_shard":
+        said["sharding.group_size"] = draw(st.sampled_from([2, 4]))
+    if said["sharding.strategy"] != "no_shard":
+        said["sharding.reshard_after_forward"] = draw(st.booleans())
+        if draw(st.booleans()):
+            said |= {"offload.params": "cpu", "offload.optimizer": "cpu"}
+    if said["scheduler.name"] != "constant":
+        said["scheduler.warmup_steps"] = draw(st.integers(0, 50))
+        said |= {"scheduler.total_steps": draw(st.integers(51, 5000)), "scheduler.min_lr_ratio": draw(st.floats(0, 1))}
+    elif draw(st.booleans()):
+        steps = draw(st.integers(1, 50))
+        said |= {"scheduler.warmup_steps": steps, "scheduler.warmup_start_ratio": 1 / (steps + 1)}
+    return Config.model_validate(nested(said))
+
+
+@settings(deadline=None, max_examples=60)
+@given(expressible())
+def test_what_it_can_say_comes_back(cfg):
+    text = translate(cfg.model_dump(exclude_unset=True), "torchtitan", from_="unishard", topology=EIGHT).text
+    assert config(tomllib.loads(text)) == cfg

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from running import TINY, Terminal, plain, run
+
+from unishard.cli.diff import diff
+from unishard.formats import compare
+from unishard.formats.reading import Reading, assemble
+from unishard.formats.source import Source
+from unishard.loading import Origins, Place
+from unishard.meanings import Entry, Meaning, Undecided
+
+
+def reading(*entries: Entry) -> Reading:
+    """What a file of another tool says."""
+    return assemble("other", Source("o.json", {}, Origins(Place("o.json"))), entries)
+
+
+def says(field: str, value: object, *, assumed: bool = False) -> Entry:
+    return Entry((f"their_{field.rpartition('.')[2]}",), value, Meaning(fields={field: value}), assumed)
+
+
+def test_two_spellings_of_the_same_training(config: Path) -> None:
+    config.write_text("backend: fsdp\nsharding: zero3\nprecision: bf16\n")
+    Path("d.yaml").write_text("precision:\n  compute: bfloat16\n  master: fp32\nsharding:\n  strategy: FULL_SHARD\n")
+    result = run("diff", "c.yaml", "d.yaml")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "the same training\n", "")
+
+
+def test_what_differs_is_named_with_where_it_comes_from(config: Path) -> None:
+    config.write_text("backend: fsdp\ntraining:\n  seed: 3\n  micro_batch_size: ${training.micro_batch_size}\n")
+    Path("d.yaml").write_text("backend: deepspeed\ntraining: {micro_batch_size: 2}\nnative: {deepspeed: {aio: {block_size: 8}}}\n")
+    result = run("diff", "c.yaml", "d.yaml")
+    assert result.exit_code == 1
+    assert [re.split(r"  +", line) for line in result.stdout.splitlines()] == [
+        ["field", "A (unishard)", "B (unishard)"],
+        ["backend", "fsdp", "(backend, line 1)", "deepspeed", "(backend, line 1)"],
+        [
+            "training.micro_batch_size",
+            "undecided: your training script",
+            "2",
+            "(training.micro_batch_size, line 2)",
+        ],
+        ["training.seed", "3", "(training.seed, line 3)", "0", "(default)"],
+        ["native.deepspeed.aio.block_size", "not said", "8", "(native.deepspeed.aio.block_size, line 3)"],
+    ]
+
+
+def test_what_cannot_be_read_is_trouble_and_no_difference(config: Path) -> None:
+    config.write_text("backend: fsdp\nlr: 1\n")
+    for arguments in ((TINY, "nowhere.yaml"), ("c.yaml", TINY, "--from-a", "unishard"), (TINY, TINY, "--from-b", "nonsense")):
+        result = run("diff", *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("columns", "drawn"), [(40, False), (120, True)])
+def test_on_a_terminal(config: Path, monkeypatch: pytest.MonkeyPatch, columns: int, drawn: bool) -> None:
+    config.write_text("training: {seed: 3}\n")
+    Path("d.yaml").write_text("training: {seed: 4}\n")
+    screen = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", screen)
+    with pytest.raises(typer.Exit):
+        diff(Path("c.yaml"), Path("d.yaml"))
+    lines = [line.rstrip() for line in plain(screen.getvalue()).splitlines()]
+    assert any("│" in line for line in lines) is drawn
+    assert (lines == ["training.seed", "  A  3  (training.seed, line 1)", "  B  4  (training.seed, line 1)"]) is not drawn
+
+
+def test_what_a_tool_assumes_counts_as_said() -> None:
+    one = reading(says("training.gradient_clipping", 1.0, assumed=True))
+    other = reading(says("training.gradient_clipping", None))
+    (difference,) = compare(one, other)
+    assert (difference.path, difference.a.value, difference.b.value) == ("training.gradient_clipping", 1.0, None)
+    assert difference.a.origin == "other assumes their_gradient_clipping"
+
+
+def test_what_nobody_says_is_the_default() -> None:
+    from unishard.formats import read
+
+    silent = reading(says("sharding.strategy", "full_shard"))
+    assert compare(silent, read({"sharding": "full_shard", "optimizer": {"lr": 1e-3}})) == ()
+    (difference,) = compare(silent, read({"optimizer": {"lr": 1e-4}}))
+    assert (difference.path, difference.a.value, difference.a.origin, difference.b.value) == ("optimizer.lr", 1e-3, "not said", 1e-4)
+
+
+def test_what_the_script_decides_on_both_sides_is_the_same() -> None:
+    field = "training.micro_batch_size"
+    sides = [reading(says(field, Undecided(who))) for who in ("the TrainingArguments", "the script")]
+    assert compare(*sides) == ()
+    (difference,) = compare(sides[0], reading(says(field, 4)))
+    assert (difference.a.said, difference.a.origin, difference.b.value) == (False, "the TrainingArguments", 4)
+
+
+def test_other_numbers_of_ranks_are_another_training() -> None:
+    import dataclasses
+
+    from unishard import Topology
+
+    one = reading(says("training.micro_batch_size", 4))
+    two, four = (dataclasses.replace(one, topology=Topology(ranks, ranks)) for ranks in (2, 4))
+    assert [(at.path, at.a.value, at.b.value) for at in compare(two, four)] == [("ranks", 2, 4)]
+    assert compare(one, four) == (), "the launcher says it where the file does not"
+
+
+def test_a_difference_is_found_in_both_directions() -> None:
+    one, other = reading(says("training.seed", 1)), reading(says("training.seed", 2), says("precision.compute", "bf16"))
+    forth, back = compare(one, other), compare(other, one)
+    assert [(at.path, at.a, at.b) for at in forth] == [(at.path, at.b, at.a) for at in back]
+    assert {at.path for at in forth} == {"training.seed", "precision.compute"}

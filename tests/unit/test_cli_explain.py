@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import TINY, Terminal, plain, run
+
+import unishard
+from unishard.cli.explain import explain
+from unishard.config import leaves
+
+REFUSED = "offload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
+ROUGH = "backend: deepspeed\nnative:\n  deepspeed: {vocabulary_size: 3}\n"  # a setting that only DeepSpeed has
+
+
+def explained(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
+    screen = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", screen)
+        explain(Path(TINY), set_=["sharding=zero2"])
+    return plain(screen.getvalue())
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_explain_on_a_narrow_terminal_is_one_block_for_each_field(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    shown = explained(monkeypatch, columns)
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert [line.split(" = ")[0] for line in lines if not line.startswith((" ", "("))] == [path for path, _ in leaves(unishard.Config)]
+    at = lines.index("sharding.strategy = shard_grad_op  (override)")
+    assert lines[at + 1] == "  deepspeed  equivalent: zero_optimization.stage = 2"
+    assert lines[at + 2].startswith("             stage 2; gradients travel"), "the note of what is not exact"
+    assert any(line.startswith("  fsdp       exact: ") for line in lines[at:])
+    assert max(map(len, lines)) <= columns
+    assert "zero_optimization.stage3_prefetch_bucket_size" in shown.split(), "no word is torn apart"
+    assert "│" not in shown
+
+
+def test_explain_on_a_wide_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "│ sharding.strategy " in explained(monkeypatch, 140)
+
+
+def test_one_backend_alone_is_one_column() -> None:
+    header, *_ = run("explain", TINY, "deepspeed").stdout.splitlines()
+    assert header.split() == ["field", "value", "from", "deepspeed"]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_native_prints_what_prepare_hands_to_the_engine(backend: str) -> None:
+    result = run("explain", TINY, backend, "--native", "--world-size", "8", "--gpus-per-node", "4")
+    topology = unishard.Topology(world_size=8, local_world_size=4)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == unishard.translate(unishard.load(TINY), backend=backend, topology=topology).native
+
+
+def test_native_takes_the_backend_of_the_config() -> None:
+    as_written, changed = run("explain", TINY, "--native"), run("explain", TINY, "--native", "--set", "backend=deepspeed")
+    assert "data_parallel" in json.loads(as_written.stdout)
+    assert json.loads(changed.stdout)["zero_optimization"]["stage"] == 3
+
+
+def test_unsupported_is_refused_with_1_at_its_line(config: Path) -> None:
+    config.write_text(REFUSED)
+    result = run("explain", "c.yaml", "--native")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("c.yaml:2: offload.params: 'nvme' is not supported by fsdp: ")
+
+
+def test_native_key_that_a_field_decides_is_refused_at_its_line(config: Path) -> None:
+    config.write_text("native:\n  deepspeed:\n    zero_optimization:\n      stage: 2\n")
+    result = run("explain", "c.yaml", "deepspeed", "--native")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("c.yaml:4: native.deepspeed.zero_optimization.stage: ")
+
+
+def test_strict_in_the_config_refuses_what_is_approximate(config: Path) -> None:
+    config.write_text(ROUGH + "strict: true\n")
+    result = run("explain", "c.yaml", "--native")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("c.yaml:3: native.deepspeed.vocabulary_size: 3 is only approximate on deepspeed, and strict is true: ")
+
+
+def test_batch_sizes_that_contradict_the_ranks(config: Path) -> None:
+    config.write_text("training:\n  global_batch_size: 6\n")
+    assert run("explain", "c.yaml", "--native", "--world-size", "6").exit_code == 0
+    for command in (("explain", "--native"), ("explain",)):
+        result = run(*command, "c.yaml", "--world-size", "4")
+        assert result.exit_code == 1
+        assert result.stderr.startswith("c.yaml:2: training.global_batch_size: is 6, but ")
+
+
+def test_bad_config_prints_all_problems_and_no_traceback(config: Path) -> None:
+    config.write_text("lr: 1\nstrict: maybe\n")
+    result = run("explain", "c.yaml", "--set", "training.seed=-1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines() == [
+        "c.yaml:1: lr: unknown field; did you mean 'optimizer.lr'?",
+        "c.yaml:2: strict: must be true or false, got 'maybe' (text)",
+        "override: training.seed: must be a whole number of at least 0 and below 4294967296, got -1",
+    ]
+
+
+@pytest.mark.parametrize("native", [(), ("--native",)])
+def test_unknown_backend(native: tuple[str, ...]) -> None:
+    result = run("explain", TINY, "horovod", *native)
+    assert (result.exit_code, result.stderr) == (1, "no backend named 'horovod'; installed: deepspeed, fsdp\n")

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from running import Terminal, plain, run
+
+from unishard.cli.migrate import migrate
+
+DEEPSPEED = '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": "auto"}, "steps_per_print": 10}'
+
+
+@pytest.fixture
+def project(config: Path) -> Path:
+    """A project with two configs, one that is broken, and much else."""
+    folder = config.parent / "project"
+    files = {
+        "conf/ds.json": DEEPSPEED,
+        "conf/mine.yaml": "backend: fsdp\nsharding: zero3\nprecision: bf16\noffload: {params: nvme, nvme_path: files}\n",
+        "conf/broken.json": DEEPSPEED.replace("}", "", 1),
+        "pyproject.toml": "[project]\nname = 'x'\n",
+        "package.json": '{"name": "x", "optimizer": 1}',
+        "mkdocs.yml": "site_name: x\n",
+        "list.json": "[1, 2]",
+        "empty.yaml": "",
+        "template.yaml": "{{ if x }}: [\n",
+        ".git/ds.json": DEEPSPEED,
+        "node_modules/x/ds.json": DEEPSPEED,
+        "env/pyvenv.cfg": "",
+        "env/lib/ds.json": DEEPSPEED,
+        "large.json": DEEPSPEED + " " * 2**20,
+        "ds.txt": DEEPSPEED,
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
+    result = run("migrate", "project")
+    assert (result.exit_code, result.stderr) == (0, "")
+    header, *rows, broken, counts = [re.split(r"  +", line) for line in result.stdout.splitlines()]
+    assert header == ["config", "format", "engine", "strategy", "precision", "to unishard", "keys"]
+    assert [row[:6] for row in rows] == [
+        ["project/conf/ds.json", "deepspeed", "deepspeed", "shard_grad_op", "undecided", "translates"],
+        ["project/conf/mine.yaml", "unishard", "fsdp", "full_shard", "bf16", "refused"],
+    ]
+    assert "2 refused" in rows[1][6]
+    assert broken[0].startswith("cannot be read: project/conf/broken.json: 1: is not ")
+    assert counts == ["2 configs, 1 translate to unishard, 1 cannot be read"]
+
+
+def test_as_json(project: Path) -> None:
+    said = json.loads(run("migrate", "project", "--to", "deepspeed", "--report", "json").stdout)
+    assert said["to"] == "deepspeed"
+    assert [(one["path"], one["format"], one["backend"], one["status"]) for one in said["configs"]] == [
+        ("project/conf/ds.json", "deepspeed", "deepspeed", 0),
+        ("project/conf/mine.yaml", "unishard", "fsdp", 0),
+    ]
+    assert sum(said["configs"][0]["keys"].values()) >= 4
+    assert [one["path"] for one in said["unreadable"]] == ["project/conf/broken.json"]
+
+
+def test_nothing_is_written(project: Path) -> None:
+    before = {path: path.read_bytes() for path in project.parent.rglob("*") if path.is_file()}
+    run("migrate", "project")
+    assert {path: path.read_bytes() for path in project.parent.rglob("*") if path.is_file()} == before
+
+
+def test_a_project_without_configs(config: Path) -> None:
+    assert run("migrate", ".").stdout == "0 configs, 0 translate to unishard, 0 cannot be read\n"
+
+
+def test_what_is_no_folder_and_what_is_no_format(config: Path) -> None:
+    config.write_text("")
+    for name in ("c.yaml", "nowhere"):
+        result = run("migrate", name)
+        assert (result.exit_code, result.stderr) == (1, f"{name}: is no folder; name the folder of a project\n")
+    assert run("migrate", ".", "--to", "nonsense").exit_code == 1
+
+
+def test_on_a_narrow_terminal(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout", screen)
+    migrate(Path("project"))
+    lines = [line.rstrip() for line in plain(screen.getvalue()).splitlines()]
+    assert "project/conf/ds.json" in lines
+    assert "  strategy     shard_grad_op" in lines

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import TINY, Terminal, plain, run
+
+import unishard
+from unishard.config import leaves
+
+REFUSED = "sharding: full_shard\noffload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
+ROUGH = "backend: fsdp\nnative:\n  deepspeed: {vocabulary_size: 3}\n"  # a setting that only DeepSpeed has
+OPEN = "backend: fsdp\ntraining:\n  micro_batch_size: ${training.micro_batch_size}\n"
+
+
+def test_output_file_is_whole_or_absent(config: Path) -> None:
+    result = run("translate", TINY, "--to", "unishard", "-o", "new.yaml")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert unishard.load("new.yaml") == unishard.load(TINY)
+    result = run("translate", TINY, "--to", "unishard", "-o", "nowhere/new.yaml", "--report", "none")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "nowhere/new.yaml: cannot be written (No such file or directory); name a file in a folder that exists and is writable\n",
+    )
+    assert [path.name for path in config.parent.iterdir()] == ["new.yaml"], "no draft is left behind"
+
+
+def test_output_that_is_a_folder(config: Path) -> None:
+    Path("folder").mkdir()
+    result = run("translate", TINY, "--to", "unishard", "-o", "folder", "--report", "none")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("folder: cannot be written (")
+    assert [path.name for path in config.parent.iterdir()] == ["folder"]
+
+
+def test_output_through_a_link_keeps_the_link(config: Path) -> None:
+    Path("inner").mkdir()
+    Path("inner/old.yaml").write_text("old")
+    Path("inner/old.yaml").chmod(0o640)
+    Path("old.yaml").symlink_to("inner/old.yaml")
+    Path("new.yaml").symlink_to("inner/new.yaml")
+    for name in ("old.yaml", "new.yaml"):
+        assert run("translate", TINY, "--to", "unishard", "--report", "none", "-o", name).exit_code == 0
+        assert Path(name).is_symlink()
+        assert unishard.load(Path("inner", name)) == unishard.load(TINY)
+    assert Path("inner/old.yaml").stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in Path("inner").iterdir()) == ["new.yaml", "old.yaml"]
+
+
+def test_output_through_links_in_a_circle(config: Path) -> None:
+    Path("a").symlink_to("b")
+    Path("b").symlink_to("a")
+    result = run("translate", TINY, "--to", "unishard", "--report", "none", "-o", "a")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("a: cannot be written (")
+    assert Path("a").is_symlink()
+
+
+def test_output_to_a_pipe_is_written_and_leaves_it_a_pipe(config: Path) -> None:
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)  # so that opening it for writing does not wait
+    try:
+        result = run("translate", TINY, "--to", "unishard", "--report", "none", "-o", "pipe")
+        text = os.read(reader, 2**16)
+    finally:
+        os.close(reader)
+    assert result.exit_code == 0
+    assert b"full_shard" in text
+    assert Path("pipe").is_fifo()
+
+
+def test_the_document_goes_to_stdout_and_the_report_to_stderr() -> None:
+    result = run("translate", TINY, "--to", "unishard")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("backend: fsdp\n")
+    header, first, *_, counts = result.stderr.splitlines()
+    assert re.split(r"  +", header) == ["where", "key = value", "verdict", "becomes", "note"]
+    assert re.split(r"  +", first) == [f"{TINY}:2", "backend = fsdp", "exact", "backend"]
+    assert re.match(r"unishard -> unishard: \d+ exact, \d+ emulated \(--report full shows \d+ more", counts)
+
+
+def test_what_the_document_leaves_out_is_shown_on_demand() -> None:
+    shown = [run("translate", TINY, "--to", "unishard", "--report", form).stderr.splitlines()[1:-1] for form in ("text", "full")]
+    keys = [[re.split(r"  +", line)[1].partition(" = ")[0] for line in lines] for lines in shown]
+    assert "optimizer.eps" not in keys[0]
+    assert set(keys[0]) < set(keys[1])
+    assert {"optimizer.eps", "training.nonfinite", "compile.mode", "strict"} <= set(keys[1])
+
+
+def test_what_needs_attention_comes_last(config: Path) -> None:
+    config.write_text(
+        ROUGH + "training: {micro_batch_size: '${training.micro_batch_size}', seed: 3}\noffload: {params: nvme, nvme_path: files}\n"
+    )
+    lines = run("translate", "c.yaml", "--to", "unishard").stderr.splitlines()
+    verdicts = [re.split(r"  +", line)[2] for line in lines if line.startswith("c.yaml:")]
+    assert verdicts == ["exact", "exact", "approximate", "undecided", "refused", "refused"]
+
+
+def test_report_as_json(config: Path) -> None:
+    config.write_text(ROUGH)
+    report = json.loads(run("translate", "c.yaml", "--to", "unishard", "--report", "json").stderr)
+    assert (report["file"], report["from"], report["to"], report["backend"]) == ("c.yaml", "unishard", "unishard", "fsdp")
+    assert report["summary"]["approximate"] == 1
+    assert sum(report["summary"].values()) == len(report["items"]) == len(list(leaves(unishard.Config)))
+    assert report["items"][1] == {
+        "key": "native.deepspeed.vocabulary_size",
+        "value": 3,
+        "verdict": "approximate",
+        "becomes": "",
+        "note": "only deepspeed has this setting, so another engine trains without it",
+        "line": 3,
+        "assumed": False,
+    }
+
+
+def test_report_as_markdown(config: Path) -> None:
+    config.write_text(ROUGH + "sharding: {units: ['A|B']}\n")
+    lines = run("translate", "c.yaml", "--to", "unishard", "--report", "markdown").stderr.splitlines()
+    assert lines[0].startswith("**c.yaml**: unishard → unishard (")
+    assert lines[2:4] == ["| line | key = value | verdict | becomes | note |", "|---|---|---|---|---|"]
+    assert "| 4 | `sharding.units = [A\\|B]` | exact | `sharding.units` |  |" in lines
+    assert any(line.startswith("| 3 | `native.deepspeed.vocabulary_size = 3` | **approximate** |") for line in lines)
+
+
+def test_no_report() -> None:
+    assert run("translate", TINY, "--to", "unishard", "--report", "none").stderr == ""
+
+
+def test_approximate_is_reported_and_under_strict_refused_with_2(config: Path) -> None:
+    config.write_text(ROUGH)
+    assert run("translate", "c.yaml", "--to", "unishard").exit_code == 0
+    strict = run("translate", "c.yaml", "--to", "unishard", "--strict", "--report", "none", "-o", "new.yaml")
+    assert (strict.exit_code, strict.stdout) == (2, "")
+    assert strict.stderr.startswith("c.yaml:3: native.deepspeed.vocabulary_size: only deepspeed has this setting")
+    assert not Path("new.yaml").exists()
+    told = run("translate", "c.yaml", "--to", "unishard", "--strict")
+    assert told.stderr.splitlines()[-1].startswith("nothing is written: strict is on, and something is only approximate (1 above)")
+
+
+def test_strict_in_the_config_counts_too(config: Path) -> None:
+    config.write_text(ROUGH + "strict: true\n")
+    assert run("translate", "c.yaml", "--to", "unishard").exit_code == 2
+
+
+def test_what_cannot_be_had_is_refused_with_1_at_its_line(config: Path) -> None:
+    config.write_text(REFUSED)
+    result = run("translate", "c.yaml", "--to", "unishard", "-o", "new.yaml")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "c.yaml:3  offload.params = nvme" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("nothing is written: what is refused cannot be had (2 above); ")
+    assert not Path("new.yaml").exists()
+    quiet = run("translate", "c.yaml", "--to", "unishard", "--report", "none")
+    assert quiet.stderr.startswith("c.yaml:3: offload.params: PyTorch")
+
+
+def test_what_contradicts_the_ranks_is_refused(config: Path) -> None:
+    config.write_text("training:\n  global_batch_size: 6\n")
+    for ranks in ((), ("--world-size", "6"), ("--world-size", "6", "--gpus-per-node", "2")):
+        assert run("translate", "c.yaml", "--to", "unishard", *ranks).exit_code == 0
+    result = run("translate", "c.yaml", "--to", "unishard", "--report", "none", "--world-size", "4")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("c.yaml:2: training.global_batch_size: is 6, but ")
+
+
+def test_groups_that_do_not_fit_the_nodes_are_refused(config: Path) -> None:
+    config.write_text("sharding: hybrid_shard\n")
+    result = run("translate", "c.yaml", "--to", "unishard", "--report", "none", "--world-size", "4", "--gpus-per-node", "1")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("c.yaml: sharding.group_size: is left out, and a node has 1 rank")
+
+
+def test_nodes_that_are_not_equal_are_a_usage_error() -> None:
+    result = run("translate", TINY, "--to", "unishard", "--world-size", "6", "--gpus-per-node", "4")
+    assert result.exit_code == 2
+    assert "6 ranks cannot be 4 on each node; give a --world-size that 4 divides" in result.stderr
+
+
+def test_what_is_undecided_is_named_with_how_to_decide_it(config: Path) -> None:
+    config.write_text(OPEN)
+    result = run("translate", "c.yaml", "--to", "unishard")
+    assert result.exit_code == 0
+    assert "micro_batch_size: ${training.micro_batch_size}  # needs your decision" in result.stdout
+    assert result.stderr.splitlines()[-2] == "to decide: --set training.micro_batch_size=VALUE"
+    decided = run("translate", "c.yaml", "--to", "unishard", "--set", "training.micro_batch_size=4")
+    assert "  micro_batch_size: 4\n" in decided.stdout
+    assert "decide" not in decided.stderr
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda path: unishard.load(path), lambda path: unishard.load({"training": {"micro_batch_size": "${training.micro_batch_size}"}})],
+)
+def test_what_is_undecided_cannot_be_loaded_until_it_is_decided(config: Path, prepare) -> None:
+    config.write_text(OPEN)
+    with pytest.raises(
+        unishard.ConfigError,
+        match=r"micro_batch_size: needs your decision, .*write the value, or give training\.micro_batch_size=\.\.\. as an override",
+    ):
+        prepare(config)
+    assert unishard.load(config, ["training.micro_batch_size=4"]).training.micro_batch_size == 4
+
+
+def test_an_environment_variable_is_still_named_as_one(config: Path) -> None:
+    config.write_text("training:\n  micro_batch_size: ${BATCH}\n")
+    with pytest.raises(unishard.ConfigError, match=r"holds \$\{BATCH\}, and environment variables are not expanded"):
+        unishard.load(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty, and a config is a mapping of keys to values; name another file"),
+        (b"\xff\xfe\x00", "is not UTF-8 text (byte 0xff at offset 0)"),
+        (b"a" * (2**20 + 1), "is larger than 1048576 bytes"),
+        (b"- a\n", "is a list, and a config is a mapping"),
+        (b"{{{", "is not YAML"),
+        (b"title: x\n", "is in no format that unishard knows (its keys: title); name it with --from"),
+    ],
+)
+def test_what_is_no_config_is_one_message(config: Path, content: bytes, said: str) -> None:
+    config.write_bytes(content)
+    result = run("translate", "c.yaml", "--to", "unishard")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("c.yaml")
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_and_a_folder(config: Path) -> None:
+    assert "nowhere.yaml: no such file" in run("translate", "nowhere.yaml", "--to", "unishard").stderr
+    assert ".: is a directory" in run("translate", ".", "--to", "unishard").stderr
+
+
+def test_unknown_format() -> None:
+    result = run("translate", TINY, "--to", "unishrd")
+    assert (result.exit_code, result.stderr) == (1, "no format named 'unishrd'; did you mean 'unishard'?\n")
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
+    from unishard.cli.report import ReportForm, write_report
+    from unishard.formats import translate
+
+    screen = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    write_report(translate("c.yaml", "unishard"), ReportForm.TEXT, screen)
+    return screen.getvalue().splitlines()
+
+
+def test_the_report_on_a_wide_terminal_is_drawn_side_by_side(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text(ROUGH)
+    coloured = on_a_terminal(monkeypatch, 120)
+    shown = [plain(line) for line in coloured]
+    assert re.split(r" *┃ *", shown[1]) == ["", "line", "unishard", "verdict", "unishard", ""]
+    assert any(re.match(r"│ +3 │ native\.deepspeed\.vocabulary_size = 3 +│ approximate +│ only deepspeed has", line) for line in shown)
+    assert any("\x1b[33m" in line and "approximate" in line for line in coloured), "what is approximate stands out"
+    assert max(map(len, shown[:-1])) <= 120
+
+
+def test_the_report_on_a_narrow_terminal_is_one_block_for_each_key(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text(ROUGH)
+    shown = [plain(line).rstrip() for line in on_a_terminal(monkeypatch, 60)]
+    assert shown[:2] == ["backend = fsdp  (c.yaml:1)", "  unishard  exact: backend"]
+    at = shown.index("native.deepspeed.vocabulary_size = 3  (c.yaml:3)")
+    assert shown[at + 1] == "  unishard  approximate"
+    assert shown[at + 2].strip().startswith("only deepspeed has this setting")
+    assert "│" not in "".join(shown)
+
+
+def test_it_costs_little(config: Path) -> None:
+    """Of 0.35 s of CPU time, on a machine that may be busy: what it imports is what it costs."""
+    code = "import sys; from unishard.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "translate", TINY, "--to", "unishard", "--report", "none"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stderr.split())
+    assert loaded & {"torch", "numpy", "deepspeed", "accelerate", "transformers", "rich.table", "rich.console"} == set()

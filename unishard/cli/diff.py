@@ -1,0 +1,58 @@
+"""`unishard diff`: what two configs of any tools mean differently."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unishard.cli.report import value_of
+from unishard.cli.table import is_narrow, show, show_blocks
+
+if TYPE_CHECKING:
+    from unishard.formats.comparing import Side
+
+__all__ = ["diff"]
+
+DIFFERENT = 1
+"""Exit status when the two mean something else, as with diff(1), which has 2 for trouble."""
+
+Document = typer.Argument(help="A config of any tool.", show_default=False)
+
+
+def diff(
+    a: Annotated[Path, Document],
+    b: Annotated[Path, Document],
+    from_a: Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of A. [default: recognised]")] = None,
+    from_b: Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of B. [default: recognised]")] = None,
+) -> None:
+    """Show what two configs mean differently.
+
+    They may be of different tools. Exits with 0 when they mean the same training, with 1 when they do not, and with 2 when one of
+    them cannot be read.
+    """
+    from unishard import formats
+
+    readings = [formats.read(a, from_a), formats.read(b, from_b)]
+    found = formats.compare(*readings)
+    for reading in readings:
+        refused = [entry for entry in reading.entries if entry.meaning.verdict == "refused"]
+        for entry in refused:
+            typer.echo(f"not compared: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
+    if not found:
+        typer.echo("the same training")
+        return
+    names = [f"{side} ({reading.format})" for side, reading in zip("AB", readings, strict=True)]
+    if is_narrow(3, sys.stdout):
+        show_blocks(((at.path, [("A", _shown(at.a)), ("B", _shown(at.b))]) for at in found), sys.stdout)
+    else:
+        show(("field", *names), [(at.path, _shown(at.a), _shown(at.b)) for at in found], sys.stdout)
+    raise typer.Exit(DIFFERENT)
+
+
+def _shown(side: Side) -> str:
+    if side.said or side.value is not None:
+        return f"{value_of(side.value)}  ({side.origin})"
+    return side.origin if side.origin == "not said" else f"undecided: {side.origin}"

@@ -1,0 +1,98 @@
+"""`unishard init`: asks what a config needs, and writes it with a comment at each field."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unishard.cli.arguments import Overrides
+from unishard.cli.saving import save
+from unishard.errors import ConfigError, UnishardError
+from unishard.wording import shown
+
+if TYPE_CHECKING:
+    from unishard.formats.starting import Draft, Question
+
+__all__ = ["init"]
+
+
+def init(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the config goes.")] = Path("unishard.yaml"),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing, and take what would be proposed.")] = False,
+    from_: Annotated[
+        Path | None, typer.Option("--from", metavar="OLD", help="Start from a config of any tool.", show_default=False)
+    ] = None,
+    set_: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a new config, question by question.
+
+    Each field that is written has a comment. With --from, an old config of any tool answers what it says.
+    """
+    if output.exists() and not force:
+        raise UnishardError(f"{output}: is there already; name another file with -o, or replace it with --force")
+    if not yes and not sys.stdin.isatty():
+        raise UnishardError("there is no terminal to ask questions on; give --yes to take what would be proposed, and --set for the rest")
+    from unishard.formats.starting import Draft
+
+    draft = _started(from_, [change for change in set_ or () if change.startswith("backend=")]) if from_ else Draft()
+    if set_:
+        draft.answer(set_)
+    chosen = {change.partition("=")[0].strip() for change in set_ or ()}
+    for question in draft.questions:
+        if question.path in chosen:
+            continue
+        if not yes:
+            _ask(draft, question)
+        elif question.path not in draft.undecided:
+            _take(draft, question)
+    draft.check()
+    save(output, draft.text)
+    typer.echo(f"{output}: written")
+    for path, who in draft.undecided.items():
+        typer.echo(f"undecided: {path} comes from {who}; decide it with: unishard set {output} {path}=VALUE", err=True)
+
+
+def _started(old: Path, changes: list[str]) -> Draft:
+    """A draft from an old config; says what of it cannot be taken over."""
+    from unishard import formats
+    from unishard.formats.starting import Draft
+
+    reading = formats.translate(old, "unishard", overrides=changes).reading
+    for entry in reading.entries:
+        if entry.meaning.verdict == "refused":
+            typer.echo(f"not taken over: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
+    return Draft.of(reading)
+
+
+def _take(draft: Draft, question: Question) -> None:
+    if question.path in draft.left:
+        typer.echo(f"left to the script by the old config: {question.path}; {shown(draft.proposal(question.path))} is taken", err=True)
+    draft.answer([_change(draft, question)])
+
+
+def _change(draft: Draft, question: Question) -> str:
+    from unishard.formats.unishard.described import value_text
+
+    return f"{question.path}={value_text(draft.proposal(question.path))}"
+
+
+def _ask(draft: Draft, question: Question) -> None:
+    """Ask until the answer can be used."""
+    from unishard.formats.starting import offered
+
+    words = offered(question.path)
+    text = question.text + (f" ({', '.join(words)})" if words else "")
+    if who := draft.undecided.get(question.path):
+        text += f" [the old config leaves it to {who}]"
+    default = _change(draft, question).partition("=")[2]
+    while True:
+        said = typer.prompt(text, default=default)
+        try:
+            draft.answer([f"{question.path}={said}"])
+            return
+        except ConfigError as error:
+            typer.echo(str(error), err=True)

@@ -1,0 +1,86 @@
+"""`unishard migrate`: which configs a project has, what each is, and what it would become."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unishard.cli.table import is_narrow, show, show_blocks
+from unishard.errors import UnishardError
+from unishard.meanings import Verdict
+
+if TYPE_CHECKING:
+    from unishard.formats.surveying import Found, Unreadable
+
+__all__ = ["migrate"]
+
+_OUTCOMES = {0: "translates", 1: "refused", 2: "approximate"}
+
+
+class MigrateForm(StrEnum):
+    """How what was found is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def migrate(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A project.", show_default=False)],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="What they would become.")] = "unishard",
+    report: Annotated[MigrateForm, typer.Option(help="Form of what is printed.")] = MigrateForm.TEXT,
+) -> None:
+    """Find the configs of a project.
+
+    What each is, and what it would become. Nothing is written. Virtual environments, node_modules, .git, and files above 1 MiB are
+    passed over.
+    """
+    from unishard.formats import catalog
+    from unishard.formats.surveying import Found, Unreadable, survey
+
+    if not folder.is_dir():
+        raise UnishardError(f"{folder}: is no folder; name the folder of a project")
+    catalog.get(to)
+    seen = list(survey(folder, to))
+    configs = [one for one in seen if isinstance(one, Found)]
+    broken = [one for one in seen if isinstance(one, Unreadable)]
+    if report is MigrateForm.JSON:
+        typer.echo(json.dumps({"to": to, "configs": list(map(_object, configs)), "unreadable": [_unread(one) for one in broken]}, indent=2))
+        return
+    _show(configs, broken, to)
+
+
+def _show(configs: list[Found], broken: list[Unreadable], to: str) -> None:
+    columns = ("config", "format", "engine", "strategy", "precision", f"to {to}", "keys")
+    if configs and is_narrow(len(columns), sys.stdout):
+        show_blocks(((one.path, list(zip(columns[1:], _cells(one)[1:], strict=True))) for one in configs), sys.stdout)
+    elif configs:
+        show(columns, [_cells(one) for one in configs], sys.stdout)
+    for one in broken:
+        typer.echo(f"cannot be read: {one.path}: {one.why}")
+    typer.echo(f"{len(configs)} configs, {sum(one.status == 0 for one in configs)} translate to {to}, {len(broken)} cannot be read")
+
+
+def _cells(one: Found) -> tuple[str, ...]:
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in one.counts.items() if count)
+    return (one.path, one.format, one.backend, one.strategy, one.precision, _OUTCOMES[one.status], counts)
+
+
+def _object(one: Found) -> dict[str, object]:
+    return {
+        "path": one.path,
+        "format": one.format,
+        "backend": one.backend,
+        "strategy": one.strategy,
+        "precision": one.precision,
+        "keys": {str(verdict): one.counts[verdict] for verdict in Verdict},
+        "status": one.status,
+    }
+
+
+def _unread(one: Unreadable) -> dict[str, str]:
+    return {"path": one.path, "why": one.why}

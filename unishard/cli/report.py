@@ -1,0 +1,202 @@
+"""The report of a translation: a table on a terminal, aligned text in a pipe, JSON for programs, Markdown for a pull request."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TextIO
+
+from unishard.cli.table import FIT_STYLES, is_narrow, show, show_blocks
+from unishard.meanings import Verdict
+from unishard.wording import bare
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from unishard.formats import Item, Outcome
+
+__all__ = ["ReportForm", "counts_of", "plain", "pressing", "value_of", "write_report"]
+
+_ORDER = (Verdict.EXACT, Verdict.EMULATED, Verdict.DROPPED, Verdict.APPROXIMATE, Verdict.UNDECIDED, Verdict.REFUSED)
+"""What needs attention stands last, where the eye is when the command has ended."""
+_LOUD = frozenset({Verdict.APPROXIMATE, Verdict.UNDECIDED, Verdict.REFUSED})
+_LONGEST = 60
+
+
+class ReportForm(StrEnum):
+    """How the report is written."""
+
+    TEXT = "text"
+    """Each key of the file; of what its tool assumes, only what needs attention."""
+    FULL = "full"
+    """Also everything that its tool assumes."""
+    JSON = "json"
+    """All of it as one object."""
+    MARKDOWN = "markdown"
+    """As text, for a pull request."""
+    NONE = "none"
+
+
+def write_report(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
+    """Write the report of a translation to a stream."""
+    match form:
+        case ReportForm.JSON:
+            file.write(json.dumps(_object(outcome), indent=2) + "\n")
+        case ReportForm.MARKDOWN:
+            file.write(_markdown(outcome))
+        case ReportForm.TEXT | ReportForm.FULL:
+            _write_text(outcome, form, file)
+
+
+def _sorted(outcome: Outcome, *, full: bool) -> list[Item]:
+    shown = [item for item in outcome.items if full or not item.assumed or item.verdict in _LOUD]
+    return sorted(shown, key=lambda item: _ORDER.index(item.verdict))
+
+
+def counts_of(items: Sequence[Item]) -> str:
+    """How many there are of each verdict: `4 exact, 1 refused`."""
+    counts = [(verdict, sum(item.verdict is verdict for item in items)) for verdict in _ORDER]
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts if count) or "no keys"
+
+
+def value_of(value: Any) -> str:
+    """A value in one short line."""
+    text = bare(value)
+    if not text.isprintable() or not text:
+        text = repr(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _said(item: Item) -> str:
+    return f"{item.key} = {value_of(item.value)}"
+
+
+def _where(item: Item, outcome: Outcome) -> str:
+    if item.assumed:
+        return "assumed"
+    name = outcome.reading.source.name
+    return f"{name}:{item.line}" if item.line else name or "given"
+
+
+def _write_text(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
+    for warning in outcome.warnings:
+        file.write(f"warning: {warning}\n")
+    items = _sorted(outcome, full=form is ReportForm.FULL)
+    if not items:
+        pass
+    elif not file.isatty():
+        columns = ("where", "key = value", "verdict", "becomes", "note")
+        rows = [(_where(item, outcome), _said(item), str(item.verdict), item.becomes, item.note) for item in items]
+        show(columns, rows, file)
+    elif is_narrow(3, file):
+        show_blocks(((f"{_said(item)}  ({_where(item, outcome)})", _lines(item, outcome.to)) for item in items), file)
+    else:
+        _draw(outcome, items, file)
+    for line in _closing(outcome, len(outcome.items) - len(items)):
+        file.write(f"{line}\n")
+
+
+def _lines(item: Item, to: str) -> list[tuple[str, str]]:
+    becomes = f"{item.verdict}: {item.becomes}" if item.becomes else str(item.verdict)
+    return [(to, becomes), *([("", item.note)] if item.note else [])]
+
+
+def _draw(outcome: Outcome, items: Sequence[Item], file: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    table.add_column("line", justify="right", style="dim", no_wrap=True)
+    table.add_column(outcome.reading.format, overflow="fold", ratio=4)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column(outcome.to, overflow="fold", ratio=5)
+    for item in items:
+        style = FIT_STYLES[item.verdict]
+        line = "" if item.line is None else str(item.line)
+        table.add_row(line, _text(_said(item), "dim" if item.assumed else ""), _text(str(item.verdict), style), _becomes(item))
+    Console(file=file).print(table)
+
+
+def _text(text: str, style: str) -> Text:
+    from rich.text import Text
+
+    return Text(text, style=style, overflow="fold")
+
+
+def _becomes(item: Item) -> Text:
+    """What says it there, and below it how that differs."""
+    cell = _text(item.becomes, "")
+    if item.note:
+        cell.append("\n" if item.becomes else "")
+        cell.append(item.note, style=FIT_STYLES[item.verdict] if item.verdict in _LOUD else "dim")
+    return cell
+
+
+def pressing(outcome: Outcome) -> dict[str, str]:
+    """The fields that still need a decision, and who knows each."""
+    return {path: undecided.who for path, undecided in outcome.reading.undecided.items()}
+
+
+def _closing(outcome: Outcome, hidden: int) -> list[str]:
+    """The last lines: what to decide, and how many there are of each verdict."""
+    open_ = pressing(outcome)
+    lines = [f"to decide: {' '.join(f'--set {path}=VALUE' for path in open_)}"] if open_ else []
+    more = f" (--report full shows {hidden} more that {outcome.reading.format} assumes)" if hidden else ""
+    return [*lines, f"{outcome.reading.format} -> {outcome.to}: {counts_of(outcome.items)}{more}"]
+
+
+def _object(outcome: Outcome) -> dict[str, Any]:
+    fields = ("key", "value", "verdict", "becomes", "note", "line", "assumed")
+    return {
+        "file": outcome.reading.source.name,
+        "from": outcome.reading.format,
+        "to": outcome.to,
+        "backend": outcome.reading.config.backend,
+        "summary": {str(verdict): len(outcome.of(verdict)) for verdict in _ORDER},
+        "undecided": pressing(outcome),
+        "warnings": list(outcome.warnings),
+        "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
+    }
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it; a date, or a number that is not finite, becomes text."""
+    match value:
+        case Mapping():
+            return {str(key): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+        case None | bool() | int() | float() | str():
+            return value
+    return str(value)
+
+
+def _markdown(outcome: Outcome) -> str:
+    name = outcome.reading.source.name or "config"
+    lines = [f"**{_escaped(name)}**: {outcome.reading.format} → {outcome.to} ({counts_of(outcome.items)})", ""]
+    lines += [f"> warning: {_escaped(warning)}\n" for warning in outcome.warnings]
+    lines += ["| line | key = value | verdict | becomes | note |", "|---|---|---|---|---|"]
+    for item in _sorted(outcome, full=False):
+        verdict = f"**{item.verdict}**" if item.verdict in _LOUD else str(item.verdict)
+        line = "" if item.line is None else str(item.line)
+        cells = (line, _code(_said(item)), verdict, _code(item.becomes), _escaped(item.note))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in pressing(outcome).items())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _code(text: str) -> str:
+    """Text that Markdown shows as it is, also in a table."""
+    if not text:
+        return ""
+    fence = "``" if "`" in text else "`"
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text}{space}{fence}".replace("|", "\\|")
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,119 @@
+"""What two configs, of the same or of different tools, mean differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from unishard.config import Config, leaves, value_at
+from unishard.formats.reading import Reading
+from unishard.meanings import Entry
+from unishard.rules import flat
+
+__all__ = ["Difference", "Side", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one config says about one field."""
+
+    value: Any
+    """None where only the training script knows it; unishard's default where nothing is said."""
+    origin: str
+    """The key that says it, and its line; `default`, `override`, `not said`, or who decides it instead."""
+    said: bool
+    """Whether the config, its tool or an override decides the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field that means something else in one config than in the other."""
+
+    path: str
+    a: Side
+    b: Side
+
+
+def compare(a: Reading, b: Reading) -> tuple[Difference, ...]:
+    """The fields in which two configs differ in meaning, in the order of the schema; settings that only one engine has come last.
+
+    What a tool assumes counts as said. A field about which a config says nothing has unishard's default, which is that of its tool, or
+    else the training script's to decide. What is undecided on both sides is no difference.
+    """
+    sides = (_sides(a) | _ranks(a), _sides(b) | _ranks(b))
+    paths = dict.fromkeys([path for path, _ in leaves(Config) if path != "native"] + [path for side in sides for path in side])
+    found = (Difference(path, sides[0].get(path, _SILENT), sides[1].get(path, _SILENT)) for path in paths)
+    return tuple(difference for difference in found if not _same(difference))
+
+
+_DEFAULT, _NOT_SAID = "default", "not said"
+_SILENT = Side(None, _NOT_SAID, said=False)
+_RANKS = "ranks"
+
+
+def _same(difference: Difference) -> bool:
+    a, b = difference.a, difference.b
+    if difference.path == _RANKS and not (a.said and b.said):
+        return True  # the launcher says it where the config does not
+    if _open(a) or _open(b):
+        return _open(a) and _open(b)
+    return bool(a.value == b.value)
+
+
+def _open(side: Side) -> bool:
+    """Whether only the training script knows the value."""
+    return not side.said and side.origin != _NOT_SAID
+
+
+def _sides(reading: Reading) -> dict[str, Side]:
+    deciders = dict(_deciders(reading))
+    found = {}
+    for path, _ in leaves(Config):
+        if path == "native":
+            continue
+        value = value_at(reading.config, path)
+        if path in reading.undecided:
+            found[path] = Side(None, reading.undecided[path].who, said=False)
+        elif path in reading.decided:
+            found[path] = Side(value, _origin(deciders.get(path), reading), said=True)
+        else:
+            found[path] = Side(value, _NOT_SAID, said=False)
+    return found | dict(_native(reading))
+
+
+def _deciders(reading: Reading) -> Iterator[tuple[str, Entry]]:
+    """The entry that decides each field; the first counts, as all that stand agree."""
+    for entry in reversed(reading.entries):
+        for field in entry.meaning.fields:
+            yield field, entry
+
+
+def _origin(entry: Entry | None, reading: Reading) -> str:
+    if entry is None or _overridden(entry, reading):
+        return "override"
+    if entry.assumed:
+        return _DEFAULT if reading.format == "unishard" else f"{reading.format} assumes {entry.key}"
+    line = reading.source.origins.of(entry.path).line
+    return f"{entry.key}, line {line}" if line else entry.key
+
+
+def _overridden(entry: Entry, reading: Reading) -> bool:
+    """Whether the config holds something else than the entry said."""
+    return any(_listed(value) != _listed(value_at(reading.config, field)) for field, value in entry.meaning.fields.items())
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _native(reading: Reading) -> Iterator[tuple[str, Side]]:
+    deciders = {f"native.{key}": entry for entry in reading.entries for key in entry.meaning.native}
+    for key, value in flat({"native": reading.config.native}):
+        if key != "native":
+            yield key, Side(value, _origin(deciders.get(key), reading), said=True)
+
+
+def _ranks(reading: Reading) -> dict[str, Side]:
+    """The number of ranks, which no field holds but some tools' configs do."""
+    return {_RANKS: Side(reading.topology.world_size, "ranks that it speaks of", said=True)} if reading.topology else {}

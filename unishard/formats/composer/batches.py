@@ -1,0 +1,122 @@
+"""Composer's batch sizes: the whole batch is given, and micro-batches are cut from each rank's part of it (llm-foundry 0.22)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unishard.keys import integer
+from unishard.meanings import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
+
+__all__ = ["BATCHES"]
+
+_AUTOMATIC = Undecided("Composer's automatic micro-batching, which takes what fits into memory; write a size")
+_RANKS = Undecided("the number of ranks: global batch / (micro-batch x ranks); give --world-size")
+_GLOBAL = ("global_train_batch_size", "train_batch_size")
+_ACCUMULATION = ("device_train_grad_accum", "grad_accum")
+
+
+def _size(given: Given, *keys: str) -> int | Undecided | None:
+    """The first of these sizes that is said; None where none is."""
+    for key in keys:
+        value = given.get(key)
+        if value is not None and not (isinstance(value, str) and "${" in value):
+            return _AUTOMATIC if value == AUTO else int(integer(1)(value))
+    return None
+
+
+def _whole(given: Given) -> int | None:
+    """Samples in one update over all ranks."""
+    found = _size(given, *_GLOBAL)
+    if isinstance(found, int):
+        return found
+    each = _size(given, "device_train_batch_size")
+    return each * given.topology.world_size if isinstance(each, int) and given.topology else None
+
+
+def _part(given: Given) -> int | None:
+    """Samples in one update of one rank.
+
+    Raises:
+        Unreadable: The ranks do not divide the whole batch.
+    """
+    each = _size(given, "device_train_batch_size")
+    if isinstance(each, int):
+        return each
+    whole = _whole(given)
+    if whole is None or given.topology is None:
+        return None
+    part, rest = divmod(whole, given.topology.world_size)
+    if rest or not part:
+        raise Unreadable(f"must be a multiple of the {given.topology.world_size} ranks, got {whole}; write one, as Composer demands")
+    return part
+
+
+def _plan(given: Given) -> tuple[Any, Any]:
+    """Micro-batch and accumulation; None for what nothing says."""
+    part, micro = _part(given), _size(given, "device_train_microbatch_size")
+    windows = _size(given, *_ACCUMULATION)
+    if isinstance(micro, int):
+        if part is None:
+            return micro, _RANKS if _whole(given) else windows
+        even = max(size for size in range(1, min(micro, part) + 1) if part % size == 0)
+        return even, part // even
+    if isinstance(windows, int):
+        return (None if part is None else -(-part // windows)) or _RANKS, windows
+    undecided = micro or windows or _AUTOMATIC
+    return undecided, undecided
+
+
+def _micro(value: Any, given: Given) -> Meaning:
+    micro, _ = _plan(given)
+    if isinstance(micro, Undecided):
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {micro.who}", {"training.micro_batch_size": micro})
+    asked = integer(1)(value)
+    fields = {"training.micro_batch_size": micro}
+    if micro == asked:
+        return Meaning(fields=fields)
+    return Meaning(Verdict.EMULATED, f"micro-batches of {micro} divide a rank's part evenly; Composer's last one is smaller", fields)
+
+
+def _global(value: Any, given: Given) -> Meaning:
+    whole = integer(1)(value)
+    _, windows = _plan(given)
+    if isinstance(windows, int) and given.topology:
+        return Meaning(fields={"training.gradient_accumulation_steps": windows})
+    fields: dict[str, Any] = {"training.global_batch_size": whole}
+    if windows is not None:
+        fields["training.gradient_accumulation_steps"] = windows
+    if isinstance(windows, Undecided):
+        return Meaning(Verdict.UNDECIDED, f"the number of micro-batches comes from {windows.who}", fields)
+    return Meaning(fields=fields)
+
+
+def _each(value: Any, given: Given) -> Meaning:
+    integer(1)(value)
+    _, windows = _plan(given)
+    if isinstance(windows, int):
+        return Meaning(fields={"training.gradient_accumulation_steps": windows})
+    return Meaning(Verdict.UNDECIDED, "each rank's part of a batch; write training.gradient_accumulation_steps")
+
+
+def _windows(value: Any, given: Given) -> Meaning:
+    micro, windows = _plan(given)
+    fields = {"training.gradient_accumulation_steps": windows}
+    if "device_train_microbatch_size" not in given and micro is not None:
+        fields["training.micro_batch_size"] = micro
+    undecided = next((found for found in fields.values() if isinstance(found, Undecided)), None)
+    if undecided:
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", fields)
+    return Meaning(fields=fields)
+
+
+_SIZE, _STEPS = "training.micro_batch_size", "training.gradient_accumulation_steps"
+
+BATCHES = {
+    "global_train_batch_size": Key(_global, f"training.global_batch_size, {_STEPS}"),
+    "train_batch_size": Key(_global, f"training.global_batch_size, {_STEPS}", note="an older name of global_train_batch_size"),
+    "device_train_batch_size": Key(_each, _STEPS),
+    "device_train_microbatch_size": Key(_micro, _SIZE),
+    "device_train_grad_accum": Key(_windows, f"{_STEPS}, {_SIZE}"),
+    "grad_accum": Key(_windows, f"{_STEPS}, {_SIZE}", note="an older name of device_train_grad_accum"),
+}
+"""The rows of batch sizes."""

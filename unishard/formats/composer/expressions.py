@@ -1,0 +1,327 @@
+"""How llm-foundry's training YAML says each field (Composer 0.32, llm-foundry 0.22), in the order of the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.formats.composer import groups
+from unishard.grouping import parts
+from unishard.meanings import Case, Expression, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["EXPRESSIONS"]
+
+_PRECISIONS = {"fp32": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16"}
+_OPTIMIZERS = {"adamw": "decoupled_adamw", "lion": "decoupled_lionw"}
+_SHAPES = {"constant": "constant_with_warmup", "linear": "linear_decay_with_warmup", "cosine": "cosine_with_warmup"}
+_ENGINES = frozenset({"fsdp"})
+"""What Composer runs."""
+Holds = Callable[[Config], bool]
+
+
+def _fsdp(settings: Native) -> Native:
+    return {"fsdp_config": settings}
+
+
+def _strategy(cfg: Config, topology: Topology) -> Native:
+    keeps = cfg.sharding.within_group != "full_shard" or not cfg.sharding.reshard_after_forward
+    if cfg.sharding.strategy == "no_shard":
+        return _fsdp({"sharding_strategy": "NO_SHARD"})
+    if cfg.sharding.hybrid:
+        return _fsdp({"sharding_strategy": "_HYBRID_SHARD_ZERO2" if keeps else "HYBRID_SHARD"})
+    return _fsdp({"sharding_strategy": "SHARD_GRAD_OP" if keeps else "FULL_SHARD"})
+
+
+def _group(cfg: Config, topology: Topology) -> Native:
+    if not cfg.sharding.hybrid or cfg.sharding.group_size is None:
+        return {}
+    groups, rest = divmod(topology.world_size, parts(cfg, topology))
+    degrees: Native = {"data_parallel_shard_degree": cfg.sharding.group_size}
+    return _fsdp(degrees if rest or not groups else degrees | {"data_parallel_replicate_degree": groups})
+
+
+def _mixed(cfg: Config, topology: Topology) -> Native:
+    """PURE and DEFAULT also cast the buffers, and FULL casts nothing."""
+    compute, reduce, buffers = cfg.precision.compute, cfg.precision.reduce, cfg.precision.buffers
+    if compute == "fp32" and buffers == "keep":
+        return _fsdp({"mixed_precision": "FULL"})
+    if buffers == compute:
+        return _fsdp({"mixed_precision": "DEFAULT" if reduce == "fp32" else "PURE"})
+    formats = {"param_dtype": compute, "reduce_dtype": reduce}
+    return _fsdp({"mixed_precision": formats if buffers == "keep" else formats | {"buffer_dtype": buffers}})
+
+
+def _whole_batch(cfg: Config, topology: Topology) -> Native:
+    training = cfg.training
+    counted = training.micro_batch_size * training.gradient_accumulation_steps * topology.world_size
+    return {"global_train_batch_size": training.global_batch_size or counted}
+
+
+def _optimizer(key: str, value: Callable[[Config], Any], *names: str) -> Callable[[Config, Topology], Native]:
+    """A setting of the optimizers that llm-foundry has, or of these of them."""
+    return lambda cfg, topology: {"optimizer": {key: value(cfg)}} if cfg.optimizer.name in (names or _OPTIMIZERS) else {}
+
+
+def _decay(cfg: Config) -> float:
+    return cfg.optimizer.weight_decay * cfg.optimizer.lr
+
+
+def _total(cfg: Config, topology: Topology) -> Native:
+    if cfg.scheduler.total_steps is None:
+        return {}
+    time = f"{cfg.scheduler.total_steps}ba"
+    return {"scheduler": {"t_max": time}, "max_duration": time}
+
+
+def _constant(cfg: Config) -> bool:
+    return cfg.scheduler.name == "constant"
+
+
+def _not_fp16(cfg: Config) -> bool:
+    return cfg.precision.compute != "fp16"
+
+
+def _idle(case: str, holds: Holds, note: str = "") -> Case:
+    return Case(case, holds, Verdict.EXACT, note)
+
+
+def _scaled(at_default: Holds) -> Expression:
+    note = "Composer's GradScaler begins at 65536 and doubles after 2000 updates"
+    idle = (_idle("compute is not fp16", _not_fp16, "nothing is scaled"), _idle("as torch's GradScaler", at_default))
+    return Expression(Verdict.APPROXIMATE, "none", note, when=idle)
+
+
+def _lost(why: str, off: Holds, case: str) -> Expression:
+    """A field that cannot be had."""
+    return Expression(Verdict.REFUSED, "none", why, when=(_idle(case, off),))
+
+
+def _time(note: str) -> Expression:
+    return Expression(Verdict.DROPPED, "none", note)
+
+
+_BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
+_NO_OFFLOAD = 'Composer raises "FSDP CPU Offload not supported yet"; set offload to none'
+_NO_OPTIMIZER = "llm-foundry registers no such optimizer; choose adamw or lion"
+_GROUPS = (
+    Case(
+        "no_decay beside groups without a weight_decay",
+        groups.unlike,
+        Verdict.APPROXIMATE,
+        "a parameter that both match is in the group alone, so that it decays; write weight_decay in the group",
+    ),
+)
+_OWN_CHECK = "unishard's own check of collective calls"
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "backend": Expression(
+        Verdict.REFUSED,
+        "fsdp_config",
+        "Composer removed DeepSpeed in 0.28 and runs FSDP alone; give --set backend=fsdp",
+        when=(_idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
+    ),
+    "sharding.strategy": Expression(
+        Verdict.EXACT,
+        "fsdp_config.sharding_strategy",
+        "",
+        _strategy,
+        (
+            Case(
+                "shard_optimizer",
+                lambda cfg: cfg.sharding.strategy == "shard_optimizer",
+                Verdict.APPROXIMATE,
+                f"SHARD_GRAD_OP is the nearest; {_BETWEEN}, and reduces gradients on every micro-batch",
+            ),
+            Case(
+                "shard_grad_op or hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+                Verdict.APPROXIMATE,
+                f"SHARD_GRAD_OP is the nearest; {_BETWEEN}",
+            ),
+        ),
+    ),
+    "sharding.group_size": Expression(
+        Verdict.EXACT, "fsdp_config.data_parallel_shard_degree, fsdp_config.data_parallel_replicate_degree", "", _group
+    ),
+    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "fsdp_config.sharding_strategy", "", _strategy),
+    "sharding.units": Expression(
+        Verdict.UNDECIDED,
+        "fsdp_wrap_fn of the model",
+        "let it say true for modules of these classes",
+        when=(_idle("auto", lambda cfg: cfg.sharding.units == "auto", "llm-foundry wraps the model's blocks"),),
+    ),
+    "sharding.min_unit_params": Expression(
+        Verdict.EMULATED,
+        "none",
+        "the same maths with smaller units",
+        when=(_idle("0", lambda cfg: not cfg.sharding.min_unit_params),),
+    ),
+    "sharding.whole_units": Expression(
+        Verdict.UNDECIDED,
+        "fsdp_wrap_fn of the model",
+        "let it say false for modules of these classes",
+        when=(_idle("empty", lambda cfg: not cfg.sharding.whole_units),),
+    ),
+    "precision.compute": Expression(
+        Verdict.EMULATED,
+        "precision",
+        "Composer computes under autocast, which keeps norms, softmax and losses in fp32",
+        lambda cfg, topology: {"precision": _PRECISIONS[cfg.precision.compute]},
+        (_idle("fp32", lambda cfg: cfg.precision.compute == "fp32"),),
+    ),
+    "precision.master": Expression(
+        Verdict.APPROXIMATE,
+        "none: always fp32",
+        "Composer keeps fp32 masters, which is more exact and takes more memory",
+        when=(_idle("fp32", lambda cfg: cfg.precision.master == "fp32"),),
+    ),
+    "precision.reduce": Expression(Verdict.EXACT, "fsdp_config.mixed_precision", "", _mixed),
+    "precision.accumulate": Expression(
+        Verdict.APPROXIMATE,
+        "none: that of the masters",
+        "FSDP adds gradients up in fp32, which is more exact",
+        when=(_idle("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
+    ),
+    "precision.buffers": Expression(Verdict.EXACT, "fsdp_config.mixed_precision", "", _mixed),
+    "precision.loss_scale": _scaled(lambda cfg: cfg.precision.loss_scale == "dynamic"),
+    "precision.initial_loss_scale": _scaled(lambda cfg: cfg.precision.initial_loss_scale == 65536.0),
+    "precision.loss_scale_growth_interval": _scaled(lambda cfg: cfg.precision.loss_scale_growth_interval == 2000),
+    "offload.params": _lost(_NO_OFFLOAD, lambda cfg: cfg.offload.params == "none", "none"),
+    "offload.optimizer": _lost(_NO_OFFLOAD, lambda cfg: cfg.offload.optimizer == "none", "none"),
+    "offload.pin_memory": Expression(Verdict.EXACT, "none", "nothing is offloaded"),
+    "offload.nvme_path": _lost(_NO_OFFLOAD, lambda cfg: cfg.offload.nvme_path is None, "null"),
+    "activation_checkpointing": Expression(
+        Verdict.EMULATED,
+        "fsdp_config.activation_checkpointing",
+        "the model's blocks are computed again as a whole: the same results, other memory and time",
+        lambda cfg, topology: _fsdp(
+            {"activation_checkpointing": False}
+            if cfg.activation_checkpointing == "none"
+            else {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+        ),
+        (_idle("full or none", lambda cfg: cfg.activation_checkpointing in ("full", "none")),),
+    ),
+    "training.micro_batch_size": Expression(
+        Verdict.EXACT,
+        "device_train_microbatch_size",
+        "",
+        lambda cfg, topology: {"device_train_microbatch_size": cfg.training.micro_batch_size},
+        auto=True,
+    ),
+    "training.gradient_accumulation_steps": Expression(
+        Verdict.EXACT, "global_train_batch_size", "micro-batch x accumulation x the ranks of --world-size", _whole_batch
+    ),
+    "training.global_batch_size": Expression(
+        Verdict.EXACT,
+        "global_train_batch_size",
+        "",
+        lambda cfg, topology: _whole_batch(cfg, topology) if cfg.training.global_batch_size else {},
+    ),
+    "training.gradient_clipping": Expression(
+        Verdict.EXACT,
+        "algorithms.gradient_clipping",
+        "",
+        lambda cfg, topology: (
+            {}
+            if cfg.training.gradient_clipping is None
+            else {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": cfg.training.gradient_clipping}}}
+        ),
+    ),
+    "training.nonfinite": Expression(
+        Verdict.APPROXIMATE,
+        "none",
+        "Composer makes the update also when gradients are not finite",
+        when=(
+            _idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
+            _idle("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and not _not_fp16(cfg), "GradScaler does it"),
+        ),
+    ),
+    "training.last_window": Expression(
+        Verdict.UNDECIDED,
+        "train_loader.drop_last",
+        "true drops the batch that is not full, false trains on it",
+        when=(_idle("without accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),),
+    ),
+    "training.seed": Expression(Verdict.EXACT, "seed", "", lambda cfg, topology: {"seed": cfg.training.seed}),
+    "optimizer.name": Expression(
+        Verdict.REFUSED,
+        "optimizer.name",
+        _NO_OPTIMIZER,
+        lambda cfg, topology: {"optimizer": {"name": _OPTIMIZERS[cfg.optimizer.name]}},
+        (_idle("adamw or lion", lambda cfg: cfg.optimizer.name in _OPTIMIZERS),),
+    ),
+    "optimizer.lr": Expression(Verdict.EXACT, "optimizer.lr", "", _optimizer("lr", lambda cfg: cfg.optimizer.lr)),
+    "optimizer.betas": Expression(Verdict.EXACT, "optimizer.betas", "", _optimizer("betas", lambda cfg: list(cfg.optimizer.betas))),
+    "optimizer.eps": Expression(Verdict.EXACT, "optimizer.eps", "", _optimizer("eps", lambda cfg: cfg.optimizer.eps, "adamw")),
+    "optimizer.amsgrad": Expression(
+        Verdict.EXACT,
+        "optimizer.amsgrad",
+        "",
+        lambda cfg, topology: {"optimizer": {"amsgrad": True}} if cfg.optimizer.amsgrad and cfg.optimizer.name == "adamw" else {},
+    ),
+    "optimizer.momentum": _lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
+    "optimizer.nesterov": _lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
+    "optimizer.weight_decay": Expression(
+        Verdict.EMULATED,
+        "optimizer.weight_decay",
+        "multiplied by the learning rate, since Composer's decay follows the schedule alone",
+        _optimizer("weight_decay", _decay),
+        (_idle("0", lambda cfg: not cfg.optimizer.weight_decay),),
+    ),
+    "optimizer.no_decay": Expression(Verdict.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
+    "optimizer.groups": Expression(Verdict.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
+    "scheduler.name": Expression(
+        Verdict.EXACT, "scheduler.name", "", lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}
+    ),
+    "scheduler.warmup_steps": Expression(
+        Verdict.EXACT,
+        "scheduler.t_warmup",
+        "",
+        lambda cfg, topology: {"scheduler": {"t_warmup": f"{cfg.scheduler.warmup_steps}ba"}},
+    ),
+    "scheduler.warmup_type": Expression(
+        Verdict.APPROXIMATE,
+        "none: always linear",
+        "Composer climbs in a straight line",
+        when=(_idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+    ),
+    "scheduler.warmup_start_ratio": Expression(
+        Verdict.APPROXIMATE,
+        "none: always 0",
+        "Composer climbs from 0",
+        when=(_idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio),),
+    ),
+    "scheduler.total_steps": Expression(
+        Verdict.EXACT, "scheduler.t_max, max_duration", "", _total, (_idle("constant", _constant, "the loop decides how long"),)
+    ),
+    "scheduler.min_lr_ratio": Expression(
+        Verdict.EXACT,
+        "scheduler.alpha_f",
+        "",
+        lambda cfg, topology: {} if _constant(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}},
+    ),
+    "communication.reduce_bucket_size": _time("time alone; FSDP reduces the gradients of a unit together"),
+    "communication.prefetch_bucket_size": _time("time alone; FSDP gathers the next unit ahead"),
+    "communication.overlap": _time("time alone; FSDP always overlaps"),
+    "communication.desync_check": _time(_OWN_CHECK),
+    "communication.desync_timeout": _time(_OWN_CHECK),
+    "compile.mode": Expression(
+        Verdict.EMULATED,
+        "compile_config",
+        "the whole model is compiled there",
+        lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile_config": {"backend": cfg.compile.backend}},
+        (_idle("none or full", lambda cfg: cfg.compile.mode != "per_block"),),
+    ),
+    "compile.backend": Expression(Verdict.EXACT, "compile_config.backend"),
+    "strict": _time("says how unishard itself takes approximations"),
+    "native": Expression(
+        Verdict.APPROXIMATE,
+        "none",
+        "Composer passes no other arguments on to FSDP",
+        when=(_idle("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
+    ),
+}
+"""The rows. Only those of fields that a source decides are written."""

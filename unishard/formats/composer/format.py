@@ -1,0 +1,160 @@
+"""Reads and writes YAML of llm-foundry, also as the `parameters` of a MosaicML run file and in Composer's older shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from unishard.formats.composer import shapes
+from unishard.formats.composer.engine import DEEPSPEED, engine, trains
+from unishard.formats.composer.expressions import EXPRESSIONS
+from unishard.formats.composer.fsdp_keys import ARGUMENTS
+from unishard.formats.composer.interpolation import named, resolved
+from unishard.formats.composer.keys import KEYS, RUN, deferred
+from unishard.formats.composer.optimization_keys import defaults_of
+from unishard.formats.reading import Reading, assemble
+from unishard.formats.schedules import open_end
+from unishard.formats.source import Source
+from unishard.keys import drops, refuses
+from unishard.meanings import AUTO, Entry, Expressed, Expression, Key, Meaning, Verdict, Word, express, interpret
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["ComposerFormat"]
+
+_TOOL = "Composer 0.32 with llm-foundry 0.22"
+_WHOLE = ("global_train_batch_size", "train_batch_size")
+_ACCUMULATION = ("device_train_grad_accum", "grad_accum")
+_WINDOWS = "training.gradient_accumulation_steps"
+_MICRO = "training.micro_batch_size"
+_NODE = 8
+"""GPUs of one of MosaicML's nodes."""
+
+
+class ComposerFormat:
+    """Implements `unishard.formats.format.Format`."""
+
+    name = "composer"
+    tool = _TOOL
+    suffix = ".yaml"
+    keys: Mapping[str, Key] = KEYS
+    expressions: Mapping[str, Expression] = EXPRESSIONS
+
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+        """What the file says; the engine is FSDP, or DeepSpeed where an older file configures it.
+
+        Raises:
+            ConfigError: An override cannot be used.
+        """
+        nested = isinstance(source.data.get("parameters"), Mapping)
+        inner: Mapping[str, Any] = source.data["parameters"] if nested else source.data
+        around = {key: value for key, value in source.data.items() if key != "parameters"} if nested else {}
+        topology = topology or _ranks(around)
+        entries = [*interpret(RUN, around, tool="MosaicML", ignores_unknown=True), *_inner(inner, topology, nested=nested)]
+        if nested and not inner:
+            entries.append(Entry(("parameters",), inner, Meaning(Verdict.DROPPED, "is empty")))
+        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+
+    def write(self, reading: Reading, topology: Topology) -> Expressed:
+        """The fields that the source decides; below `parameters` where it was a run file of MosaicML itself."""
+        rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
+        expressed = _automatic(express(rows, reading.config, topology, reading.undecided), reading)
+        if not reading.topology:
+            expressed = _without_ranks(expressed, reading)
+        if reading.format == self.name and isinstance(reading.source.data.get("parameters"), Mapping):
+            return Expressed({"parameters": expressed.document}, expressed.words)
+        return expressed
+
+    def render(self, document: Native, reading: Reading) -> str:
+        """YAML."""
+        yaml = YAML()
+        yaml.width = 140
+        out = StringIO()
+        yaml.dump(document, out)
+        return out.getvalue()
+
+
+def _automatic(expressed: Expressed, reading: Reading) -> Expressed:
+    """Composer itself finds the size of a micro-batch that is left open."""
+    if _MICRO not in reading.undecided:
+        return expressed
+    word = Word(Verdict.EMULATED, "device_train_microbatch_size", "Composer takes what fits into memory; the samples of an update stay")
+    return expressed._replace(words={**expressed.words, _MICRO: word})
+
+
+def _without_ranks(expressed: Expressed, reading: Reading) -> Expressed:
+    """The whole batch, which nobody can say without the number of ranks, is left out and named."""
+    if _WINDOWS not in reading.decided or _WINDOWS in reading.undecided or reading.config.training.global_batch_size:
+        return expressed
+    note = "the whole batch is micro-batch x accumulation x ranks; give --world-size"
+    document = {key: value for key, value in expressed.document.items() if key != "global_train_batch_size"}
+    return Expressed(document, {**expressed.words, _WINDOWS: Word(Verdict.UNDECIDED, "global_train_batch_size", note)})
+
+
+def _ranks(around: Mapping[str, Any]) -> Topology | None:
+    """The ranks that a run file asks for."""
+    compute = around.get("compute")
+    gpus = compute.get("gpus") if isinstance(compute, Mapping) else around.get("gpu_num")
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        return None
+    return Topology(world_size=gpus, local_world_size=min(gpus, _NODE))
+
+
+def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: bool) -> list[Entry]:
+    """Entries of a training YAML, each at the place where it is written, with the value that is written there."""
+    shaped, places = shapes.today(resolved(written, written))
+    rows = {key: deferred(row) for key, row in KEYS.items()} | dict(_of_this_file(written, shaped))
+    found = interpret(rows, _without_engine(shaped), tool=_TOOL, defaults=_defaults(shaped), topology=topology)
+    entries = [*found, *engine(shaped, topology), *_silence(shaped), *open_end(found, ("max_duration",))]
+    placed = shapes.together([shapes.placed(entry, written, places) for entry in entries], written)
+    if nested:
+        placed = [entry.at("parameters", *entry.path) for entry in placed]
+    order = {key: number for number, key in enumerate(written)}
+    return sorted(placed, key=lambda entry: order.get(entry.path[nested], len(order)))
+
+
+def _without_engine(shaped: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the engine's own table does not read."""
+    rest = {key: value for key, value in shaped.items() if key not in (*DEEPSPEED, "fsdp_config")}
+    sharded = shaped.get("fsdp_config")
+    beside = {key: value for key, value in sharded.items() if key not in ARGUMENTS} if isinstance(sharded, Mapping) else {}
+    return rest | {"fsdp_config": beside} if beside else rest
+
+
+_VARIABLE = drops("holds a value that other keys name")
+_ALGORITHM = refuses("unishard has no such algorithm, which changes the training; remove it")
+
+
+def _of_this_file(written: Mapping[str, Any], shaped: Mapping[str, Any]) -> Iterator[tuple[str, Key]]:
+    """Rows for names that the file itself makes: variables at the top level, and algorithms."""
+    for key in named(written):
+        if key in written and key not in KEYS:
+            yield key, _VARIABLE
+    algorithms = shaped.get("algorithms")
+    for name in algorithms if isinstance(algorithms, Mapping) else ():
+        if not any(f"{key}.".startswith(f"algorithms.{name}.") for key in KEYS):
+            yield f"algorithms.{name}", _ALGORITHM
+
+
+def _silence(shaped: Mapping[str, Any]) -> Iterator[Entry]:
+    """What Composer does where the file does not speak of clipping: nothing."""
+    algorithms = shaped.get("algorithms")
+    clips = isinstance(algorithms, Mapping) and "gradient_clipping" in algorithms
+    if trains(shaped) and not clips and not any(key in shaped for key in ("grad_clip_norm", *DEEPSPEED)):
+        yield Entry(("algorithms", "gradient_clipping"), None, Meaning(fields={"training.gradient_clipping": None}), assumed=True)
+
+
+def _defaults(shaped: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = defaults_of(shaped.get("optimizer"))
+    sharded = shaped.get("fsdp_config")
+    if isinstance(sharded, Mapping):
+        # The engine's table reads it, and the rows beside it ask for it.
+        defaults["fsdp_config.sharding_strategy"] = sharded.get("sharding_strategy")
+        defaults["fsdp_config.mixed_precision"] = "DEFAULT"
+        defaults["precision"] = "amp_bf16"
+    if any(key in shaped for key in _WHOLE) and not any(key in shaped for key in _ACCUMULATION):
+        defaults["device_train_microbatch_size"] = AUTO
+    return defaults

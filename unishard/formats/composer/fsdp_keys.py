@@ -1,0 +1,196 @@
+"""What `fsdp_config` says (composer.utils.FSDPConfig and FSDP2Config of Composer 0.32).
+
+Most of its keys are FSDP's own arguments, which the engine's table reads; here are the others, and those that Composer takes otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.keys import integer, one_of, refuses
+from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.wording import shown
+
+__all__ = ["ARGUMENTS", "FSDP", "compute_of"]
+
+ARGUMENTS: Mapping[str, str] = {
+    "sharding_strategy": "sharding_strategy",
+    "reshard_after_forward": "reshard_after_forward",
+    "cpu_offload": "cpu_offload",
+    "activation_checkpointing": "activation_checkpointing",
+    "activation_checkpointing_reentrant": "activation_checkpointing_reentrant",
+    "activation_cpu_offload": "activation_checkpointing_offload",
+    "backward_prefetch": "backward_prefetch",
+    "forward_prefetch": "forward_prefetch",
+    "limit_all_gathers": "limit_all_gathers",
+    "use_orig_params": "use_orig_params",
+    "sync_module_states": "sync_module_states",
+    "ignored_modules": "ignored_modules",
+    "load_monolith_rank0_only": "load_monolith_rank0_only",
+    "load_fsdp_monolith_rank0_only": "load_monolith_rank0_only",
+    "state_dict_type": "state_dict_type",
+}
+"""Keys that the engine reads, and its name of each."""
+
+_PRECISIONS = {
+    "fp32": "fp32",
+    "amp_bf16": "bf16",
+    "amp_fp16": "fp16",
+    "amp": "fp16",
+    "bf16": "bf16",
+    "fp16": "fp16",
+}
+_DTYPES = {
+    **_PRECISIONS,
+    "bfloat16": "bf16",
+    "bfloat": "bf16",
+    "torch.bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "torch.float16": "fp16",
+    "float32": "fp32",
+    "torch.float32": "fp32",
+}
+_AUTOCAST = (
+    "Composer computes under autocast, which keeps norms, softmax and losses in fp32; here every operation of the model has this format"
+)
+
+
+def compute_of(value: Any) -> str:
+    """Format that `precision` asks for.
+
+    Raises:
+        Unreadable: unishard has no such format.
+    """
+    word = str(value).strip().lower()
+    if word not in _PRECISIONS:
+        raise Unreadable(f"must be one of fp32, amp_bf16, amp_fp16, got {shown(value)}; write amp_bf16 (unishard has no fp8)")
+    return _PRECISIONS[word]
+
+
+def _precision(value: Any, given: Given) -> Meaning:
+    compute = compute_of(value)
+    verdict, note = (Verdict.EXACT, "") if compute == "fp32" else (Verdict.EMULATED, _AUTOCAST)
+    return Meaning(verdict, note, {"precision.compute": compute})
+
+
+def _mixed(value: Any, given: Given) -> Meaning:
+    """The formats of reductions and buffers; FSDP keeps fp32 masters with each of them."""
+    if isinstance(value, Mapping):
+        return _formats(value)
+    word = one_of({"full": "full", "default": "default", "pure": "pure"})(value)
+    if word == "full":
+        return Meaning(Verdict.EXACT, "", {"precision.reduce": "fp32", "precision.buffers": "keep"})
+    precision = given.get("precision")
+    if isinstance(precision, str) and "${" in precision:
+        who = Undecided(f"precision, which is {precision}")
+        return Meaning(Verdict.UNDECIDED, f"the formats come from {who.who}", {"precision.reduce": who, "precision.buffers": who})
+    compute = compute_of(precision)
+    return Meaning(fields={"precision.reduce": compute if word == "pure" else "fp32", "precision.buffers": compute})
+
+
+def _formats(value: Mapping[str, Any]) -> Meaning:
+    unknown = set(value) - {"param_dtype", "reduce_dtype", "buffer_dtype"}
+    if unknown:
+        raise Unreadable(f"must hold param_dtype, reduce_dtype and buffer_dtype alone, got {sorted(unknown)[0]}; remove it")
+    read = {key: one_of(_DTYPES)(item) for key, item in value.items() if item is not None}
+    reduce = read.get("reduce_dtype", read.get("param_dtype", "fp32"))
+    return Meaning(fields={"precision.reduce": reduce, "precision.buffers": read.get("buffer_dtype", "keep")})
+
+
+def _hybrid(given: Given) -> bool:
+    return str(given.get("fsdp_config.sharding_strategy")).upper().removeprefix("_").startswith("HYBRID")
+
+
+def _shard_degree(value: Any, given: Given) -> Meaning:
+    degree = integer(-1)(value)
+    if not _hybrid(given):
+        return _whole(degree, given)
+    replicas = given.get("fsdp_config.data_parallel_replicate_degree")
+    if degree > 0:
+        return Meaning(fields={"sharding.group_size": degree})
+    if replicas is None:
+        return Meaning(Verdict.DROPPED, "the ranks of a node share a copy")
+    return _group_of(integer(1)(replicas), given)
+
+
+def _whole(degree: int, given: Given) -> Meaning:
+    """Without a hybrid strategy, all ranks share one copy."""
+    if given.topology and degree > 0 and degree != given.topology.world_size:
+        raise Unreadable(f"must be the {given.topology.world_size} ranks without a hybrid strategy, got {degree}; write -1")
+    return Meaning(Verdict.DROPPED, "all ranks share one copy")
+
+
+def _replicate_degree(value: Any, given: Given) -> Meaning:
+    if value is None:
+        return Meaning(Verdict.DROPPED, "is not set")
+    degree = integer(1)(value)
+    if not _hybrid(given):
+        if degree > 1:
+            raise Unreadable(f"must be 1 without a hybrid strategy, got {degree}; set sharding_strategy to HYBRID_SHARD")
+        return Meaning(Verdict.DROPPED, "is off")
+    shard = given.get("fsdp_config.data_parallel_shard_degree")
+    if shard not in (None, -1, "-1"):
+        return Meaning(fields={"sharding.group_size": integer(1)(shard)})
+    return _group_of(degree, given)
+
+
+def _group_of(replicas: int, given: Given) -> Meaning:
+    if given.topology is None:
+        who = Undecided(f"the number of ranks, divided by {replicas}; give --world-size")
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", {"sharding.group_size": who})
+    return Meaning(fields={"sharding.group_size": max(given.topology.world_size // replicas, 1)})
+
+
+def _device_mesh(value: Any, given: Given) -> Meaning:
+    if not isinstance(value, list) or not 1 <= len(value) <= 2:
+        raise Unreadable(f"must be a list of one or two sizes, got {shown(value)}; write data_parallel_shard_degree instead")
+    sizes = [integer(1)(size) for size in value]
+    if len(sizes) == 1:
+        return _whole(sizes[0], given)
+    if not _hybrid(given):
+        raise Unreadable("must have one axis without a hybrid strategy; set sharding_strategy to HYBRID_SHARD")
+    return Meaning(fields={"sharding.group_size": sizes[1]})
+
+
+def _off(value: Any) -> bool:
+    return value in (None, False, "false")
+
+
+def _least(value: Any, given: Given) -> Meaning:
+    size = integer(0)(value)
+    if str(given.get("fsdp_config.sharding_strategy")).upper() == "NO_SHARD":
+        return Meaning(Verdict.DROPPED, "nothing is sharded")
+    note = "FSDP cuts at any module of this size, unishard at blocks of this size"
+    return Meaning(Verdict.EMULATED, note, {"sharding.min_unit_params": size})
+
+
+def _drops(why: str) -> Key:
+    """Not repeated in another document, whose other keys may not go with it."""
+    return Key(lambda value, given: Meaning(Verdict.DROPPED, why), "", Verdict.DROPPED, why)
+
+
+_MEMORY = "time and memory alone"
+
+FSDP: Mapping[str, Key] = {
+    "precision": Key(_precision, "precision.compute", Verdict.EMULATED, _AUTOCAST),
+    "fsdp_config.mixed_precision": Key(_mixed, "precision.reduce, precision.buffers"),
+    "fsdp_config.data_parallel_shard_degree": Key(_shard_degree, "sharding.group_size"),
+    "fsdp_config.data_parallel_replicate_degree": Key(_replicate_degree, "sharding.group_size"),
+    "fsdp_config.device_mesh": Key(_device_mesh, "sharding.group_size", note="removed in Composer 0.24"),
+    "fsdp_config.min_params": Key(_least, "sharding.min_unit_params", Verdict.EMULATED),
+    "fsdp_config.auto_wrap": _drops("the model's blocks are units"),
+    "fsdp_config.flatten_parameters": _drops("FSDP2 keeps the parameters as they are"),
+    "fsdp_config.backward_prefetch_limit": _drops(_MEMORY),
+    "fsdp_config.forward_prefetch_limit": _drops(_MEMORY),
+    "fsdp_config.te_checkpoint_wrapper": _drops("the same results; unishard checkpoints with torch"),
+    "fsdp_config.te_shard_fp8_weight": refuses("unishard has no fp8; remove it", _off),
+    "fsdp_config.keep_low_precision_grads": refuses("gradients are kept in the format of the masters; remove it", _off),
+    "fsdp_config.process_group": refuses("unishard makes its own groups; use HYBRID_SHARD and data_parallel_shard_degree", _off),
+    "fsdp_config.load_planner": _drops("concerns how a checkpoint is read"),
+    "fsdp_config.save_planner": _drops("concerns how a checkpoint is written"),
+    "fsdp_config.sharded_ckpt_prefix_dir": _drops("concerns the files of checkpoints alone"),
+    "fsdp_config.verbose": _drops("concerns logs alone"),
+}
+"""Their rows; `fsdp_config` stands for `parallelism_config.fsdp` as well."""

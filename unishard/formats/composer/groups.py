@@ -1,0 +1,74 @@
+"""llm-foundry's `optimizer.param_groups` and the config's own groups (llmfoundry/utils/builders.py, 0.22).
+
+Both look for a pattern anywhere in a parameter's name, and the first group with one that matches takes the parameter. Composer's decay is
+that of the group's own learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.keys import number, text
+from unishard.meanings import Given, Meaning, Unreadable, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard.wording import shown
+
+__all__ = ["read", "unlike", "write"]
+
+_KNOWN = ("param_str_match", "lr", "weight_decay")
+
+
+def read(value: Any, given: Given) -> Meaning:
+    """What the groups say."""
+    if value in (None, []):
+        return Meaning(Verdict.DROPPED, "is empty")
+    if not isinstance(value, list):
+        raise Unreadable(f"must be a list of groups, got {shown(value)}; write [{{param_str_match: norm, weight_decay: 0.0}}]")
+    groups = [_group(item, given) for item in value]
+    return Meaning(fields={"optimizer.groups": groups})
+
+
+def _group(item: Any, given: Given) -> Native:
+    if not isinstance(item, Mapping) or "param_str_match" not in item:
+        raise Unreadable(f"must hold groups with param_str_match, got {shown(item)}; write {{param_str_match: norm, weight_decay: 0.0}}")
+    unknown = next((key for key in item if key not in _KNOWN), None)
+    if unknown is not None:
+        raise Unreadable(f"must hold groups with another lr or weight_decay alone, got {unknown}; remove it")
+    if len(item) == 1:
+        raise Unreadable(f"must hold groups with an lr or a weight_decay, got {shown(item)}; write one of them")
+    group: Native = {"params": [text(item["param_str_match"])]}
+    rate = number(0)(item.get("lr", given.get("optimizer.lr")))
+    decay = number(0)(item.get("weight_decay", given.get("optimizer.weight_decay") or 0.0))
+    if "lr" in item:
+        group["lr"] = rate
+    if "weight_decay" in item or "lr" in item:
+        group["weight_decay"] = _divided(decay, rate, given)
+    return group
+
+
+def _divided(decay: float, rate: float, given: Given) -> float:
+    if not decay or not str(given.get("optimizer.name")).lower().startswith("decoupled_"):
+        return decay
+    if not rate:
+        raise Unreadable("must hold a weight_decay of 0 where the learning rate is 0; write 0")
+    return decay / rate
+
+
+def write(cfg: Config, topology: Topology) -> Native:
+    """A group for each pattern, those of `groups` before those of `no_decay`, which count less."""
+    optimizer = cfg.optimizer
+    written: list[Native] = []
+    for group in optimizer.groups:
+        rate = optimizer.lr if group.lr is None else group.lr
+        decay = optimizer.weight_decay if group.weight_decay is None else group.weight_decay
+        written += [{"param_str_match": pattern, "lr": rate, "weight_decay": decay * rate} for pattern in group.params]
+    written += [{"param_str_match": pattern, "weight_decay": 0.0} for pattern in optimizer.no_decay]
+    return {"optimizer": {"param_groups": written}} if written else {}
+
+
+def unlike(cfg: Config) -> bool:
+    """Whether some parameter may be in a group for its rate and exempt from decay as well, which llm-foundry's groups cannot say."""
+    return bool(cfg.optimizer.no_decay) and any(group.weight_decay is None for group in cfg.optimizer.groups)

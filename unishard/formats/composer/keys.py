@@ -1,0 +1,105 @@
+"""The keys of a training YAML of llm-foundry 0.22 and of MosaicML's run files, and of Composer's older ones.
+
+llm-foundry refuses a key that it does not know, unless it stands below `variables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.formats.composer.batches import BATCHES
+from unishard.formats.composer.fsdp_keys import FSDP
+from unishard.formats.composer.optimization_keys import OPTIMIZATION
+from unishard.keys import boolean, drops, integer, refuses
+from unishard.meanings import Given, Key, Meaning, Undecided, Verdict
+
+__all__ = ["KEYS", "RUN", "deferred"]
+
+_REASONS: Mapping[str, str] = {
+    "concerns the model, which the training script builds": "model tokenizer tokenizer_name model_name_or_path max_seq_len code_paths "
+    "model_dtype autocast_dtype autocast_precision use_cache max_split_size_mb expandable_segments cuda_load_lazy",
+    "concerns the data, which the training script loads": "train_loader eval_loader eval_loaders train_dataset val_dataset dataset "
+    "dataloader data_local data_remote device_eval_batch_size device_eval_microbatch_size global_eval_batch_size eval_batch_size "
+    "spin_dataloaders icl_seq_len icl_max_seq_len num_class_images use_prior_preservation prior_loss_weight",
+    "concerns evaluation alone": "eval_first eval_interval eval_subset_num_batches icl_subset_num_batches icl_tasks icl_tasks_str "
+    "eval_gauntlet eval_gauntlet_str model_gauntlet models validate_every_n_batches validate_every_n_epochs",
+    "concerns logs alone": "callbacks loggers progress_bar log_to_console console_log_interval console_stream python_log_level log_config "
+    "run_name metadata flatten_metadata profiler",
+    "concerns the files of checkpoints alone": "save_folder save_filename save_latest_filename save_interval save_overwrite "
+    "save_weights_only save_num_checkpoints_to_keep save_ignore_keys load_path load_weights_only load_strict_model_weights "
+    "load_ignore_keys load_exclude_algorithms autoresume only_hf_checkpoint only_composer_checkpoint",
+    "concerns the launcher alone": "dist_timeout device n_gpus",
+    "holds values that other keys name": "variables global_seed",
+    "belongs to the inference benchmark, which trains nothing": "batch_sizes input_lengths output_lengths num_batches num_warmup_batches "
+    "num_runs benchmark_name use_deepspeed use_fsdp",
+}
+_DEGREE = "tensor_parallel_degree"
+
+
+def _seed(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
+
+
+def _tensor_parallel(value: Any, given: Given) -> Meaning:
+    degree = value.get(_DEGREE, 1) if isinstance(value, Mapping) else value
+    if degree in (None, 1, {}):
+        return Meaning(Verdict.DROPPED, "is off")
+    return Meaning(Verdict.REFUSED, "unishard splits no layer between ranks; remove it and shard with fsdp_config alone")
+
+
+def _compiled(value: Any, given: Given) -> Meaning:
+    if value is None or value is False:
+        return Meaning(fields={"compile.mode": "none"})
+    settings = value if isinstance(value, Mapping) else {}
+    fields: dict[str, Any] = {"compile.mode": "full"}
+    if settings.get("backend"):
+        fields["compile.backend"] = str(settings["backend"])
+    rest = sorted(set(settings) - {"backend"})
+    note = f"{', '.join(rest)} would be left out: time alone" if rest else ""
+    return Meaning(Verdict.EMULATED if rest else Verdict.EXACT, note, fields)
+
+
+def _deterministic(value: Any, given: Given) -> Meaning:
+    if boolean(value):
+        return Meaning(Verdict.UNDECIDED, "call torch.use_deterministic_algorithms(True) in the training script")
+    return Meaning(Verdict.DROPPED, "is off")
+
+
+KEYS: Mapping[str, Key] = {
+    **BATCHES,
+    **FSDP,
+    **OPTIMIZATION,
+    "seed": Key(_seed, "training.seed"),
+    "tp_config": Key(_tensor_parallel, "", Verdict.REFUSED),
+    "parallelism_config.tp": Key(_tensor_parallel, "", Verdict.REFUSED),
+    "compile_config": Key(_compiled, "compile.mode, compile.backend"),
+    "deterministic_mode": Key(_deterministic),
+    "algorithms": refuses("unishard has no algorithms of Composer's but gradient clipping; remove it", lambda value: not value),
+    "scheduler": drops("is empty"),
+    "optimizer": drops("is empty"),
+    **{key: drops(why) for why, names in _REASONS.items() for key in names.split()},
+}
+"""What each says; the rows of an engine's arguments stand in the engine's table."""
+
+_LAUNCHER = "concerns MosaicML's platform, which starts the training"
+RUN: Mapping[str, Key] = {
+    key: drops(_LAUNCHER)
+    for key in (
+        *("name", "run_name", "image", "integrations", "command", "compute", "cluster"),
+        *("gpu_type", "gpu_num", "scheduling", "env_variables", "metadata"),
+    )
+}
+"""The keys around `parameters` in a run file of MosaicML."""
+
+
+def deferred(key: Key) -> Key:
+    """The same row, with its fields undecided where a value names what the file does not hold."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        if not (isinstance(value, str) and "${" in value) or not key.fields:
+            return key.read(value, given)
+        who = Undecided(f"{value}, which the file does not hold")
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", dict.fromkeys(key.fields.split(", "), who))
+
+    return Key(read, key.fields, key.verdict, key.note, key.silent)

@@ -1,0 +1,203 @@
+"""What `optimizer`, `scheduler` and the clipping algorithm say (Composer 0.32, llm-foundry 0.22)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.formats.composer import groups
+from unishard.formats.composer.durations import updates
+from unishard.keys import boolean, drops, number, one_of
+from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.wording import shown
+
+__all__ = ["OPTIMIZATION", "defaults_of"]
+
+_OPTIMIZERS: Mapping[str, str] = {
+    "decoupled_adamw": "adamw",
+    "decoupled_lionw": "lion",
+    "decoupled_sgdw": "sgd",
+    "adamw": "adamw",
+    "adam": "adam",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "decoupled_adamw": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 1e-5},
+    "decoupled_lionw": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0},
+    "decoupled_sgdw": {"weight_decay": 0.0},
+}
+"""Of composer.optim and llmfoundry.optim, where they are not torch's."""
+_DECOUPLED = (
+    "Composer multiplies weights by 1 - weight_decay x lr / first lr in every update, torch by 1 - weight_decay x lr, so the value is "
+    "divided by the first learning rate"
+)
+_SHAPES = {
+    "cosine_with_warmup": "cosine",
+    "cosine_decay_with_warmup": "cosine",
+    "linear_decay_with_warmup": "linear",
+    "linear_with_warmup": "linear",
+    "constant_with_warmup": "constant",
+    "constant": "constant",
+    "cosine": "cosine",
+    "cosine_annealing": "cosine",
+    "linear": "linear",
+}
+
+
+def defaults_of(optimizer: Any) -> dict[str, Any]:
+    """What the named optimizer assumes where it is silent, by dotted key."""
+    name = str(optimizer.get("name", "")).lower() if isinstance(optimizer, Mapping) else ""
+    return {f"optimizer.{key}": value for key, value in _DEFAULTS.get(name, {}).items() if key not in optimizer}
+
+
+def _name(value: Any, given: Given) -> Meaning:
+    word = str(value).strip().lower()
+    if word not in _OPTIMIZERS:
+        raise Unreadable(f"must be one that unishard has, got {shown(value)}; write one of {', '.join(_OPTIMIZERS)}")
+    return Meaning(fields={"optimizer.name": _OPTIMIZERS[word]})
+
+
+def _kind(given: Given) -> str:
+    return str(given.get("optimizer.name")).strip().lower()
+
+
+def _of(kinds: tuple[str, ...], field: str, convert: Callable[[Any], Any]) -> Key:
+    """A setting that only some optimizers have."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        found = convert(value)
+        if _OPTIMIZERS.get(_kind(given), "adamw") not in kinds:
+            return Meaning(Verdict.DROPPED, "belongs to another optimizer")
+        return Meaning(fields={field: found})
+
+    return Key(read, field)
+
+
+def _betas(value: Any) -> list[float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise Unreadable(f"must be two numbers, got {shown(value)}; write [0.9, 0.95]")
+    return [number(0, 1)(beta) for beta in value]
+
+
+def _decay(value: Any, given: Given) -> Meaning:
+    decay, kind = number(0)(value), _kind(given)
+    field = "optimizer.weight_decay"
+    if not kind.startswith("decoupled_") or not decay:
+        return Meaning(fields={field: decay})
+    if kind == "decoupled_sgdw":
+        raise Unreadable("must be 0 with decoupled_sgdw, since torch's SGD adds it to the gradient; write 0, or choose decoupled_adamw")
+    rate = number(0)(given.get("optimizer.lr"))
+    if not rate:
+        raise Unreadable("must be 0 where the learning rate is 0; write 0")
+    return Meaning(Verdict.EMULATED, _DECOUPLED, {field: decay / rate})
+
+
+def _shape(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"scheduler.name": one_of(_SHAPES)(value)})
+
+
+def _falls(given: Given) -> bool:
+    return _SHAPES.get(str(given.get("scheduler.name")).strip().lower()) in ("linear", "cosine")
+
+
+def _warmup(value: Any, given: Given) -> Meaning:
+    return _timed("scheduler.warmup_steps", updates(value, given))
+
+
+def _timed(field: str, found: int | Undecided) -> Meaning:
+    if isinstance(found, Undecided):
+        return Meaning(Verdict.UNDECIDED, f"the number of updates comes from {found.who}", {field: found})
+    return Meaning(fields={field: found})
+
+
+def _end(value: Any, given: Given) -> Meaning:
+    found = updates(value, given)
+    if not _falls(given):
+        return Meaning(Verdict.DROPPED, "the schedule does not fall")
+    return _timed("scheduler.total_steps", found)
+
+
+def _duration(value: Any, given: Given) -> Meaning:
+    if value is None:
+        return Meaning(Verdict.DROPPED, "is not set")
+    found = updates(value, given)
+    if not _falls(given) or given.get("scheduler.t_max") not in (None, "1dur", "1.0dur"):
+        return Meaning(Verdict.UNDECIDED, "how long to train is the training script's to decide; end its loop there", kept=True)
+    meaning = _timed("scheduler.total_steps", found)
+    note = f"{meaning.note}; end the loop there as well" if meaning.note else ""
+    return Meaning(meaning.verdict, note, meaning.fields, kept=True)
+
+
+def _least(value: Any, given: Given) -> Meaning:
+    found = number(0, 1)(value)
+    return Meaning(fields={"scheduler.min_lr_ratio": found}) if _falls(given) else Meaning(Verdict.DROPPED, "the schedule does not fall")
+
+
+def _only(expected: float, why: str) -> Key:
+    """A number that unishard's schedules do not have but at one value."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        found = number()(value)
+        return Meaning(Verdict.DROPPED, "is that anyway") if found == expected else Meaning(Verdict.REFUSED, why)
+
+    return Key(read, "", Verdict.REFUSED, why)
+
+
+def _clipping(value: Any, given: Given) -> Meaning:
+    kind = str(value).strip().lower()
+    if kind != "norm":
+        return Meaning(Verdict.REFUSED, f"unishard clips by the global norm, not by {kind}; write norm")
+    return Meaning(Verdict.DROPPED, "is what gradient_clipping does")
+
+
+def _threshold(value: Any, given: Given) -> Meaning:
+    kind = given.get("algorithms.gradient_clipping.clipping_type")
+    if kind is not None and str(kind).strip().lower() != "norm":
+        return Meaning(Verdict.REFUSED, "belongs to a clipping_type that unishard does not have; write clipping_type: norm")
+    return _clip(value, given)
+
+
+def _clip(value: Any, given: Given) -> Meaning:
+    limit = None if value is None else number()(value)
+    return Meaning(fields={"training.gradient_clipping": limit if limit is not None and limit > 0 else None})
+
+
+def _scaled(value: Any, given: Given) -> Meaning:
+    if boolean(value):
+        return Meaning(Verdict.REFUSED, "unishard does not scale a warm-up with the length of the training; write the number of updates")
+    return Meaning(Verdict.DROPPED, "is off")
+
+
+def _left(what: str) -> Key:
+    return Key(lambda value, given: Meaning(Verdict.UNDECIDED, what), "", Verdict.UNDECIDED, what)
+
+
+OPTIMIZATION: Mapping[str, Key] = {
+    "optimizer.name": Key(_name, "optimizer.name"),
+    "optimizer.lr": Key(lambda value, given: Meaning(fields={"optimizer.lr": number(0)(value)}), "optimizer.lr"),
+    "optimizer.betas": _of(("adamw", "adam", "lion"), "optimizer.betas", _betas),
+    "optimizer.eps": _of(("adamw", "adam", "adagrad"), "optimizer.eps", number(0)),
+    "optimizer.amsgrad": _of(("adamw", "adam"), "optimizer.amsgrad", boolean),
+    "optimizer.momentum": _of(("sgd",), "optimizer.momentum", number(0)),
+    "optimizer.nesterov": _of(("sgd",), "optimizer.nesterov", boolean),
+    "optimizer.weight_decay": Key(_decay, "optimizer.weight_decay", Verdict.EMULATED, _DECOUPLED),
+    "optimizer.param_groups": Key(groups.read, "optimizer.groups"),
+    "optimizer.disable_grad": _left("freeze these parameters in the training script before prepare"),
+    "optimizer.foreach": drops("time alone"),
+    "optimizer.fused": drops("time alone"),
+    "scheduler.name": Key(_shape, "scheduler.name"),
+    "scheduler.t_warmup": Key(_warmup, "scheduler.warmup_steps"),
+    "scheduler.warmup_time": Key(_warmup, "scheduler.warmup_steps", note="an older name of t_warmup"),
+    "scheduler.t_max": Key(_end, "scheduler.total_steps"),
+    "scheduler.alpha_f": Key(_least, "scheduler.min_lr_ratio"),
+    "scheduler.alpha_i": _only(1, "unishard's schedules begin at the learning rate; multiply optimizer.lr instead"),
+    "scheduler.alpha": _only(1, "unishard's constant schedule keeps the learning rate; multiply optimizer.lr instead"),
+    "scheduler.scale_warmup": Key(_scaled),
+    "max_duration": Key(_duration, "scheduler.total_steps", Verdict.EXACT, "t_max is the whole training unless it is said"),
+    "algorithms.gradient_clipping.clipping_type": Key(_clipping),
+    "algorithms.gradient_clipping.clipping_threshold": Key(_threshold, "training.gradient_clipping"),
+    "algorithms.low_precision_layernorm": drops("norms run in the format that the model computes in"),
+    "grad_clip_norm": Key(_clip, "training.gradient_clipping", note="an older form of algorithms.gradient_clipping"),
+}
+"""Their rows."""

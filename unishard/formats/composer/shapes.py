@@ -1,0 +1,73 @@
+"""Older shapes of a training YAML, seen as today's, and each entry put back where the file has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.meanings import Entry, Meaning, Path, Verdict
+
+__all__ = ["placed", "today", "together"]
+
+
+def today(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path, Path]]:
+    """The file in today's shape, and where what was moved came from: prefix by prefix."""
+    shaped: dict[str, Any] = dict(data)
+    places: dict[Path, Path] = {}
+    parallel = shaped.get("parallelism_config")
+    if isinstance(parallel, Mapping) and isinstance(parallel.get("fsdp"), Mapping) and "fsdp_config" not in shaped:
+        rest = dict(shaped.pop("parallelism_config"))
+        shaped["fsdp_config"] = rest.pop("fsdp")
+        places[("fsdp_config",)] = ("parallelism_config", "fsdp")
+        if rest:
+            shaped["parallelism_config"] = rest
+    for old, new in (("optimizers", "optimizer"), ("schedulers", "scheduler"), ("optimizer", "optimizer"), ("scheduler", "scheduler")):
+        _unwrap(shaped, places, old, new)
+    return shaped, places
+
+
+def _unwrap(shaped: dict[str, Any], places: dict[Path, Path], old: str, new: str) -> None:
+    """`optimizers: {decoupled_adamw: {...}}` and `schedulers: [{name: {...}}]` as a mapping with a name."""
+    value = shaped.get(old)
+    single = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if not isinstance(single, Mapping) or len(single) != 1 or (old != new and new in shaped):
+        return
+    ((name, settings),) = single.items()
+    if not isinstance(settings, Mapping):
+        return
+    at: Path = (old, "0", str(name)) if isinstance(value, list) else (old, str(name))
+    shaped.pop(old)
+    shaped[new] = {"name": name, **settings}
+    places[(new, "name")] = at
+    places[(new,)] = at
+
+
+def placed(entry: Entry, written: Mapping[str, Any], places: Mapping[Path, Path]) -> Entry:
+    """The entry at the place where the file has it, with the value as it stands there."""
+    path = entry.path
+    if path in places:
+        path = places[path]
+    elif path[:1] in places:
+        path = (*places[path[:1]], *path[1:])
+    value: Any = written
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    shown = entry.value if value is None or entry.assumed or entry.path in places else value
+    return Entry(path, shown, entry.meaning, entry.assumed)
+
+
+def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
+    """One entry for each list, such as the older `schedulers`, since a list is one value."""
+    lists = {name: [entry for entry in entries if entry.path[0] == name and entry.path[1:] and not entry.assumed] for name in written}
+    for name, parts in lists.items():
+        if parts and isinstance(written[name], list):
+            entries = [_one(name, written[name], parts), *(entry for entry in entries if entry not in parts)]
+    return entries
+
+
+def _one(name: str, value: Any, parts: list[Entry]) -> Entry:
+    meanings = [entry.meaning for entry in parts]
+    worst = max((meaning.verdict for meaning in meanings), key=lambda verdict: verdict.badness)
+    fields = {field: value for meaning in meanings for field, value in meaning.fields.items()}
+    note = "; ".join(dict.fromkeys(meaning.note for meaning in meanings if meaning.note))
+    return Entry((name,), value, Meaning(worst, note, {} if worst is Verdict.REFUSED else fields))

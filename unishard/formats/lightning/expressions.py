@@ -1,0 +1,302 @@
+"""How Lightning's `FSDPStrategy` and `DDPStrategy` (2.6.6), with the Trainer around them, say each field: one row for each leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from unishard.config import Config
+from unishard.formats.lightning.precision_expressions import PRECISION
+from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, SCRIPT, TRAINING, UNCLIPPED, trainer
+from unishard.grouping import parts
+from unishard.meanings import Case, Expression, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["CLASSES", "FSDP", "strategy"]
+
+CLASSES = {
+    "ddp": "lightning.pytorch.strategies.DDPStrategy",
+    "fsdp": "lightning.pytorch.strategies.FSDPStrategy",
+    "deepspeed": "lightning.pytorch.strategies.DeepSpeedStrategy",
+}
+
+
+def strategy(runs: str, **arguments: Any) -> Native:
+    """A strategy's class and arguments."""
+    return trainer(strategy={"class_path": CLASSES[runs], **({"init_args": arguments} if arguments else {})})
+
+
+def _sharded(cfg: Config) -> bool:
+    return cfg.sharding.strategy != "no_shard"
+
+
+def _keeps(cfg: Config) -> bool:
+    """Whether FSDP leaves parameters gathered after forward."""
+    return cfg.sharding.within_group == "shard_grad_op" or not cfg.sharding.reshard_after_forward
+
+
+def _strategy(cfg: Config, topology: Topology) -> Native:
+    if not _sharded(cfg):
+        return strategy("ddp")
+    if cfg.sharding.hybrid:
+        return strategy("fsdp", sharding_strategy="_HYBRID_SHARD_ZERO2" if _keeps(cfg) else "HYBRID_SHARD")
+    gathered = cfg.sharding.within_group != "full_shard" or _keeps(cfg)
+    return strategy("fsdp", sharding_strategy="SHARD_GRAD_OP" if gathered else "FULL_SHARD")
+
+
+def _mesh(cfg: Config, topology: Topology) -> Native:
+    if not cfg.sharding.hybrid or cfg.sharding.group_size is None:
+        return {}
+    groups, rest = divmod(topology.world_size, parts(cfg, topology))
+    return {} if rest or not groups else strategy("fsdp", device_mesh=[groups, cfg.sharding.group_size])
+
+
+def _units(cfg: Config, topology: Topology) -> Native:
+    return strategy("fsdp", auto_wrap_policy=list(cfg.sharding.units)) if _sharded(cfg) and cfg.sharding.units != "auto" else {}
+
+
+def _least(cfg: Config, topology: Topology) -> Native:
+    if not _sharded(cfg) or cfg.sharding.units != "auto" or not cfg.sharding.min_unit_params:
+        return {}
+    policy = "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy"
+    return strategy("fsdp", auto_wrap_policy={"class_path": policy, "init_args": {"min_num_params": cfg.sharding.min_unit_params}})
+
+
+def _offload(cfg: Config, topology: Topology) -> Native:
+    return strategy("fsdp", cpu_offload=True) if "cpu" in (cfg.offload.params, cfg.offload.optimizer) else {}
+
+
+def _recomputed(cfg: Config) -> list[str] | None:
+    """Classes to recompute; None where nobody has named them."""
+    asked = cfg.activation_checkpointing
+    if isinstance(asked, list):
+        return asked
+    return cfg.sharding.units if isinstance(cfg.sharding.units, list) else None
+
+
+def _recomputation(cfg: Config, topology: Topology) -> Native:
+    names = None if cfg.activation_checkpointing == "none" or not _sharded(cfg) else _recomputed(cfg)
+    return strategy("fsdp", activation_checkpointing_policy=list(names)) if names else {}
+
+
+def _buckets(cfg: Config, topology: Topology) -> Native:
+    return {} if _sharded(cfg) else strategy("ddp", bucket_cap_mb=cfg.communication.reduce_bucket_size * 4 / 2**20)
+
+
+_NEAREST = (
+    "SHARD_GRAD_OP is the nearest; FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
+)
+_NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
+_DDP = "DDPStrategy"
+_UNSHARDED = Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, "nothing is gathered")
+_TIME = "time and memory alone"
+_CLIPPING = (
+    "Lightning 2.6.6 refuses to clip by norm with FSDP (pytorch/plugins/precision/fsdp.py), so the snippet has a "
+    "configure_gradient_clipping for your LightningModule that asks FSDP itself"
+)
+
+FSDP: Mapping[str, Expression] = {
+    "backend": Expression(
+        Verdict.EMULATED,
+        "FSDPStrategy",
+        "Lightning's FSDPStrategy is FSDP1, with the same maths; its FSDP2, ModelParallelStrategy, wants fully_shard calls in the model",
+        when=(Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, ""),),
+    ),
+    "sharding.strategy": Expression(
+        Verdict.EXACT,
+        "sharding_strategy",
+        "",
+        _strategy,
+        (
+            Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, _DDP),
+            Case(
+                "shard_optimizer",
+                lambda cfg: cfg.sharding.strategy == "shard_optimizer",
+                Verdict.APPROXIMATE,
+                f"{_NEAREST}; it reduces gradients on every micro-batch; or write backend: deepspeed",
+            ),
+            Case(
+                "shard_grad_op or hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+                Verdict.APPROXIMATE,
+                f"{_NEAREST}; or write backend: deepspeed",
+            ),
+        ),
+    ),
+    "sharding.group_size": Expression(
+        Verdict.EXACT,
+        "device_mesh",
+        "Lightning makes the mesh of CUDA devices alone (strategies/fsdp.py, setup_environment)",
+        _mesh,
+        (
+            Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),
+            Case(
+                "null",
+                lambda cfg: cfg.sharding.group_size is None,
+                Verdict.EXACT,
+                "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set",
+            ),
+        ),
+    ),
+    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "sharding_strategy"),
+    "sharding.units": Expression(
+        Verdict.EXACT,
+        "auto_wrap_policy",
+        "",
+        _units,
+        (
+            _UNSHARDED,
+            Case(
+                "auto",
+                lambda cfg: cfg.sharding.units == "auto" and not cfg.sharding.min_unit_params,
+                Verdict.UNDECIDED,
+                "name the class of your model's blocks in auto_wrap_policy; without it Lightning gathers the whole model at once",
+            ),
+        ),
+    ),
+    "sharding.min_unit_params": Expression(
+        Verdict.EMULATED,
+        "auto_wrap_policy",
+        "size_based_auto_wrap_policy cuts at any module of this size, not at blocks",
+        _least,
+        (
+            _UNSHARDED,
+            Case("0", lambda cfg: not cfg.sharding.min_unit_params, Verdict.EXACT, ""),
+            Case(
+                "beside class names",
+                lambda cfg: cfg.sharding.units != "auto",
+                Verdict.EMULATED,
+                "Lightning has no smallest size beside class names; the same maths with smaller units",
+            ),
+        ),
+    ),
+    "sharding.whole_units": Expression(
+        Verdict.UNDECIDED,
+        SCRIPT,
+        "name none of these classes in auto_wrap_policy; a rank that leaves one out must still use its parameters, times zero",
+        when=(
+            Case("empty", lambda cfg: not cfg.sharding.whole_units, Verdict.EXACT, ""),
+            Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.UNDECIDED, "DDPStrategy needs find_unused_parameters=True for them"),
+        ),
+    ),
+    **PRECISION,
+    "offload.params": Expression(
+        Verdict.EXACT,
+        "cpu_offload",
+        "",
+        _offload,
+        (
+            Case("none", lambda cfg: cfg.offload.params == "none", Verdict.EXACT, ""),
+            Case("nvme", lambda cfg: cfg.offload.params == "nvme", Verdict.REFUSED, _NO_FILES),
+            Case(
+                "cpu without offload.optimizer: cpu",
+                lambda cfg: cfg.offload.optimizer != "cpu",
+                Verdict.APPROXIMATE,
+                "cpu_offload moves the optimizer's state as well, and its step to the host",
+            ),
+        ),
+    ),
+    "offload.optimizer": Expression(
+        Verdict.EXACT,
+        "cpu_offload",
+        "",
+        _offload,
+        (
+            Case("none", lambda cfg: cfg.offload.optimizer == "none", Verdict.EXACT, ""),
+            Case("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Verdict.REFUSED, _NO_FILES),
+            Case(
+                "cpu without offload.params: cpu",
+                lambda cfg: cfg.offload.params != "cpu",
+                Verdict.APPROXIMATE,
+                "cpu_offload moves the parameters as well, which are copied to the device for each use",
+            ),
+        ),
+    ),
+    "offload.pin_memory": Expression(
+        Verdict.DROPPED,
+        "none",
+        "FSDP1 pins what it offloads; time alone",
+        when=(Case("true, or nothing is offloaded", lambda cfg: cfg.offload.pin_memory, Verdict.EXACT, "FSDP1 always pins"),),
+    ),
+    "offload.nvme_path": Expression(
+        Verdict.REFUSED, "none", _NO_FILES, when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),)
+    ),
+    "activation_checkpointing": Expression(
+        Verdict.EXACT,
+        "activation_checkpointing_policy",
+        "",
+        _recomputation,
+        (
+            Case("none", lambda cfg: cfg.activation_checkpointing == "none", Verdict.EXACT, ""),
+            Case(
+                "without sharding",
+                lambda cfg: not _sharded(cfg),
+                Verdict.UNDECIDED,
+                "call torch's apply_activation_checkpointing on the model; DDPStrategy has no argument for it",
+            ),
+            Case(
+                "no classes named",
+                lambda cfg: _recomputed(cfg) is None,
+                Verdict.UNDECIDED,
+                "name the class of your model's blocks in activation_checkpointing_policy",
+            ),
+            Case(
+                "selective",
+                lambda cfg: cfg.activation_checkpointing == "selective",
+                Verdict.EMULATED,
+                "the blocks are computed again as a whole: the same results, less memory, more time",
+            ),
+        ),
+    ),
+    **TRAINING,
+    "training.gradient_clipping": replace(
+        TRAINING["training.gradient_clipping"],
+        when=(UNCLIPPED, Case("FSDPStrategy", _sharded, Verdict.EMULATED, _CLIPPING)),
+    ),
+    **RECIPE,
+    "communication.reduce_bucket_size": Expression(
+        Verdict.DROPPED,
+        "bucket_cap_mb of DDPStrategy",
+        "FSDP reduces unit by unit; time and memory alone",
+        _buckets,
+        (Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, ""),),
+    ),
+    "communication.prefetch_bucket_size": Expression(
+        Verdict.DROPPED,
+        "none",
+        f"FSDP1 gathers one unit ahead; {_TIME}",
+        when=(
+            Case(
+                "nothing is gathered ahead",
+                lambda cfg: cfg.sharding.within_group != "full_shard",
+                Verdict.EXACT,
+                "there is nothing to decide",
+            ),
+        ),
+    ),
+    "communication.overlap": Expression(Verdict.DROPPED, "none", f"torch always overlaps; {_TIME}"),
+    "communication.desync_check": Expression(Verdict.DROPPED, "none", "unishard's own check of calls"),
+    "communication.desync_timeout": Expression(Verdict.DROPPED, "none", "see the timeout of the strategy"),
+    "compile.mode": Expression(
+        Verdict.UNDECIDED,
+        MODULE,
+        "hand torch.compile(model) to trainer.fit, or compile the blocks in configure_model",
+        when=(Case("none", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),),
+    ),
+    "compile.backend": Expression(
+        Verdict.UNDECIDED,
+        MODULE,
+        "say it in the call of torch.compile",
+        when=(Case("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),),
+    ),
+    "strict": Expression(Verdict.DROPPED, "none", "unishard's own; this report says what it asks for"),
+    "native": Expression(
+        Verdict.UNDECIDED,
+        SCRIPT,
+        "settings of FSDP2, which Lightning's FSDPStrategy does not have; make the calls that they are named after",
+        when=(Case("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Verdict.EXACT, ""),),
+    ),
+}
+"""Rows for `backend: fsdp`."""

@@ -1,0 +1,54 @@
+"""Reads Lightning's arguments from a file, and writes them as Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from unishard.formats.lightning.expressions import FSDP
+from unishard.formats.lightning.keys import BESIDE, TRAINER
+from unishard.formats.lightning.reading import Document
+from unishard.formats.lightning.recipe_keys import OPTIMIZER
+from unishard.formats.lightning.snippet import snippet
+from unishard.formats.lightning.unwrapping import TOOL
+from unishard.formats.lightning.writing import expressed
+from unishard.formats.reading import Reading, assemble
+from unishard.formats.source import Source
+from unishard.meanings import Expressed, Expression, Key
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["LightningFormat"]
+
+
+class LightningFormat:
+    """Implements `unishard.formats.format.Format`. Reads YAML and JSON, writes Python."""
+
+    name = "lightning"
+    tool = TOOL
+    suffix = ".py"
+    keys: Mapping[str, Key] = {
+        **TRAINER,
+        **BESIDE,
+        **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()},
+    }
+    expressions: Mapping[str, Expression] = FSDP
+
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+        """What the arguments say: those of the Trainer or of Fabric, of the strategy, and LightningCLI's keys around them.
+
+        Raises:
+            ConfigError: An override cannot be used.
+        """
+        document, changes = Document.of(source, topology), tuple(overrides)
+        entries = document.entries()
+        if any(change.partition("=")[0].strip() == "backend" for change in changes):
+            entries = [document.without_its_class(entry) for entry in entries]
+        return assemble(self.name, source, entries, overrides=changes, topology=document.topology)
+
+    def write(self, reading: Reading, topology: Topology) -> Expressed:
+        """LightningCLI's sections, from which the Python is rendered."""
+        return expressed(reading, topology)
+
+    def render(self, document: Native, reading: Reading) -> str:
+        """Python: the strategy, the Trainer, and what must be mixed into the LightningModule."""
+        return snippet(document, reading)

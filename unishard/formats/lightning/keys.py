@@ -1,0 +1,251 @@
+"""The arguments of Lightning's Trainer and Fabric (2.6.6), one row each, and LightningCLI's keys beside the Trainer.
+
+The arguments of a strategy stand in `arguments.py`; those that are an engine's are read by that engine's backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unishard.formats.lightning.precision import DEFAULT, precision
+from unishard.formats.lightning.shape import built, short
+from unishard.keys import boolean, integer, number, one_of
+from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
+from unishard.wording import shown
+
+__all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
+
+UNSET = Meaning(Verdict.DROPPED, "is not set", kept=True)
+_OFF = Meaning(Verdict.DROPPED, "is off", kept=True)
+_LOGS = "concerns logs and the screen alone"
+_FILES = "concerns files alone"
+_EVALUATION = "concerns evaluation alone, which is your loop's here"
+_LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."
+
+
+def off(value: Any) -> bool:
+    """Whether a value switches its key off."""
+    return value is None or value is False or value in ("", "false", "False", "null", "None")
+
+
+def optional(read: Callable[[Any, Given], Meaning], fields: str = "", verdict: Verdict = Verdict.EXACT, note: str = "") -> Key:
+    """A row that has nothing to say where the value is null."""
+    return Key(lambda value, given: UNSET if value is None else read(value, given), fields, verdict, note)
+
+
+def left(why: str) -> Key:
+    """A key that concerns a launcher, a log, or files alone."""
+    return optional(lambda value, given: Meaning(Verdict.DROPPED, why, kept=True), "", Verdict.DROPPED, why)
+
+
+def _script(what: str, *idle: Any) -> Key:
+    """Something that the training script must do, unless the value is one of those with which there is nothing to do."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        if off(value) or value in idle:
+            return _OFF
+        return Meaning(Verdict.UNDECIDED, what.format(value=shown(value)), kept=True)
+
+    return optional(read, "your training script", Verdict.UNDECIDED, what.format(value="..."))
+
+
+def _accumulation(value: Any, given: Given) -> Meaning:
+    steps = integer(1)(value)
+    fields = {"training.gradient_accumulation_steps": steps}
+    if steps == 1 or given.get("strategy") == "DeepSpeedStrategy":
+        return Meaning(fields=fields)
+    return Meaning(Verdict.EMULATED, _TAIL, fields)
+
+
+_TAIL = (
+    "alike in every full window; what is left at the end of an epoch Lightning divides by the whole window (pytorch/loops, 2.6.6), "
+    "unishard by the micro-batches that are there, see training.last_window"
+)
+_SHARDS = (
+    "Lightning 2.6.6 refuses to clip by norm with FSDP (pytorch/plugins/precision/fsdp.py, clip_grad_by_norm raises); unishard clips by "
+    "the global norm on every engine"
+)
+
+
+def _clipping(value: Any, given: Given) -> Meaning:
+    largest = number(0)(value)
+    fields = {"training.gradient_clipping": largest or None}
+    if str(given.get("gradient_clip_algorithm")).lower() == "value" and largest:
+        return Meaning(
+            Verdict.REFUSED, "every engine of unishard clips by the global norm, not each value; write gradient_clip_algorithm: norm"
+        )
+    if str(given.get("strategy")).startswith("FSDPStrategy") and largest:
+        return Meaning(Verdict.EMULATED, _SHARDS, fields)
+    return Meaning(fields=fields)
+
+
+def _algorithm(value: Any, given: Given) -> Meaning:
+    word = one_of({"norm": "norm", "value": "value"})(value)
+    if not given.get("gradient_clip_val"):
+        return Meaning(Verdict.DROPPED, "nothing is clipped without gradient_clip_val")
+    if word == "value":
+        return Meaning(Verdict.REFUSED, "every engine of unishard clips by the global norm, not each value; write norm")
+    return Meaning(fields={"training.gradient_clipping": number(0)(given.get("gradient_clip_val")) or None})
+
+
+_DEVICES = ("auto", "gpu", "cuda", "cpu")
+
+
+def _accelerator(value: Any, given: Given) -> Meaning:
+    found = built(value)
+    word = short(found.path).removesuffix("Accelerator").lower() if found else str(value).lower()
+    if word not in _DEVICES:
+        return Meaning(Verdict.REFUSED, f"unishard trains on CUDA devices and CPUs, not on {word}; write gpu or cpu")
+    return Meaning(Verdict.DROPPED, _LAUNCH, kept=True)
+
+
+def _filled_in(value: Any) -> bool:
+    """Whether a value is a reference, such as Hydra's `${devices}`, which the launch fills in."""
+    return isinstance(value, str) and value.startswith("${")
+
+
+def _devices(value: Any, given: Given) -> Meaning:
+    items = value if isinstance(value, list | tuple) else str(value).split(",")
+    if _filled_in(value):
+        return Meaning(Verdict.DROPPED, _LAUNCH, kept=True)
+    if isinstance(value, bool) or not all(str(item).strip().lstrip("-").isdigit() or str(item).strip() == "auto" for item in items):
+        raise Unreadable(f"must be a number of devices, a list of them, or auto, got {shown(value)}; write one of the three")
+    return Meaning(Verdict.DROPPED, _LAUNCH, kept=True)
+
+
+def _nodes(value: Any, given: Given) -> Meaning:
+    if not _filled_in(value):
+        integer(1)(value)
+    return Meaning(Verdict.DROPPED, _LAUNCH, kept=True)
+
+
+_TRAINING_CALLBACKS = {
+    "GradientAccumulationScheduler": "the length of windows: engine.windows(loader, lengths=...)",
+    "StochasticWeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.parameter(...)",
+    "WeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.parameter(...)",
+    "EMAWeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.parameter(...)",
+    "EarlyStopping": "when to stop",
+    "LearningRateFinder": "the learning rate; write what it found as optimizer.lr",
+    "BatchSizeFinder": "the batch size; write what it found as training.micro_batch_size",
+    "BackboneFinetuning": "what is frozen when: engine.set_trainable(...)",
+    "BaseFinetuning": "what is frozen when: engine.set_trainable(...)",
+    "ModelPruning": "which weights are zero: engine.set_parameter(...)",
+    "LambdaCallback": "what it calls",
+}
+_QUIET_CALLBACKS = (
+    *("ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor", "ModelSummary", "RichModelSummary"),
+    *("TQDMProgressBar", "RichProgressBar", "ProgressBar", "Timer", "ThroughputMonitor", "SpikeDetection"),
+)
+
+CALLBACKS = (*_TRAINING_CALLBACKS, *_QUIET_CALLBACKS)
+"""Lightning's own."""
+
+
+def _callbacks(value: Any, given: Given) -> Meaning:
+    items = value if isinstance(value, list | tuple) else [value]
+    names = [short(found.path) if (found := built(item)) else shown(item) for item in items if not off(item)]
+    asked = [f"{name} decides {_TRAINING_CALLBACKS.get(name, 'what only its code says')}" for name in names if name not in _QUIET_CALLBACKS]
+    if asked:
+        return Meaning(Verdict.UNDECIDED, f"your training loop does it: {'; '.join(asked)}", kept=True)
+    return Meaning(Verdict.DROPPED, "callbacks that only log, report or write files", kept=True)
+
+
+PRECISIONS = ("FSDPPrecision", "MixedPrecision", "DeepSpeedPrecision", "HalfPrecision")
+"""Plugins that stand for a word of `precision`."""
+_PLUGINS = ("Environment", "CheckpointIO")
+
+
+def _plugins(value: Any, given: Given) -> Meaning:
+    items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    fields: dict[str, Any] = {}
+    formats = False
+    for item in items:
+        found = built(item)
+        name = short(found.path) if found else shown(item)
+        if found and name in PRECISIONS:
+            fields |= _scaler(found.arguments)
+            formats = True
+        elif not name.endswith(_PLUGINS):
+            return Meaning(Verdict.REFUSED, f"{name} changes how Lightning computes, which no key here says; write precision instead")
+    if fields or formats:
+        return Meaning(fields=fields)
+    return Meaning(Verdict.DROPPED, "concerns the launch and files alone", kept=True)
+
+
+def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss scale of a plugin's `GradScaler`."""
+    found = built(arguments.get("scaler"))
+    if found is None:
+        return {}
+    said = {
+        "precision.initial_loss_scale": ("init_scale", number(1e-30)),
+        "precision.loss_scale_growth_interval": ("growth_interval", integer(1)),
+    }
+    return {field: convert(found.arguments[key]) for field, (key, convert) in said.items() if key in found.arguments}
+
+
+def _seed(value: Any, given: Given) -> Meaning:
+    if off(value):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    if value is True or str(value).lower() == "true":
+        return Meaning(
+            Verdict.DROPPED, "LightningCLI draws a seed, another one in each run; write training.seed for one that stays", kept=True
+        )
+    return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
+
+
+_EPOCHS = "your training loop makes this many epochs or updates: {value}"
+TRAINER: Mapping[str, Key] = {
+    "precision": Key(precision, "precision.compute, precision.master, precision.reduce, precision.buffers", silent=DEFAULT),
+    "accumulate_grad_batches": Key(
+        lambda value, given: _accumulation(1 if value is None else value, given), "training.gradient_accumulation_steps", silent=1
+    ),
+    "gradient_clip_val": Key(lambda value, given: _clipping(value or 0, given), "training.gradient_clipping", note=_SHARDS, silent=None),
+    "gradient_clip_algorithm": optional(_algorithm, "training.gradient_clipping"),
+    "accelerator": optional(_accelerator, "", Verdict.DROPPED, _LAUNCH),
+    "devices": optional(_devices, "", Verdict.DROPPED, _LAUNCH),
+    "num_nodes": optional(_nodes, "", Verdict.DROPPED, _LAUNCH),
+    "callbacks": optional(_callbacks, "your training script", Verdict.UNDECIDED),
+    "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
+    "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before unishard.prepare"),
+    "deterministic": _script("call torch.use_deterministic_algorithms(True) at the start; Lightning's value is {value}"),
+    "benchmark": left("time alone; set torch.backends.cudnn.benchmark in your training script"),
+    "use_distributed_sampler": Key(
+        lambda value, given: (
+            _OFF
+            if value is None or boolean(value)
+            else Meaning(Verdict.UNDECIDED, "your script shares the samples out itself: hand engine.batches a loader that does", kept=True)
+        ),
+        "your training script",
+    ),
+    "reload_dataloaders_every_n_epochs": _script("make the DataLoader anew every {value} epochs", 0),
+    "max_epochs": _script(_EPOCHS, -1),
+    "min_epochs": _script(_EPOCHS, 0),
+    "max_steps": _script(_EPOCHS, -1),
+    "min_steps": _script(_EPOCHS, 0),
+    "max_time": _script("your training loop stops after {value}"),
+    "limit_train_batches": _script("your training loop uses this much of the data: {value}", 1.0),
+    "overfit_batches": _script("your training loop uses this much of the data: {value}", 0, 0.0),
+    "fast_dev_run": _script("a trial run of {value} batches; leave it out to train"),
+    "detect_anomaly": _script("call torch.autograd.set_detect_anomaly(True), which finds the operation that makes a NaN, slowly"),
+    **dict.fromkeys(
+        (
+            *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch"),
+            *("num_sanity_val_steps", "inference_mode"),
+        ),
+        left(_EVALUATION),
+    ),
+    **dict.fromkeys(("logger", "loggers", "log_every_n_steps", "enable_progress_bar", "enable_model_summary", "profiler"), left(_LOGS)),
+    **dict.fromkeys(("barebones", "enable_autolog_hparams"), left(_LOGS)),
+    **dict.fromkeys(("enable_checkpointing", "default_root_dir", "model_registry"), left(_FILES)),
+}
+"""The arguments of `Trainer` and `Fabric` but `strategy`."""
+
+_OURS = "concerns the model or the data, which your training script makes"
+BESIDE: Mapping[str, Key] = {
+    "seed_everything": optional(_seed, "training.seed"),
+    **dict.fromkeys(("model", "data", "ckpt_path", "subcommand", "config", "weights_only"), left(_OURS)),
+    **dict.fromkeys(("print_config", "verbose", "hydra", "defaults"), left(_LOGS)),
+}
+"""LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own classes."""

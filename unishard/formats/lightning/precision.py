@@ -1,0 +1,74 @@
+"""Lightning's words for number formats, and what each comes to under each strategy (2.6.6, plugins/precision)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.meanings import Given, Meaning, Unreadable, Verdict
+from unishard.rules import Native
+from unishard.wording import shown
+
+__all__ = ["DEFAULT", "engine_block", "precision", "word_of"]
+
+DEFAULT = "32-true"
+_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+_FORMATS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+_NEVER = {
+    "64-true": "nothing trains in double precision here; write 32-true",
+    "transformer-engine": "FP8 needs Transformer Engine's layers, which no engine of unishard has; write bf16-mixed",
+    "transformer-engine-float16": "FP8 needs Transformer Engine's layers, which no engine of unishard has; write 16-mixed",
+}
+_AUTOCAST = (
+    "Lightning runs forward under torch.autocast as well, which computes norms, softmax and losses in fp32; here the model computes in one "
+    "format"
+)
+_UNSCALED = "without fp32 masters and without a loss scale, as Lightning has it; small gradients are lost"
+
+
+def word_of(value: Any) -> str:
+    """Lightning's word, also from its older words and numbers.
+
+    Raises:
+        Unreadable: It is none that unishard computes in.
+    """
+    text = DEFAULT if value is None else str(value).strip().lower()
+    word = _ALIASES.get(text, text)
+    if word in _NEVER:
+        raise Unreadable(f"must be a format that unishard has, got {word}: {_NEVER[word]}")
+    if word not in _FORMATS:
+        raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them")
+    return word
+
+
+def precision(value: Any, given: Given) -> Meaning:
+    """What `precision` says. Under `strategy` stands what runs; with `mixed` or `fp16` behind it for FSDP with own formats."""
+    word, runs = word_of(value), given.get("strategy")
+    true, dtype = word.endswith("true"), _FORMATS[word]
+    if str(runs).startswith("FSDPStrategy "):
+        return _beside_own(dtype, true=true, unscaled=runs == "FSDPStrategy fp16" and word != "16-mixed")
+    fields: dict[str, Any] = {"precision.compute": dtype, "precision.master": dtype if true else "fp32"}
+    fields["precision.reduce"] = dtype if true or runs == "FSDPStrategy" else "fp32"
+    if runs == "FSDPStrategy" and dtype != "fp32":
+        fields["precision.buffers"] = dtype
+    if word == "16-true":
+        return Meaning(Verdict.EXACT, _UNSCALED, fields | {"precision.loss_scale": 1.0})
+    if true:
+        return Meaning(fields=fields)
+    return Meaning(Verdict.EMULATED, _AUTOCAST, fields)
+
+
+def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> Meaning:
+    """With `FSDPStrategy(mixed_precision=...)` the word decides the masters' format, autocast and the loss scale alone."""
+    fields: dict[str, Any] = {"precision.master": dtype if true else "fp32", **({"precision.loss_scale": 1.0} if unscaled else {})}
+    if true or dtype == "fp32":
+        return Meaning(fields=fields)
+    return Meaning(Verdict.EMULATED, _AUTOCAST, fields)
+
+
+def engine_block(word: str, scaling: Mapping[str, Any]) -> Native:
+    """What Lightning adds to a DeepSpeed config that has no such block (fabric/strategies/deepspeed.py, `_format_precision_config`)."""
+    dtype = _FORMATS[word]
+    if dtype == "fp16":
+        return {"fp16": {"enabled": True, **scaling}}
+    return {"bf16": {"enabled": True}} if dtype == "bf16" else {}

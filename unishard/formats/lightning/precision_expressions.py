@@ -1,0 +1,186 @@
+"""How Lightning (2.6.6) says number formats with `FSDPStrategy` and `DDPStrategy`.
+
+With FSDP the strategy's own `mixed_precision` says them, beside `precision="32-true"`: the word `bf16-mixed` would sum gradients in bf16,
+cast buffers, and run forward under autocast as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.formats.lightning.trainer_expressions import trainer
+from unishard.meanings import Case, Expression, Verdict
+from unishard.rules import Native, merge
+from unishard.topology import Topology
+
+__all__ = ["PRECISION"]
+
+_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+_FSDP = "lightning.pytorch.strategies.FSDPStrategy"
+_FORMATS = "torch.distributed.fsdp.MixedPrecision"
+_SCALERS = {
+    True: ("lightning.pytorch.plugins.FSDPPrecision", {}, "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"),
+    False: ("lightning.pytorch.plugins.MixedPrecision", {"device": "cuda"}, "torch.amp.GradScaler"),
+}
+"""By whether the parameters are sharded: the precision plugin, what it needs, and the class of its scaler."""
+
+
+def _sharded(cfg: Config) -> bool:
+    return cfg.sharding.strategy != "no_shard"
+
+
+def _mixed(cfg: Config) -> bool:
+    return cfg.precision.compute != "fp32"
+
+
+def _scaled(cfg: Config) -> bool:
+    return cfg.precision.compute == "fp16" and not cfg.precision.pure
+
+
+def _word(cfg: Config) -> str:
+    compute = cfg.precision.compute
+    if cfg.precision.pure:
+        return {"bf16": "bf16-true", "fp16": "16-true"}[compute]
+    if compute == "fp16":
+        return "16-mixed"
+    return "bf16-mixed" if compute == "bf16" and not _sharded(cfg) else "32-true"
+
+
+def _scaling(cfg: Config) -> dict[str, Any]:
+    """Arguments of the scaler that are not its defaults."""
+    if not _scaled(cfg):
+        return {}
+    precision = cfg.precision
+    start = precision.initial_loss_scale if precision.loss_scale == "dynamic" else precision.loss_scale
+    growth = precision.loss_scale_growth_interval if precision.loss_scale == "dynamic" else 2**31 - 1
+    return {
+        **({"init_scale": start} if start != 65536.0 else {}),
+        **({"growth_interval": growth} if growth != 2000 else {}),
+    }
+
+
+def _precision(cfg: Config, topology: Topology) -> Native:
+    """The word, or the plugin that has it: Lightning takes one of the two."""
+    scaling = _scaling(cfg)
+    if not scaling:
+        return trainer(precision=_word(cfg))
+    plugin, needed, scaler = _SCALERS[_sharded(cfg)]
+    arguments = {"precision": _word(cfg), **needed, "scaler": {"class_path": scaler, "init_args": scaling}}
+    return trainer(plugins=[{"class_path": plugin, "init_args": arguments}])
+
+
+def _format(argument: str, word: str) -> Native:
+    formats = {"class_path": _FORMATS, "init_args": {argument: _DTYPES[word]}}
+    return trainer(strategy={"class_path": _FSDP, "init_args": {"mixed_precision": formats}})
+
+
+def _compute(cfg: Config, topology: Topology) -> Native:
+    own = _format("param_dtype", cfg.precision.compute) if _sharded(cfg) and _mixed(cfg) else {}
+    return merge(_precision(cfg, topology), own)
+
+
+def _reduce(cfg: Config, topology: Topology) -> Native:
+    return _format("reduce_dtype", cfg.precision.reduce) if _sharded(cfg) and _mixed(cfg) else {}
+
+
+def _buffers(cfg: Config, topology: Topology) -> Native:
+    return _format("buffer_dtype", cfg.precision.buffers) if _sharded(cfg) and cfg.precision.buffers != "keep" else {}
+
+
+_AUTOCAST = (
+    "{word} also runs forward under torch.autocast, which computes norms, softmax and losses in fp32; unishard computes in one format"
+)
+_NOT_SCALED = Case("nothing is scaled", lambda cfg: cfg.precision.compute != "fp16", Verdict.EXACT, "")
+_NEVER_SCALED = Case(
+    "16-true",
+    lambda cfg: cfg.precision.pure and cfg.precision.loss_scale != 1.0,
+    Verdict.APPROXIMATE,
+    "Lightning scales no loss in 16-true; write precision.master: fp32, or bf16",
+)
+_ONE = Case("16-true, a loss scale of 1", lambda cfg: cfg.precision.pure, Verdict.EXACT, "")
+_SCALER = (
+    "Lightning 2.6.6 refuses every scaler of its own FSDPPrecision (plugins/precision/fsdp.py compares precision before it is set), so the "
+    "snippet sets it afterwards"
+)
+_OWN_SCALER = Case("the default", lambda cfg: not _scaling(cfg), Verdict.EXACT, "is the scaler's default")
+_SET_LATER = Case("FSDP", _sharded, Verdict.EMULATED, _SCALER)
+
+PRECISION: Mapping[str, Expression] = {
+    "precision.compute": Expression(
+        Verdict.EXACT,
+        "mixed_precision.param_dtype",
+        "",
+        _compute,
+        (
+            Case("fp16 with fp32 masters", _scaled, Verdict.EMULATED, _AUTOCAST.format(word="16-mixed")),
+            Case(
+                "bf16 without sharding",
+                lambda cfg: not _sharded(cfg) and _mixed(cfg) and not cfg.precision.pure,
+                Verdict.EMULATED,
+                _AUTOCAST.format(word="bf16-mixed"),
+            ),
+        ),
+    ),
+    "precision.master": Expression(Verdict.EXACT, "precision"),
+    "precision.reduce": Expression(
+        Verdict.EXACT,
+        "mixed_precision.reduce_dtype",
+        "",
+        _reduce,
+        (
+            Case(
+                "without sharding, not the format of the gradients",
+                lambda cfg: not _sharded(cfg) and cfg.precision.reduce != cfg.precision.master,
+                Verdict.APPROXIMATE,
+                "DDP reduces gradients in their own format, which is that of the masters",
+            ),
+        ),
+    ),
+    "precision.accumulate": Expression(
+        Verdict.EXACT,
+        "format of the parameters' gradients",
+        when=(
+            Case(
+                "not that of master",
+                lambda cfg: cfg.precision.accumulate != cfg.precision.master,
+                Verdict.APPROXIMATE,
+                "gradients are added up in the format of the masters, which is more exact",
+            ),
+        ),
+    ),
+    "precision.buffers": Expression(
+        Verdict.EXACT,
+        "mixed_precision.buffer_dtype",
+        "",
+        _buffers,
+        (
+            Case("keep", lambda cfg: cfg.precision.buffers == "keep", Verdict.EXACT, ""),
+            Case("without sharding", lambda cfg: not _sharded(cfg), Verdict.UNDECIDED, "cast the model's floating-point buffers yourself"),
+        ),
+    ),
+    "precision.loss_scale": Expression(
+        Verdict.EXACT,
+        "precision",
+        "",
+        when=(
+            _NOT_SCALED,
+            _NEVER_SCALED,
+            _ONE,
+            Case(
+                "a number",
+                lambda cfg: cfg.precision.loss_scale != "dynamic",
+                Verdict.APPROXIMATE,
+                "torch's scaler begins with this number and halves it at an overflow; it never grows in the snippet",
+            ),
+        ),
+    ),
+    "precision.initial_loss_scale": Expression(
+        Verdict.EXACT, "plugins", "", when=(_NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER)
+    ),
+    "precision.loss_scale_growth_interval": Expression(
+        Verdict.EXACT, "plugins", "", when=(_NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER)
+    ),
+}
+"""Rows of `precision`."""

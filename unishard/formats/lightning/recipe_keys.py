@@ -1,0 +1,110 @@
+"""LightningCLI's `optimizer` and `lr_scheduler` (2.6.6): torch's classes and their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from unishard.formats.lightning.keys import UNSET
+from unishard.formats.lightning.shape import Built, Path, built, short
+from unishard.keys import boolean, drops, number, sets
+from unishard.meanings import Entry, Key, Meaning, Undecided, Unreadable, Verdict, interpret
+from unishard.wording import shown
+
+__all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]
+
+_NAMES = {
+    "AdamW": "adamw",
+    "Adam": "adam",
+    "SGD": "sgd",
+    "Adagrad": "adagrad",
+    "Lion": "lion",
+    "FusedAdam": "adamw",
+    "DeepSpeedCPUAdam": "adamw",
+}
+_OTHER = "unishard makes AdamW, Adam, SGD, Adagrad and Lion; make this one in your training script and hand it to unishard.prepare"
+_THEIRS: Mapping[str, Mapping[str, Any]] = {
+    "adagrad": {"lr": 1e-2},
+    "lion": {"lr": 1e-4},
+    "adamw": {},
+}
+"""Defaults of the classes that are not unishard's."""
+
+
+def _pair(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise Unreadable(f"must be two numbers, got {shown(value)}; write [0.9, 0.999]")
+    return tuple(number(0, 1)(item) for item in value)
+
+
+_HOW = "how the update is computed, not what"
+OPTIMIZER: Mapping[str, Key] = {
+    "lr": sets("optimizer.lr", number(0)),
+    "betas": sets("optimizer.betas", _pair),
+    "eps": sets("optimizer.eps", number(0)),
+    "weight_decay": sets("optimizer.weight_decay", number(0)),
+    "amsgrad": sets("optimizer.amsgrad", boolean),
+    "momentum": sets("optimizer.momentum", number(0)),
+    "nesterov": sets("optimizer.nesterov", boolean),
+    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable", "use_triton"), drops(_HOW)),
+}
+"""Arguments of torch's optimizers; any other must be at its default."""
+_IDLE: Mapping[str, Any] = {
+    "maximize": False,
+    "dampening": 0,
+    "lr_decay": 0,
+    "initial_accumulator_value": 0,
+    "adam_w_mode": True,
+    "adamw_mode": True,
+}
+
+
+def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
+    """What the optimizer's class and arguments say."""
+    found = built(value)
+    if found is None:
+        yield Entry(path, value, UNSET if not value else Meaning(Verdict.UNDECIDED, _OTHER, kept=True))
+        return
+    name = _NAMES.get(short(found.path))
+    place = (*path, found.key) if found.key else path
+    if name is None:
+        yield Entry(place, found.path, Meaning(Verdict.UNDECIDED, _OTHER, kept=True))
+        yield from _all(found, path, Meaning(Verdict.UNDECIDED, _OTHER, kept=True))
+        return
+    yield Entry(place, found.path, Meaning(fields={"optimizer.name": name}))
+    said = {key: item for key, item in found.arguments.items() if item is not None and not (key in _IDLE and item == _IDLE[key])}
+    keys = {key: row for key, row in OPTIMIZER.items() if key in said or key == "lr"}
+    for entry in interpret(keys, said, tool=f"{short(found.path)} as unishard makes it", defaults=_THEIRS.get(name)):
+        yield entry.at(*path, *found.inside.get(entry.path[0], ("init_args",)), *entry.path)
+    for key in found.arguments.keys() - said.keys():
+        yield Entry((*path, *found.inside[key], key), found.arguments[key], Meaning(Verdict.DROPPED, "is the default", kept=True))
+
+
+_EPOCHS = "LightningCLI moves it once an epoch, unishard once an update; write scheduler.total_steps in updates"
+_OWN = "make it in your training script and hand it to unishard.prepare; LightningCLI moves it once an epoch, unishard once an update"
+
+
+def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
+    """What the scheduler's class and arguments say.
+
+    LightningCLI returns it without an interval, so that it moves once an epoch (pytorch/cli.py, `configure_optimizers`).
+    """
+    found = built(value)
+    if found is None:
+        yield Entry(path, value, UNSET if not value else Meaning(Verdict.UNDECIDED, _OWN, kept=True))
+        return
+    place = (*path, found.key) if found.key else path
+    if short(found.path) != "CosineAnnealingLR" or found.arguments.get("eta_min"):
+        yield Entry(place, found.path, Meaning(Verdict.UNDECIDED, _OWN, kept=True))
+        yield from _all(found, path, Meaning(Verdict.UNDECIDED, _OWN, kept=True))
+        return
+    yield Entry(place, found.path, Meaning(Verdict.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}))
+    for key, item in found.arguments.items():
+        steps = Undecided(f"T_max ({item} epochs) times the updates of an epoch")
+        meaning = Meaning(Verdict.UNDECIDED, _EPOCHS, {"scheduler.total_steps": steps}) if key == "T_max" else UNSET
+        yield Entry((*path, *found.inside[key], key), item, meaning)
+
+
+def _all(found: Built, path: Path, meaning: Meaning) -> Iterator[Entry]:
+    for key, item in found.arguments.items():
+        yield Entry((*path, *found.inside[key], key), item, meaning)

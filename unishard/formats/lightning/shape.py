@@ -1,0 +1,110 @@
+"""Where a file has the Trainer's arguments, and where those of its strategy.
+
+LightningCLI writes `trainer: {strategy: {class_path, init_args}}`, below the subcommand or not; people write the Trainer's arguments
+alone, or a strategy's class with its arguments; Hydra says `_target_` for `class_path` and has the arguments beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["CLASS", "Built", "Shape", "built", "short"]
+
+CLASS = ("class_path", "_target_")
+"""The keys that name a class: jsonargparse's and Hydra's."""
+_ARGUMENTS = ("init_args", "dict_kwargs")
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_ROOTS = ("trainer", "fabric")
+
+Path = tuple[str, ...]
+
+
+class Shape(NamedTuple):
+    """Where things stand in a file."""
+
+    top: Path
+    """What surrounds everything: the subcommand, or nothing."""
+    trainer: Path
+    """The Trainer's arguments."""
+    strategy: Path
+    """The strategy: a name or a class; the same as `trainer` in a file that is a strategy's class and arguments."""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Shape:
+        """That of a file."""
+        top = next(((word,) for word in _SUBCOMMANDS if _section(data.get(word)) and len(data) <= 2), ())
+        inner = data[top[0]] if top else data
+        root = next((word for word in _ROOTS if _section(inner.get(word))), None)
+        if root:
+            return cls(top, (*top, root), (*top, root, "strategy"))
+        named = next((str(inner[word]) for word in CLASS if word in inner), "")
+        if named and short(named) not in ("Trainer", "Fabric"):
+            return cls(top, top, top)
+        return cls(top, top, (*top, "strategy"))
+
+    def trainer_in(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The section with the Trainer's arguments."""
+        return _at(data, self.trainer)
+
+    def beside(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What stands beside the Trainer's section; nothing where there is no such section."""
+        if self.trainer == self.top:
+            return {}
+        return {key: value for key, value in _at(data, self.top).items() if key != self.trainer[-1]}
+
+    @property
+    def bare(self) -> bool:
+        """Whether the file itself is the strategy's class."""
+        return self.strategy == self.trainer
+
+
+class Built(NamedTuple):
+    """A class and its arguments."""
+
+    path: str
+    key: str
+    """Which word named the class; empty for a name alone."""
+    arguments: Mapping[str, Any]
+    inside: Mapping[str, Path]
+    """Where each argument stands below it."""
+    others: tuple[str, ...] = ()
+    """Keys beside the class and its section of arguments."""
+
+
+def built(value: Any) -> Built | None:
+    """A class with arguments, as jsonargparse or Hydra says it, or its name alone; None for anything else."""
+    if isinstance(value, str) and value:
+        return Built(value, "", {}, {})
+    if not isinstance(value, Mapping):
+        return None
+    key = next((word for word in CLASS if isinstance(value.get(word), str)), None)
+    if key is None:
+        return None
+    beside = {str(name): item for name, item in value.items() if name not in (*CLASS, *_ARGUMENTS)}
+    sections = [word for word in _ARGUMENTS if word in value]
+    if not sections:
+        return Built(value[key], key, beside, dict.fromkeys(beside, ()))
+    arguments: dict[str, Any] = {}
+    inside: dict[str, Path] = {}
+    for word in sections:
+        section = value[word] if isinstance(value[word], Mapping) else {}
+        arguments |= {str(name): item for name, item in section.items()}
+        inside |= dict.fromkeys(map(str, section), (word,))
+    return Built(value[key], key, arguments, inside, tuple(beside))
+
+
+def short(path: Any) -> str:
+    """The last word of a dotted name, such as a class without its module."""
+    return str(path).rpartition(".")[2]
+
+
+def _section(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value)
+
+
+def _at(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    found: Any = data
+    for name in path:
+        found = found[name]
+    return found  # type: ignore[no-any-return]  # `of` has looked

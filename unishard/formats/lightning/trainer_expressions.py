@@ -1,0 +1,155 @@
+"""How Lightning's Trainer, and the script around it, say what is no strategy's (2.6.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.meanings import Case, Expression, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["MODULE", "OPTIMIZERS", "RECIPE", "SCRIPT", "TRAINING", "UNCLIPPED", "trainer"]
+
+SCRIPT = "your training script"
+MODULE = "your LightningModule"
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW",
+    "adam": "torch.optim.Adam",
+    "sgd": "torch.optim.SGD",
+    "adagrad": "torch.optim.Adagrad",
+    "lion": "lion_pytorch.Lion",
+}
+_BELONGS: Mapping[str, tuple[str, ...]] = {
+    "betas": ("adamw", "adam", "lion"),
+    "eps": ("adamw", "adam", "adagrad"),
+    "amsgrad": ("adamw", "adam"),
+    "momentum": ("sgd",),
+    "nesterov": ("sgd",),
+}
+
+
+def trainer(**arguments: Any) -> Native:
+    """Arguments of the Trainer."""
+    return {"trainer": arguments}
+
+
+def _clips(cfg: Config) -> Native:
+    largest = cfg.training.gradient_clipping
+    return trainer(gradient_clip_val=largest, gradient_clip_algorithm="norm") if largest else {}
+
+
+def _accumulates(cfg: Config) -> bool:
+    return cfg.training.gradient_accumulation_steps > 1
+
+
+def _scaled(cfg: Config) -> bool:
+    return cfg.precision.compute == "fp16" and not cfg.precision.pure
+
+
+UNCLIPPED = Case("null", lambda cfg: cfg.training.gradient_clipping is None, Verdict.EXACT, "")
+_IDLE = "there is nothing to decide"
+TRAINING: Mapping[str, Expression] = {
+    "training.micro_batch_size": Expression(Verdict.UNDECIDED, SCRIPT, "make the DataLoader with batch_size of this value"),
+    "training.gradient_accumulation_steps": Expression(
+        Verdict.EXACT,
+        "accumulate_grad_batches",
+        "",
+        lambda cfg, topology: trainer(accumulate_grad_batches=cfg.training.gradient_accumulation_steps),
+    ),
+    "training.global_batch_size": Expression(
+        Verdict.DROPPED,
+        "none",
+        "follows from batch_size, accumulate_grad_batches and the devices",
+        when=(Case("null", lambda cfg: cfg.training.global_batch_size is None, Verdict.EXACT, _IDLE),),
+    ),
+    "training.gradient_clipping": Expression(
+        Verdict.EXACT,
+        "gradient_clip_val",
+        "",
+        lambda cfg, topology: _clips(cfg),
+        (UNCLIPPED,),
+    ),
+    "training.nonfinite": Expression(
+        Verdict.APPROXIMATE,
+        "none",
+        "Lightning makes an update with infinite or NaN gradients as well; look at them in on_before_optimizer_step",
+        when=(
+            Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, "is what Lightning does"),
+            Case(
+                "skip in fp16",
+                lambda cfg: cfg.training.nonfinite == "skip" and _scaled(cfg),
+                Verdict.EXACT,
+                "the gradient scaler skips such updates",
+            ),
+        ),
+    ),
+    "training.last_window": Expression(
+        Verdict.EMULATED,
+        "accumulate_grad_batches",
+        "Lightning divides what is left at the end of an epoch by the whole window, not by the micro-batches that are there",
+        when=(
+            Case("no accumulation", lambda cfg: not _accumulates(cfg), Verdict.EXACT, "there is no window to fill"),
+            Case(
+                "drop",
+                lambda cfg: cfg.training.last_window == "drop",
+                Verdict.UNDECIDED,
+                "let the DataLoader end with a full window: Lightning makes an update of what is left",
+            ),
+        ),
+    ),
+    "training.seed": Expression(
+        Verdict.EXACT,
+        "seed_everything",
+        "every rank draws the same random numbers in Lightning; unishard adds the rank",
+        lambda cfg, topology: {"seed_everything": cfg.training.seed},
+    ),
+}
+"""The loop."""
+
+
+def _name(cfg: Config, topology: Topology) -> Native:
+    return {"optimizer": {"class_path": OPTIMIZERS[cfg.optimizer.name]}}
+
+
+def _argument(name: str) -> Expression:
+    def to(cfg: Config, topology: Topology) -> Native:
+        if cfg.optimizer.name not in _BELONGS.get(name, (cfg.optimizer.name,)):
+            return {}
+        value = getattr(cfg.optimizer, name)
+        return {"optimizer": {"init_args": {name: list(value) if isinstance(value, tuple) else value}}}
+
+    return Expression(Verdict.EXACT, f"configure_optimizers: {name}", "", to)
+
+
+def _schedule(what: str) -> Expression:
+    constant = Case(
+        "a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, Verdict.EXACT, _IDLE
+    )
+    return Expression(Verdict.UNDECIDED, MODULE, f"return {what} from configure_optimizers, with interval: step", when=(constant,))
+
+
+_SCHEDULE = "a scheduler such as transformers.get_scheduler makes"
+_SPLIT = "give the optimizer groups of parameters in configure_optimizers"
+_NONE = Case("empty", lambda cfg: not cfg.optimizer.no_decay, Verdict.EXACT, _IDLE)
+RECIPE: Mapping[str, Expression] = {
+    "optimizer.name": Expression(Verdict.EXACT, "configure_optimizers", "", _name),
+    **{f"optimizer.{name}": _argument(name) for name in ("lr", "betas", "eps", "amsgrad", "momentum", "nesterov", "weight_decay")},
+    "optimizer.no_decay": Expression(Verdict.UNDECIDED, MODULE, f"{_SPLIT}, these without weight decay", when=(_NONE,)),
+    "optimizer.groups": Expression(
+        Verdict.UNDECIDED, MODULE, _SPLIT, when=(Case("empty", lambda cfg: not cfg.optimizer.groups, Verdict.EXACT, _IDLE),)
+    ),
+    "scheduler.name": _schedule(_SCHEDULE),
+    "scheduler.warmup_steps": _schedule(f"{_SCHEDULE} (num_warmup_steps)"),
+    "scheduler.warmup_type": _schedule(f"{_SCHEDULE}, that climbs in this shape"),
+    "scheduler.warmup_start_ratio": _schedule(f"{_SCHEDULE}, that begins at this part of the rate"),
+    "scheduler.total_steps": _schedule(f"{_SCHEDULE} (num_training_steps)"),
+    "scheduler.min_lr_ratio": Expression(
+        Verdict.UNDECIDED,
+        MODULE,
+        f"return {_SCHEDULE} from configure_optimizers, which ends at this part of the rate",
+        when=(Case("0", lambda cfg: not cfg.scheduler.min_lr_ratio, Verdict.EXACT, _IDLE),),
+    ),
+}
+"""The optimizer and the schedule, which Lightning asks the LightningModule for."""

@@ -1,0 +1,274 @@
+"""From a strategy's arguments to entries: the engine's own go through its backend, and come back to where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from unishard import registry
+from unishard.errors import ConfigError
+from unishard.formats.lightning import deepspeed_arguments, fsdp_arguments
+from unishard.formats.lightning.ddp_arguments import DDP, MODEL_PARALLEL
+from unishard.formats.lightning.keys import UNSET, off
+from unishard.formats.lightning.precision import engine_block, word_of
+from unishard.formats.lightning.shape import Path
+from unishard.formats.lightning.strategies import Strategy
+from unishard.formats.source import open_source
+from unishard.meanings import Entry, Key, Meaning, Unreadable, Verdict, interpret
+from unishard.rules import merge, nested
+from unishard.topology import Topology
+
+__all__ = ["TOOL", "Unwrapped", "entries_of"]
+
+TOOL = "Lightning 2.6.6"
+_BACKENDS = {"FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed"}
+_NO_EFFECT = "has no effect with the other arguments"
+_REPLACED = "has no effect: config replaces every argument that is DeepSpeed's (pytorch/strategies/deepspeed.py, __init__)"
+
+
+@dataclass(frozen=True, slots=True)
+class Unwrapped:
+    """A strategy's arguments, and what stands around them."""
+
+    strategy: Strategy
+    named: Entry
+    """The name or the class; means nothing yet."""
+    arguments: Mapping[str, Any]
+    places: Mapping[str, Path]
+    base: Path
+    """Where an argument would stand that is not written."""
+    topology: Topology | None
+    folder: FilePath | None
+    precision: Entry | None = None
+    """The Trainer's precision where the engine takes it as arguments of its own."""
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    def place(self, argument: str) -> Path:
+        """Where an argument stands."""
+        return self.places.get(argument, (*self.base, argument))
+
+    def of(self, argument: str, meaning: Meaning) -> Entry:
+        """An entry for an argument."""
+        return Entry(self.place(argument), self.arguments.get(argument), meaning)
+
+
+def entries_of(given: Unwrapped) -> list[Entry]:
+    """What a strategy and its arguments say."""
+    return list(_READERS[given.strategy.runs](given))
+
+
+def _one(named: Entry, meanings: Iterable[Meaning]) -> Entry:
+    """One entry for what several keys of the engine say together."""
+    found = list(meanings)
+    telling = [meaning for meaning in found if meaning.verdict is not Verdict.DROPPED or meaning.fields or meaning.native] or found
+    worst = max((meaning.verdict for meaning in telling), key=lambda verdict: verdict.badness, default=Verdict.EXACT)
+    notes = dict.fromkeys(meaning.note for meaning in found if meaning.note and meaning.verdict is worst)
+    fields = {name: value for meaning in found for name, value in meaning.fields.items()}
+    native = {name: value for meaning in found for name, value in meaning.native.items()}
+    if worst is Verdict.REFUSED:
+        fields, native = {}, {}
+    kept = worst is Verdict.DROPPED and not fields and not native
+    return replace(named, meaning=Meaning(worst, "; ".join(notes), fields, native, kept=kept))
+
+
+def _table(keys: Mapping[str, Key], given: Unwrapped, names: Iterable[str], known: Iterable[str] = ()) -> Iterator[Entry]:
+    """Arguments that are Lightning's alone; `known` are those of the strategy that others read, for the hint at a misspelt one."""
+    written = {name: given.arguments[name] for name in names}
+    rows = {**dict.fromkeys(known, _ELSEWHERE), **keys}
+    for entry in interpret(rows, {name: _whole(value) for name, value in written.items()}, tool=TOOL, topology=given.topology):
+        name = entry.path[0]
+        yield replace(entry, path=(*given.place(name), *entry.path[1:]), value=written.get(name, entry.value))
+
+
+def _whole(value: Any) -> Any:
+    """A mapping as one value, so that an unknown argument is named once."""
+    return [value] if isinstance(value, Mapping) else value
+
+
+_ELSEWHERE = Key(lambda value, given: UNSET)
+
+
+def _ddp(given: Unwrapped) -> Iterator[Entry]:
+    yield replace(given.named, meaning=Meaning(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
+    yield from _table(DDP, given, given.arguments)
+
+
+def _model_parallel(given: Unwrapped) -> Iterator[Entry]:
+    yield replace(given.named, meaning=Meaning(fields={"backend": "fsdp"}))
+    yield from _table(MODEL_PARALLEL, given, given.arguments)
+
+
+def _fsdp(given: Unwrapped) -> Iterator[Entry]:
+    arguments = {**given.strategy.stands_for, **given.arguments}
+    native: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name in [name for name in arguments if name in fsdp_arguments.ARGUMENTS]:
+        try:
+            fragment = fsdp_arguments.ARGUMENTS[name](arguments[name])
+        except Unreadable as error:
+            yield given.of(name, Meaning(Verdict.REFUSED, str(error)))
+            continue
+        if not fragment:
+            yield given.of(name, UNSET)
+        native = merge(native, fragment)
+        origin |= dict.fromkeys(fragment, name)
+    defaults = fsdp_arguments.defaults(fabric=given.strategy.fabric)
+    parsed = registry.get("fsdp").parse(native, defaults=defaults, topology=given.topology)
+    yield from _placed(given, parsed, {key: (name,) for key, name in origin.items()}, about_class=("version",))
+    rest = [name for name in given.arguments if name not in fsdp_arguments.ARGUMENTS]
+    yield from _table(fsdp_arguments.OWN, given, rest, fsdp_arguments.ARGUMENTS)
+
+
+def _placed(
+    given: Unwrapped, parsed: Iterable[Entry], origin: Mapping[str, tuple[str, ...]], about_class: tuple[str, ...] = ()
+) -> Iterator[Entry]:
+    """The engine's entries where the arguments stand that they come from; what comes from the strategy's name stands there."""
+    by_argument: dict[str, list[Meaning]] = {}
+    by_name: list[Meaning] = [Meaning(fields={"backend": _BACKENDS[given.strategy.runs]})]
+    if given.strategy.former:
+        by_name.append(Meaning(Verdict.EMULATED, f"a name of Lightning 1; {TOOL} calls it {given.strategy.former}"))
+    for entry in parsed:
+        names = origin.get(entry.key) or origin.get(entry.path[0]) or ()
+        written = [name for name in names if name in given.arguments]
+        for name in written:
+            by_argument.setdefault(name, []).append(entry.meaning)
+        if not written and ((names and not entry.assumed) or entry.path[0] in about_class):
+            by_name.append(entry.meaning)
+        elif not written:
+            yield replace(entry.at(*given.base, *entry.path), assumed=True)
+    yield _one(given.named, by_name)
+    for name, meanings in by_argument.items():
+        yield _one(given.of(name, Meaning()), meanings)
+
+
+def _deepspeed(given: Unwrapped) -> Iterator[Entry]:
+    if given.arguments.get("config") is not None:
+        yield from _configured(given)
+        return
+    written = {**given.strategy.stands_for, **given.arguments}
+    leaves = list(deepspeed_arguments.leaves_of({name: value for name, value in written.items() if name in deepspeed_arguments.ARGUMENTS}))
+    native = nested({leaf.key: leaf.value for leaf in leaves if not leaf.assumed})
+    defaults = {**{leaf.key: leaf.value for leaf in leaves if leaf.assumed}, **_unclipped(given)}
+    origin = {leaf.key: leaf.arguments for leaf in leaves}
+    blocks, scaling = _precision_blocks(given, {})
+    parsed = registry.get("deepspeed").parse(merge(native, blocks), defaults=defaults, topology=given.topology)
+    yield from _placed(given, _without_precision(given, parsed), {**origin, **scaling})
+    yield from _precision_entry(given, parsed)
+    used = {name for leaf in leaves for name in leaf.arguments} | {name for names in scaling.values() for name in names}
+    yield from _unused(given, used, _NO_EFFECT)
+
+
+def _configured(given: Unwrapped) -> Iterator[Entry]:
+    """A DeepSpeed config inside, or in a file of its own."""
+    place = given.place("config")
+    try:
+        config = _config(given.arguments["config"], given.folder)
+    except (ConfigError, Unreadable) as error:
+        note = f"cannot be read: {error}; put the file beside this one, or write its keys here"
+        yield replace(given.named, meaning=Meaning(fields={"backend": "deepspeed"}))
+        yield given.of("config", Meaning(Verdict.REFUSED, " ".join(note.split())))
+        yield from _precision_entry(given, ())
+        yield from _unused(given, {"config"}, _REPLACED)
+        return
+    given = replace(given, arguments={**given.arguments, "config": config})
+    blocks, scaling = _precision_blocks(given, config)
+    parsed = registry.get("deepspeed").parse(merge(config, blocks), defaults=_unclipped(given), topology=given.topology)
+    theirs = [entry for entry in _without_precision(given, parsed) if entry.key not in scaling]
+    ours = [entry for entry in _without_precision(given, parsed) if entry.key in scaling]
+    yield from _placed(given, ours, scaling)
+    yield from (_in_trainer(entry).at(*place, *entry.path) for entry in theirs)
+    yield from _precision_entry(given, parsed)
+    yield from _unused(given, {"config", *(name for names in scaling.values() for name in names)}, _REPLACED)
+
+
+def _config(value: Any, folder: FilePath | None) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    if not isinstance(value, str):
+        raise Unreadable("must be a DeepSpeed config or the path of one")
+    return open_source((folder or FilePath()) / value).data
+
+
+_ACCUMULATION = (
+    "Lightning 2.6.6 refuses this key inside the DeepSpeed config (pytorch/strategies/deepspeed.py, "
+    "_format_batch_size_and_grad_accum_config); accumulate_grad_batches of the Trainer is what it takes"
+)
+
+
+def _in_trainer(entry: Entry) -> Entry:
+    """A key that Lightning wants as an argument of the Trainer."""
+    if entry.key != "gradient_accumulation_steps" or entry.assumed or entry.meaning.verdict is not Verdict.EXACT:
+        return entry
+    return entry.but(Verdict.EMULATED, _ACCUMULATION)
+
+
+def _unclipped(given: Unwrapped) -> Mapping[str, Any]:
+    """The Trainer writes gradient_clip_val or 0.0 where a config has no gradient_clipping; Fabric leaves DeepSpeed's default of 1.0."""
+    return {} if given.strategy.fabric else {"gradient_clipping": 0.0}
+
+
+def _precision_blocks(given: Unwrapped, config: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, tuple[str, ...]]]:
+    """The block that Lightning adds for the precision, and the arguments that decide its keys."""
+    scaling = {name: given.arguments.get(name, value) for name, value in deepspeed_arguments.SCALING.items()}
+    try:
+        block = engine_block(word_of(given.precision.value if given.precision else None), scaling)
+    except Unreadable:
+        return {}, {}  # refused at its own place
+    block = {name: value for name, value in block.items() if name not in config}
+    return block, {f"fp16.{name}": (name,) for name in scaling} if "fp16" in block else {}
+
+
+def _without_precision(given: Unwrapped, parsed: Iterable[Entry]) -> list[Entry]:
+    return [entry for entry in parsed if not _is_precision(given, entry)]
+
+
+def _is_precision(given: Unwrapped, entry: Entry) -> bool:
+    """Whether an entry comes from the Trainer's precision: a block's switch, and what none of the arguments says beside it."""
+    own = given.arguments.get("config")
+    inside = isinstance(own, Mapping) and entry.path[0] in own
+    if entry.path[0] not in ("fp16", "bf16") or inside or entry.assumed:
+        return False
+    return entry.path[-1] not in deepspeed_arguments.SCALING or entry.path[-1] not in given.arguments
+
+
+def _precision_entry(given: Unwrapped, parsed: Iterable[Entry]) -> Iterator[Entry]:
+    if given.precision is None:
+        return
+    ours = [entry.meaning for entry in parsed if _is_precision(given, entry)]
+    try:
+        word = word_of(given.precision.value)
+    except Unreadable as error:
+        yield replace(given.precision, meaning=Meaning(Verdict.REFUSED, str(error)))
+        return
+    if not ours and word != "32-true":
+        note = "the block in the DeepSpeed config decides; Lightning casts the inputs alone"
+        yield replace(given.precision, meaning=Meaning(Verdict.DROPPED, note))
+        return
+    if not ours:
+        config = given.arguments.get("config")
+        plain = not (isinstance(config, Mapping) and any(key in config for key in ("fp16", "bf16", "bfloat16", "torch_autocast")))
+        yield replace(given.precision, meaning=Meaning(fields={"precision.compute": "fp32"} if plain else {}))
+        return
+    if word.endswith("true"):
+        ours.append(Meaning(Verdict.EMULATED, f"{word} rounds the first weights as well; DeepSpeed keeps fp32 masters all the same"))
+    yield replace(_one(given.precision, ours), assumed=given.precision.assumed)
+
+
+def _unused(given: Unwrapped, used: set[str], why: str) -> Iterator[Entry]:
+    known = {*deepspeed_arguments.ARGUMENTS, *deepspeed_arguments.SCALING, "config"}
+    for name in given.arguments:
+        if name in known and name not in used:
+            note = "is off" if off(given.arguments[name]) else why
+            yield given.of(name, Meaning(Verdict.DROPPED, note, kept=True))
+    rest = [name for name in given.arguments if name not in known]
+    yield from _table(deepspeed_arguments.OWN, given, rest, known)
+
+
+_READERS = {
+    "DDPStrategy": _ddp,
+    "FSDPStrategy": _fsdp,
+    "DeepSpeedStrategy": _deepspeed,
+    "ModelParallelStrategy": _model_parallel,
+}

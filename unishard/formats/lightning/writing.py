@@ -1,0 +1,130 @@
+"""From a config to LightningCLI's sections, for each engine that Lightning has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unishard import registry
+from unishard.config import Config, leaves
+from unishard.formats.lightning.expressions import FSDP, strategy
+from unishard.formats.lightning.shape import Shape
+from unishard.formats.lightning.trainer_expressions import MODULE, SCRIPT, TRAINING, trainer
+from unishard.formats.reading import Reading
+from unishard.meanings import AUTO, Expressed, Expression, Verdict, Word, express
+from unishard.rules import Native, flat, merge, nested
+from unishard.topology import Topology
+
+__all__ = ["expressed"]
+
+_ALWAYS = ("backend", "sharding", "precision", "offload", "native")
+"""What a strategy says of itself, whether the source decides it or the defaults hold."""
+_RECIPE = ("optimizer", "scheduler")
+_CARRIED = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
+"""Keys of a DeepSpeed config that Lightning takes as the Trainer's arguments, or makes of them."""
+
+
+def expressed(reading: Reading, topology: Topology) -> Expressed:
+    """The sections, and what became of each field. In the shape of the source where that is Lightning's as well."""
+    write = _WRITERS.get(reading.config.backend, _nothing)
+    document, words = write(reading, topology)
+    if topology.world_size > 1 and reading.format != "lightning" and document:
+        document = merge(_launch(topology), document)
+    if reading.format == "lightning":
+        document = _shaped(document, Shape.of(reading.source.data))
+    return Expressed(document, words)
+
+
+def _launch(topology: Topology) -> Native:
+    nodes = max(topology.world_size // topology.local_world_size, 1)
+    return trainer(accelerator="gpu", devices=topology.local_world_size, num_nodes=nodes)
+
+
+def _said(reading: Reading, rows: Mapping[str, Expression]) -> Mapping[str, Expression]:
+    """The rows of what the source decides; the others write nothing, so that Lightning's own defaults hold."""
+    return {
+        path: row if path in reading.decided or path.partition(".")[0] in _ALWAYS else replace(row, to=lambda cfg, topology: {})
+        for path, row in rows.items()
+    }
+
+
+def _fsdp(reading: Reading, topology: Topology) -> Expressed:
+    found = express(_said(reading, FSDP), reading.config, topology, reading.undecided.keys())
+    size = reading.config.sharding.group_size
+    if size and topology.world_size % size:
+        found = Expressed(
+            found.document, {**found.words, "sharding.group_size": Word(Verdict.UNDECIDED, "device_mesh", _MESH.format(size))}
+        )
+    return found
+
+
+_MOVED = ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")
+_MESH = "write device_mesh=(copies, {0}), whose product is the number of ranks; or give --world-size"
+_CONFIG = "config of DeepSpeedStrategy"
+
+
+def _deepspeed(reading: Reading, topology: Topology) -> Expressed:
+    open_ = frozenset(path for path, _ in leaves(Config) if path not in reading.decided and path.partition(".")[0] not in _ALWAYS)
+    undecided = open_ | reading.undecided.keys()
+    engine = registry.get("deepspeed").arguments(reading.config, topology, undecided)
+    rows = _said(reading, {path: row for path, row in TRAINING.items() if path in _MOVED})
+    around = express(rows, reading.config, topology, reading.undecided.keys())
+    asked = registry.get("deepspeed").arguments(reading.config, topology, reading.undecided.keys()).document
+    config = _without_auto({key: value for key, value in engine.document.items() if key not in _CARRIED}, keep=_open(asked))
+    document = merge(merge(around.document, trainer(precision=_word(config))), strategy("deepspeed", config=config))
+    words = {path: _inside(word, path) for path, word in engine.words.items()} | {path: around.words[path] for path in _MOVED}
+    return Expressed(document, words)
+
+
+def _open(config: Mapping[str, Any]) -> frozenset[str]:
+    """Keys of the optimizer and the schedule whose value only the script knows: left out, they would be DeepSpeed's defaults."""
+    return frozenset(key for key, value in flat(config) if value == AUTO and key.partition(".")[0] in _RECIPE)
+
+
+def _without_auto(config: Mapping[str, Any], keep: frozenset[str]) -> Native:
+    """The config without "auto", which Lightning does not fill in: what it finds absent it takes from the Trainer and the loader."""
+    absent = {name for name in _RECIPE if isinstance(config.get(name), Mapping) and config[name].get("type") == AUTO}
+    settings = [(key, value) for key, value in flat(config) if key.partition(".")[0] not in absent]
+    return nested({key: value for key, value in settings if value != AUTO or key in keep})
+
+
+def _inside(word: Word, path: str) -> Word:
+    if word.verdict is Verdict.UNDECIDED and word.note.startswith('kept as "auto"'):
+        if path.partition(".")[0] in _RECIPE:
+            return Word(Verdict.UNDECIDED, f"{_CONFIG}: {word.key}", 'kept as "auto", which Lightning does not fill in; write the value')
+        return Word(Verdict.EXACT, SCRIPT, "goes on deciding it")
+    if not word.key or word.key in (SCRIPT, MODULE, "none"):
+        return word
+    return word._replace(key=f"{_CONFIG}: {word.key}")
+
+
+def _word(config: Mapping[str, Any]) -> str:
+    """The Trainer's precision, which casts the inputs and the model to the format of the config's block."""
+    enabled = [name for name in ("fp16", "bf16") if str((config.get(name) or {}).get("enabled", "")).lower() == "true"]
+    return {"fp16": "16-mixed", "bf16": "bf16-mixed"}[enabled[0]] if enabled else "32-true"
+
+
+def _nothing(reading: Reading, topology: Topology) -> Expressed:
+    note = f"Lightning has no strategy for backend {reading.config.backend}; give --set backend=fsdp or backend=deepspeed"
+    return Expressed({}, {path: Word(Verdict.REFUSED, "none", note) for path, _ in leaves(Config)})
+
+
+def _shaped(document: Native, shape: Shape) -> Native:
+    """The sections where the source has them."""
+    arguments = dict(document.get("trainer", {}))
+    rest = {key: value for key, value in document.items() if key != "trainer"}
+    if shape.bare:
+        built = arguments.pop("strategy", {})
+        section: Native = {**built, **arguments}
+    else:
+        section = arguments
+    for name in reversed(shape.trainer[len(shape.top) :]):
+        section = {name: section}
+    whole = merge(rest, section)
+    for name in reversed(shape.top):
+        whole = {name: whole}
+    return whole
+
+
+_WRITERS: Mapping[str, Callable[[Reading, Topology], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}

@@ -1,0 +1,99 @@
+"""Which configs a project has, what each is, and what it would become."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unishard.config import value_at
+from unishard.errors import UnishardError
+from unishard.formats import catalog
+from unishard.formats.source import open_source
+from unishard.formats.translating import translate
+from unishard.meanings import Verdict
+
+__all__ = ["Found", "Unreadable", "survey"]
+
+_SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})
+_ELSEWHERE = frozenset(
+    {".git", ".hg", ".svn", ".tox", ".nox", ".mypy_cache", ".ruff_cache", "node_modules", "__pycache__", "site-packages"}
+)
+_LARGEST = 2**20
+_TOLD = ("backend", "sharding.strategy", "precision.compute")
+_LOUD_ENOUGH = 2
+"""Of the keys that speak for a format, before a file counts as a config: files of other kinds have a word such as `optimizer` too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A config that was found."""
+
+    path: str
+    format: str
+    backend: str
+    strategy: str
+    precision: str
+    counts: Mapping[Verdict, int]
+    """Of its keys."""
+    status: int
+    """What `unishard translate` would exit with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A file that may be a config and cannot be read as one."""
+
+    path: str
+    why: str
+
+
+def survey(root: Path, to: str) -> Iterator[Found | Unreadable]:
+    """Look at every file below a folder that may be a config. Writes nothing.
+
+    Args:
+        root: The folder.
+        to: The format that each would become.
+
+    Yields:
+        What each config is, in the order of their paths. A file in which no key speaks for a tool is passed over.
+    """
+    for path in _candidates(root):
+        try:
+            found = _look(path, to)
+        except UnishardError as error:
+            if catalog.mentions(path.read_text(encoding="utf-8", errors="replace")):
+                yield Unreadable(str(path), str(error).splitlines()[0].removeprefix(str(path)).lstrip(": "))
+        else:
+            if found:
+                yield found
+
+
+def _candidates(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        here = Path(folder)
+        folders[:] = sorted(name for name in folders if name not in _ELSEWHERE and not (here / name / "pyvenv.cfg").exists())
+        for name in sorted(files):
+            path = here / name
+            if path.suffix.lower() in _SUFFIXES and path.is_file() and path.stat().st_size <= _LARGEST:
+                yield path
+
+
+def _look(path: Path, to: str) -> Found | None:
+    source = open_source(path)
+    if catalog.loudest(source)[1] < _LOUD_ENOUGH:
+        return None
+    outcome = translate(path, to)
+    reading, config = outcome.reading, outcome.reading.config
+    counts = {verdict: len(outcome.of(verdict)) for verdict in Verdict}
+    backend, strategy, precision = ("undecided" if field in reading.undecided else value_at(config, field) for field in _TOLD)
+    return Found(
+        str(path),
+        reading.format,
+        backend,
+        strategy,
+        precision,
+        counts,
+        outcome.status(strict=config.strict),
+    )

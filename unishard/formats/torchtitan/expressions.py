@@ -1,0 +1,338 @@
+"""How torchtitan 0.2's TOML says each field, in the order of the schema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.grouping import parts
+from unishard.meanings import Case, Expression, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["EXPRESSIONS"]
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_ADAM = {"adamw": "AdamW", "adam": "Adam"}
+_ENGINES = frozenset({"fsdp"})
+"""What torchtitan runs."""
+Holds = Callable[[Config], bool]
+
+
+def _idle(case: str, holds: Holds, note: str = "") -> Case:
+    return Case(case, holds, Verdict.EXACT, note)
+
+
+def _training(**values: Any) -> Native:
+    return {"training": values}
+
+
+def _degrees(cfg: Config, topology: Topology) -> Native:
+    """Both degrees; the number of copies is left out where the ranks are not known."""
+    shard, replicate = -1, 1
+    if cfg.sharding.strategy == "no_shard":
+        shard, replicate = 1, topology.world_size
+    if cfg.sharding.hybrid:
+        shard = parts(cfg, topology)
+        if shard == 1:
+            return {"parallelism": {}}
+        replicate, rest = divmod(topology.world_size, shard)
+        if rest or not replicate:
+            return {"parallelism": {"data_parallel_shard_degree": shard}}
+    return {"parallelism": {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}}
+
+
+def _reshard(cfg: Config, topology: Topology) -> Native:
+    if cfg.sharding.strategy == "no_shard":
+        return {}
+    drops = cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward
+    return {"parallelism": {"fsdp_reshard_after_forward": "default" if drops else "never"}}
+
+
+def _checkpointing(cfg: Config, topology: Topology) -> Native:
+    mode = cfg.activation_checkpointing if isinstance(cfg.activation_checkpointing, str) else "full"
+    option = {"selective_ac_option": "op"} if mode == "selective" else {}
+    return {"activation_checkpoint": {"mode": mode} | option}
+
+
+def _whole(cfg: Config, topology: Topology) -> Native:
+    training = cfg.training
+    if training.global_batch_size is None and training.gradient_accumulation_steps == 1:
+        return _training(global_batch_size=-1)
+    counted = training.micro_batch_size * training.gradient_accumulation_steps * topology.world_size
+    return _training(global_batch_size=training.global_batch_size or counted)
+
+
+def _optimizer(**values: Callable[[Config], Any]) -> Callable[[Config, Topology], Native]:
+    return lambda cfg, topology: {"optimizer": {key: value(cfg) for key, value in values.items()}} if cfg.optimizer.name in _ADAM else {}
+
+
+def _constant(cfg: Config) -> bool:
+    return cfg.scheduler.name == "constant"
+
+
+def _shape(cfg: Config, topology: Topology) -> Native:
+    return {"lr_scheduler": {"decay_ratio": 0.0} if _constant(cfg) else {"decay_type": cfg.scheduler.name}}
+
+
+def _climbs_alike(cfg: Config) -> bool:
+    """Whether torchtitan's climb is this one: without a fall, one update longer and from one part of it."""
+    steps = cfg.scheduler.warmup_steps
+    return _constant(cfg) and cfg.scheduler.warmup_type == "linear" and cfg.scheduler.warmup_start_ratio == 1 / (steps + 1)
+
+
+def _warmup(cfg: Config, topology: Topology) -> Native:
+    steps = cfg.scheduler.warmup_steps
+    return {"lr_scheduler": {"warmup_steps": steps + 1 if steps and _climbs_alike(cfg) else steps}}
+
+
+def _no_warmup(cfg: Config) -> bool:
+    return not cfg.scheduler.warmup_steps
+
+
+def _time(note: str) -> Expression:
+    return Expression(Verdict.DROPPED, "none", note)
+
+
+def _lost(why: str, off: Holds, case: str) -> Expression:
+    """A field that cannot be had."""
+    return Expression(Verdict.REFUSED, "none", why, when=(_idle(case, off),))
+
+
+def _code(what: str, off: Holds, case: str, why: str = "") -> Expression:
+    """A field that the code of the model must honour."""
+    return Expression(Verdict.UNDECIDED, "the model's parallelize function", what, when=(_idle(case, off, why),))
+
+
+def _scaled() -> Expression:
+    return _lost(_NO_FP16, lambda cfg: cfg.precision.compute != "fp16", "compute is not fp16")
+
+
+_NO_FP16 = "torchtitan does not scale the loss; choose bf16"
+_NO_FILES = "torchtitan has no offload to files; choose cpu, or deepspeed"
+_NO_OPTIMIZER = "torchtitan has Adam and AdamW alone; choose one of them"
+_NO_GROUPS = "torchtitan treats all parameters alike; remove it"
+_CLIMB = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
+_BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
+_OWN_CHECK = "unishard's own check of collective calls"
+_TOGETHER = "enable_cpu_offload moves parameters, gradients and optimizer state together"
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "backend": Expression(
+        Verdict.REFUSED,
+        "parallelism",
+        "torchtitan runs PyTorch's FSDP alone; give --set backend=fsdp",
+        when=(_idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
+    ),
+    "sharding.strategy": Expression(
+        Verdict.EXACT,
+        "parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree",
+        "",
+        lambda cfg, topology: {"parallelism": _degrees(cfg, topology)["parallelism"] | _reshard(cfg, topology).get("parallelism", {})},
+        (
+            Case(
+                "shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.within_group in ("shard_optimizer", "shard_grad_op"),
+                Verdict.APPROXIMATE,
+                f"fsdp_reshard_after_forward never is the nearest; {_BETWEEN}",
+            ),
+        ),
+    ),
+    "sharding.group_size": Expression(Verdict.EXACT, "parallelism.data_parallel_shard_degree", "a part of the ranks of --world-size"),
+    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "parallelism.fsdp_reshard_after_forward", "", _reshard),
+    "sharding.units": _code("shard modules of these classes", lambda cfg: cfg.sharding.units == "auto", "auto", "the model's blocks"),
+    "sharding.min_unit_params": Expression(
+        Verdict.EMULATED,
+        "none",
+        "the same maths with smaller units",
+        when=(_idle("0", lambda cfg: not cfg.sharding.min_unit_params),),
+    ),
+    "sharding.whole_units": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.whole_units, "empty"),
+    "precision.compute": Expression(
+        Verdict.EXACT,
+        "training.mixed_precision_param",
+        "",
+        lambda cfg, topology: _training(mixed_precision_param=_DTYPES[cfg.precision.compute]),
+        (Case("fp16", lambda cfg: cfg.precision.compute == "fp16", Verdict.REFUSED, _NO_FP16),),
+    ),
+    "precision.master": Expression(
+        Verdict.EXACT,
+        "training.dtype",
+        "",
+        lambda cfg, topology: _training(dtype=_DTYPES[cfg.precision.master]),
+        (Case("fp16", lambda cfg: cfg.precision.master == "fp16", Verdict.REFUSED, _NO_FP16),),
+    ),
+    "precision.reduce": Expression(
+        Verdict.EXACT,
+        "training.mixed_precision_reduce",
+        "",
+        lambda cfg, topology: _training(mixed_precision_reduce="float32"),
+        (
+            Case(
+                "not fp32",
+                lambda cfg: cfg.precision.reduce != "fp32",
+                Verdict.APPROXIMATE,
+                "torchtitan sums gradients in fp32, which is more exact and sends twice as much",
+            ),
+        ),
+    ),
+    "precision.accumulate": Expression(
+        Verdict.APPROXIMATE,
+        "none: that of the masters",
+        "FSDP adds gradients up in the format of the masters, which is more exact",
+        when=(_idle("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
+    ),
+    "precision.buffers": _code("cast the buffers", lambda cfg: cfg.precision.buffers == "keep", "keep"),
+    "precision.loss_scale": _scaled(),
+    "precision.initial_loss_scale": _scaled(),
+    "precision.loss_scale_growth_interval": _scaled(),
+    "offload.params": Expression(
+        Verdict.EXACT,
+        "training.enable_cpu_offload",
+        "",
+        lambda cfg, topology: _training(enable_cpu_offload="cpu" in (cfg.offload.params, cfg.offload.optimizer)),
+        (
+            Case("nvme", lambda cfg: cfg.offload.params == "nvme", Verdict.REFUSED, _NO_FILES),
+            Case("unlike the optimizer", lambda cfg: cfg.offload.params != cfg.offload.optimizer, Verdict.APPROXIMATE, _TOGETHER),
+        ),
+    ),
+    "offload.optimizer": Expression(
+        Verdict.EXACT,
+        "training.enable_cpu_offload",
+        "",
+        lambda cfg, topology: _training(enable_cpu_offload="cpu" in (cfg.offload.params, cfg.offload.optimizer)),
+        (
+            Case("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Verdict.REFUSED, _NO_FILES),
+            Case("unlike the parameters", lambda cfg: cfg.offload.params != cfg.offload.optimizer, Verdict.APPROXIMATE, _TOGETHER),
+        ),
+    ),
+    "offload.pin_memory": Expression(
+        Verdict.DROPPED,
+        "none: always pinned",
+        "time alone",
+        when=(_idle("true", lambda cfg: cfg.offload.pin_memory),),
+    ),
+    "offload.nvme_path": _lost(_NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null"),
+    "activation_checkpointing": Expression(
+        Verdict.EMULATED,
+        "activation_checkpoint.mode",
+        "the same results, other memory and time",
+        _checkpointing,
+        (_idle("none or full", lambda cfg: cfg.activation_checkpointing in ("none", "full")),),
+    ),
+    "training.micro_batch_size": Expression(
+        Verdict.EXACT,
+        "training.local_batch_size",
+        "",
+        lambda cfg, topology: _training(local_batch_size=cfg.training.micro_batch_size),
+    ),
+    "training.gradient_accumulation_steps": Expression(
+        Verdict.EXACT, "training.global_batch_size", "-1 for one micro-batch of each rank", _whole
+    ),
+    "training.global_batch_size": Expression(
+        Verdict.EXACT,
+        "training.global_batch_size",
+        "",
+        lambda cfg, topology: _whole(cfg, topology) if cfg.training.global_batch_size else {},
+    ),
+    "training.gradient_clipping": Expression(
+        Verdict.EXACT,
+        "training.max_norm",
+        "inf for no clipping",
+        lambda cfg, topology: _training(
+            max_norm=math.inf if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping,
+        ),
+    ),
+    "training.nonfinite": Expression(
+        Verdict.APPROXIMATE,
+        "none",
+        "torchtitan makes the update also when gradients are not finite",
+        when=(_idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),),
+    ),
+    "training.last_window": _time("torchtitan's data begin again and do not end"),
+    "training.seed": Expression(Verdict.EXACT, "debug.seed", "", lambda cfg, topology: {"debug": {"seed": cfg.training.seed}}),
+    "optimizer.name": Expression(
+        Verdict.REFUSED,
+        "optimizer.name",
+        _NO_OPTIMIZER,
+        lambda cfg, topology: {"optimizer": {"name": _ADAM[cfg.optimizer.name]}},
+        (_idle("adamw or adam", lambda cfg: cfg.optimizer.name in _ADAM),),
+    ),
+    "optimizer.lr": Expression(Verdict.EXACT, "optimizer.lr", "", _optimizer(lr=lambda cfg: cfg.optimizer.lr)),
+    "optimizer.betas": Expression(
+        Verdict.EXACT,
+        "optimizer.beta1, optimizer.beta2",
+        "",
+        _optimizer(beta1=lambda cfg: cfg.optimizer.betas[0], beta2=lambda cfg: cfg.optimizer.betas[1]),
+    ),
+    "optimizer.eps": Expression(Verdict.EXACT, "optimizer.eps", "", _optimizer(eps=lambda cfg: cfg.optimizer.eps)),
+    "optimizer.amsgrad": _lost("torchtitan has no such setting; write false", lambda cfg: not cfg.optimizer.amsgrad, "false"),
+    "optimizer.momentum": _lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
+    "optimizer.nesterov": _lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
+    "optimizer.weight_decay": Expression(
+        Verdict.EXACT, "optimizer.weight_decay", "", _optimizer(weight_decay=lambda cfg: cfg.optimizer.weight_decay)
+    ),
+    "optimizer.no_decay": _lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.no_decay, "empty"),
+    "optimizer.groups": _lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
+    "scheduler.name": Expression(Verdict.EXACT, "lr_scheduler.decay_type, lr_scheduler.decay_ratio", "", _shape),
+    "scheduler.warmup_steps": Expression(
+        Verdict.APPROXIMATE,
+        "lr_scheduler.warmup_steps",
+        _CLIMB,
+        _warmup,
+        (_idle("0", _no_warmup), _idle("the same climb", _climbs_alike)),
+    ),
+    "scheduler.warmup_type": Expression(
+        Verdict.APPROXIMATE,
+        "none: always linear",
+        "torchtitan climbs in a straight line",
+        when=(_idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+    ),
+    "scheduler.warmup_start_ratio": Expression(
+        Verdict.APPROXIMATE,
+        "none: 1 / warmup_steps",
+        "torchtitan climbs from one part of the warm-up",
+        when=(_idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio), _idle("the same climb", _climbs_alike)),
+    ),
+    "scheduler.total_steps": Expression(
+        Verdict.EXACT,
+        "training.steps",
+        "",
+        lambda cfg, topology: {} if cfg.scheduler.total_steps is None else _training(steps=cfg.scheduler.total_steps),
+        (_idle("constant", _constant, "the loop decides how long"),),
+    ),
+    "scheduler.min_lr_ratio": Expression(
+        Verdict.EXACT,
+        "lr_scheduler.min_lr_factor",
+        "",
+        lambda cfg, topology: {} if _constant(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
+    ),
+    "communication.reduce_bucket_size": _time("time alone; FSDP2 reduces the gradients of a unit together"),
+    "communication.prefetch_bucket_size": _time("time alone; FSDP2 gathers the next unit ahead"),
+    "communication.overlap": _time("time alone; FSDP2 always overlaps"),
+    "communication.desync_check": _time(_OWN_CHECK),
+    "communication.desync_timeout": _time(_OWN_CHECK),
+    "compile.mode": Expression(
+        Verdict.EMULATED,
+        "compile.enable",
+        "torchtitan compiles each block",
+        lambda cfg, topology: {"compile": {"enable": cfg.compile.mode != "none"}},
+        (_idle("none or per_block", lambda cfg: cfg.compile.mode != "full"),),
+    ),
+    "compile.backend": Expression(
+        Verdict.EXACT,
+        "compile.backend",
+        "",
+        lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}},
+    ),
+    "strict": _time("says how unishard itself takes approximations"),
+    "native": Expression(
+        Verdict.APPROXIMATE,
+        "none",
+        "torchtitan passes no other arguments on to FSDP",
+        when=(_idle("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
+    ),
+}
+"""The rows. Only those of fields that a source decides are written."""

@@ -1,0 +1,159 @@
+"""Reads torchtitan's TOML, its data parallelism through FSDP's own table, and writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unishard import registry
+from unishard.formats.reading import Reading, assemble
+from unishard.formats.schedules import open_end
+from unishard.formats.source import Source
+from unishard.formats.torchtitan.expressions import EXPRESSIONS
+from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
+from unishard.formats.torchtitan.text import toml_of
+from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Unreadable, Verdict, Word, express, interpret
+from unishard.rules import Native, flat, merge, nested
+from unishard.topology import Topology
+from unishard.wording import shown
+
+__all__ = ["TorchtitanFormat"]
+
+_TOOL = "torchtitan 0.2"
+_SHARD, _REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_HANDED = {_SHARD, _REPLICATE, _RESHARD, *ENGINE}
+_TABLES = ("parallelism", "training", "optimizer", "lr_scheduler", "activation_checkpoint", "compile", "model", "debug")
+_STEPS = "training.gradient_accumulation_steps"
+_NODE = 8
+"""GPUs of a node, where nobody says how many."""
+
+
+class TorchtitanFormat:
+    """Implements `unishard.formats.format.Format`."""
+
+    name = "torchtitan"
+    tool = _TOOL
+    suffix = ".toml"
+    keys: Mapping[str, Key] = KEYS
+    expressions: Mapping[str, Expression] = EXPRESSIONS
+
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+        """What the file says, and what torchtitan's JobConfig fills in.
+
+        Raises:
+            ConfigError: An override cannot be used.
+        """
+        topology = topology or _ranks(source.data)
+        broken = [Entry((name,), source.data[name], _NO_TABLE) for name in _TABLES if not _is_table(source.data.get(name, {}))]
+        whole = {key: value for key, value in source.data.items() if key not in {entry.path[0] for entry in broken}}
+        said = dict(flat(whole))
+        rest = nested({key: value for key, value in said.items() if key not in _HANDED})
+        entries = [*interpret(KEYS, rest, tool=_TOOL, topology=topology), *broken, *_parallel(said, topology)]
+        entries += open_end(entries, ("training", "steps"))
+        order = _order(said)
+        entries.sort(key=lambda entry: order.get(entry.key, len(order)))
+        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+
+    def write(self, reading: Reading, topology: Topology) -> Expressed:
+        """The fields that the source decides."""
+        rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
+        expressed = express(rows, reading.config, topology, reading.undecided)
+        return expressed if reading.topology else _without_ranks(expressed, reading)
+
+    def render(self, document: Native, reading: Reading) -> str:
+        """TOML."""
+        return toml_of(document)
+
+
+def _without_ranks(expressed: Expressed, reading: Reading) -> Expressed:
+    """What nobody can say without the number of ranks is left out, and named."""
+    cfg, document, words = reading.config, dict(expressed.document), dict(expressed.words)
+    if cfg.sharding.hybrid:
+        word = Word(Verdict.UNDECIDED, _REPLICATE, "the number of copies comes from that of ranks; give --world-size and --gpus-per-node")
+        words |= {"sharding.strategy": word, "sharding.group_size": word}
+    if _STEPS in words and cfg.training.gradient_accumulation_steps > 1 and cfg.training.global_batch_size is None:
+        note = "the whole batch comes from the number of ranks; give --world-size"
+        words[_STEPS] = Word(Verdict.UNDECIDED, "training.global_batch_size", note)
+        document["training"] = {key: value for key, value in document["training"].items() if key != "global_batch_size"}
+    return Expressed(document, words)
+
+
+_NO_TABLE = Meaning(Verdict.REFUSED, "must be a table of keys; write it as [name] with its keys below")
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _order(keys: Iterable[str]) -> dict[str, int]:
+    """Where each key and each table stands in the file."""
+    order: dict[str, int] = {}
+    for key in keys:
+        parts = key.split(".")
+        for length in range(1, len(parts) + 1):
+            order.setdefault(".".join(parts[:length]), len(order))
+    return order
+
+
+def _ranks(data: Mapping[str, Any]) -> Topology | None:
+    """The ranks that the degrees come to, where all of them are said."""
+    said = dict(flat(data))
+    count = 1
+    for key in (_SHARD, _REPLICATE, *(f"parallelism.{name}" for name in DEGREES)):
+        value = said.get(key, -1 if key == _SHARD else 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return None
+        count *= value
+    return Topology(world_size=count, local_world_size=min(count, _NODE))
+
+
+def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
+    """What FSDP's own table makes of the keys that torchtitan hands on, each at its own place."""
+    places: dict[Path, str] = {("version",): "parallelism"}
+    native: Native = {"version": 2}
+    mesh, broken = _mesh(said)
+    yield from broken
+    if mesh:
+        native["mesh"] = mesh
+        places[("mesh",)] = _SHARD
+    word = said.get(_RESHARD, "default")
+    if isinstance(word, str) and word.lower() in RESHARDING:
+        native["reshard_after_forward"] = RESHARDING[word.lower()]
+        places[("reshard_after_forward",)] = _RESHARD
+    else:
+        note = f"must be one of {', '.join(RESHARDING)}, got {shown(word)}; write one of them"
+        yield Entry(tuple(_RESHARD.split(".")), word, Meaning(Verdict.REFUSED, note))
+    for own, (key, silent) in ENGINE.items():
+        native = merge(native, nested({key: said.get(own, silent)}))
+        places[tuple(key.split("."))] = own
+    for entry in registry.get("fsdp").parse(native, topology=topology):
+        own = places.get(entry.path, "parallelism")
+        yield _at(entry, own, said)
+        if own == _SHARD:
+            yield _at(entry, _REPLICATE, said)
+    if not mesh:
+        yield from (_at(Entry((), None, _ALL), key, said) for key in (_SHARD, _REPLICATE) if key in said and not broken)
+
+
+_ALL = Meaning(Verdict.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
+_DEFAULTS: Mapping[str, Any] = {_SHARD: -1, _REPLICATE: 1, _RESHARD: "default", **{key: silent for key, (_, silent) in ENGINE.items()}}
+
+
+def _mesh(said: Mapping[str, Any]) -> tuple[Native, list[Entry]]:
+    """The axes that FSDP2 gets, and the degrees that are none. Nothing where all ranks share one copy."""
+    sizes, broken = {}, []
+    for axis, key in (("replicate", _REPLICATE), ("shard", _SHARD)):
+        try:
+            sizes[axis] = degree(said.get(key, _DEFAULTS[key]))
+        except Unreadable as error:
+            broken.append(Entry(tuple(key.split(".")), said[key], Meaning(Verdict.REFUSED, str(error))))
+    known = {axis: size for axis, size in sizes.items() if size > 0}
+    return ({} if broken or known == {"replicate": 1} else known), broken
+
+
+def _at(entry: Entry, key: str, said: Mapping[str, Any]) -> Entry:
+    """The entry in torchtitan's words; assumed where the file does not have the key."""
+    value = said.get(key, _DEFAULTS.get(key, entry.value))
+    return replace(entry, path=tuple(key.split(".")), value=value, assumed=key not in said)

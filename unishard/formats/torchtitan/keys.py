@@ -1,0 +1,253 @@
+"""The keys of torchtitan 0.2's TOML (torchtitan.config.JobConfig), and a few older names. What a file leaves out, JobConfig fills in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.keys import boolean, drops, integer, number, one_of, refuses
+from unishard.meanings import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.wording import shown
+
+__all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
+
+DEGREES = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+RESHARDING = {"default": True, "always": True, "never": False}
+"""`parallelism.fsdp_reshard_after_forward` in FSDP2's words; `default` is false with pipeline parallelism alone."""
+
+ENGINE: Mapping[str, tuple[str, Any]] = {
+    "training.enable_cpu_offload": ("cpu_offload", False),
+    "training.mixed_precision_param": ("mixed_precision.param_dtype", "bfloat16"),
+    "training.mixed_precision_reduce": ("mixed_precision.reduce_dtype", "float32"),
+}
+"""Keys that FSDP's own table reads, its name of each, and the default."""
+
+
+def degree(value: Any) -> int:
+    """How many ranks share an axis; -1 for those that are left.
+
+    Raises:
+        Unreadable: It is none.
+    """
+    found = int(integer(-1)(value))
+    if not found:
+        raise Unreadable("must be at least 1, or -1 for the ranks that are left, got 0; write one of them")
+    return found
+
+
+def _field(field: str, convert: Callable[[Any], Any], silent: Any = NOTHING, note: str = "") -> Key:
+    return Key(lambda value, given: Meaning(fields={field: convert(value)}), field, note=note, silent=silent)
+
+
+def _betas(value: Any, given: Given) -> Meaning:
+    number(0, 1)(value)
+    return Meaning(fields={"optimizer.betas": [number(0, 1)(given.get(f"optimizer.{name}")) for name in ("beta1", "beta2")]})
+
+
+def _ratio(given: Given) -> float | None:
+    """How much of the training the rate falls; None for all that is left after the warm-up."""
+    found = given.get("lr_scheduler.decay_ratio")
+    return None if found is None else float(number(0, 1)(found))
+
+
+def _constant(given: Given) -> bool:
+    try:
+        return _ratio(given) == 0
+    except Unreadable:
+        return False
+
+
+_CLIMB = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
+
+
+def _warmup(value: Any, given: Given) -> Meaning:
+    steps = int(integer(0)(value))
+    if not steps:
+        return Meaning(fields={"scheduler.warmup_steps": 0})
+    if not _constant(given):
+        return Meaning(Verdict.APPROXIMATE, _CLIMB, {"scheduler.warmup_steps": steps})
+    fields: dict[str, Any] = {"scheduler.warmup_steps": steps - 1}
+    if steps > 1:
+        fields["scheduler.warmup_start_ratio"] = 1 / steps
+    return Meaning(fields=fields)
+
+
+def _shape(value: Any, given: Given) -> Meaning:
+    name = one_of({"linear": "linear", "cosine": "cosine", "sqrt": "sqrt"})(value)
+    if _constant(given):
+        return Meaning(fields={"scheduler.name": "constant"})
+    if name == "sqrt":
+        return Meaning(Verdict.REFUSED, "unishard's schedules fall in a line or along a cosine; write linear, or hand prepare a scheduler")
+    return Meaning(fields={"scheduler.name": name})
+
+
+def _decay(value: Any, given: Given) -> Meaning:
+    if value is None:
+        return Meaning(Verdict.DROPPED, "is not set")
+    ratio = _ratio(given)
+    if not ratio:
+        return Meaning(fields={"scheduler.name": "constant"})
+    steps, warmup = integer(1)(given.get("training.steps")), integer(0)(given.get("lr_scheduler.warmup_steps"))
+    if round(steps * ratio) + warmup >= steps:
+        return Meaning(Verdict.DROPPED, "the rate falls from the end of the warm-up on in any case")
+    return Meaning(Verdict.REFUSED, "unishard's schedules fall right after the warm-up; remove it, or hand prepare a scheduler")
+
+
+def _least(value: Any, given: Given) -> Meaning:
+    found = number(0, 1)(value)
+    return Meaning(Verdict.DROPPED, "the rate does not fall") if _constant(given) else Meaning(fields={"scheduler.min_lr_ratio": found})
+
+
+def _steps(value: Any, given: Given) -> Meaning:
+    total = integer(1)(value)
+    if _constant(given) or str(given.get("lr_scheduler.decay_type")).lower() not in ("linear", "cosine"):
+        return Meaning(Verdict.UNDECIDED, "how long to train is the training script's to decide; end its loop there", kept=True)
+    return Meaning(Verdict.EXACT, "", {"scheduler.total_steps": total})
+
+
+def _clip(value: Any, given: Given) -> Meaning:
+    limit = math.inf if value in (math.inf, "inf") else number()(value)
+    if limit <= 0:
+        raise Unreadable(f"must be above 0, got {shown(value)}; write inf for no clipping")
+    return Meaning(fields={"training.gradient_clipping": None if math.isinf(limit) else limit})
+
+
+_RANKS = Undecided("the number of ranks: global_batch_size / (local_batch_size x ranks); give --world-size")
+
+
+def _whole(value: Any, given: Given) -> Meaning:
+    size = int(integer(-1)(value))
+    if size <= 0:
+        return Meaning(fields={"training.gradient_accumulation_steps": 1})
+    if given.topology is None:
+        fields = {"training.global_batch_size": size, "training.gradient_accumulation_steps": _RANKS}
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {_RANKS.who}", fields)
+    local = given.get("training.batch_size") or given.get("training.local_batch_size")
+    each = int(integer(1)(local)) * given.topology.world_size
+    if size % each:
+        raise Unreadable(f"must be a multiple of {each}, the local batches of all ranks, got {size}; torchtitan refuses it as well")
+    return Meaning(fields={"training.gradient_accumulation_steps": size // each})
+
+
+def _master(value: Any, given: Given) -> Meaning:
+    word = one_of({"float32": "fp32", "bfloat16": "bf16"})(value)
+    return Meaning(fields={"precision.master": word})
+
+
+def _checkpointing(value: Any, given: Given) -> Meaning:
+    mode = one_of({word: word for word in ("none", "full", "selective", "memory_budget")})(value)
+    if mode == "memory_budget":
+        note = "torch's compiler chooses what to compute again there; the results of products are kept here"
+        return Meaning(Verdict.EMULATED, note, {"activation_checkpointing": "selective"})
+    if mode != "selective":
+        return Meaning(fields={"activation_checkpointing": mode})
+    option = str(given.get("activation_checkpoint.selective_ac_option"))
+    if option == "op":
+        note = "torchtitan keeps every second matrix product, unishard all of them: the same results, other memory"
+    else:
+        note = f"torchtitan computes every block again whose number {option} divides: the same results, other memory"
+    return Meaning(Verdict.EMULATED, note, {"activation_checkpointing": "selective"})
+
+
+def _compiled(value: Any, given: Given) -> Meaning:
+    parts = given.get("compile.components")
+    if boolean(value) and isinstance(parts, list) and "model" not in parts:
+        return Meaning(Verdict.EMULATED, "the loss alone is compiled there, and nothing here", {"compile.mode": "none"})
+    return Meaning(fields={"compile.mode": "per_block" if boolean(value) else "none"})
+
+
+def _compiler(value: Any, given: Given) -> Meaning:
+    if not any(given.get(key) in (True, "true") for key in ("compile.enable", "training.compile")):
+        return Meaning(Verdict.DROPPED, "nothing is compiled")
+    return Meaning(fields={"compile.backend": str(value)})
+
+
+def _seed(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
+
+
+def _deterministic(value: Any, given: Given) -> Meaning:
+    if boolean(value):
+        return Meaning(Verdict.UNDECIDED, "call torch.use_deterministic_algorithms(True) in the training script")
+    return Meaning(Verdict.DROPPED, "is off")
+
+
+def _only_1(what: str) -> Key:
+    """A degree of a parallelism that unishard does not have."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        if degree(value) == 1:
+            return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Verdict.REFUSED, f"unishard has no {what} parallelism; write 1 and shard with data_parallel_shard_degree")
+
+    return Key(read, "", Verdict.REFUSED)
+
+
+def _off(value: Any) -> bool:
+    return value in (False, None, "", []) or value == "false"
+
+
+_PIPELINE = "belongs to pipeline parallelism"
+_TIME = drops("time alone")
+
+_REST: Mapping[str, str] = {
+    "concerns the launcher and its folders": "job comm memory_estimation experimental",
+    "concerns logs alone": "metrics profiling",
+    "concerns the files of checkpoints alone": "checkpoint",
+    "concerns evaluation alone": "validation",
+    "is only read with a converter of that name": "float8 mx quantize",
+    "concerns the model, which the training script builds": "model.name model.flavor model.tokenizer_path model.hf_assets_path "
+    "model.norm_type model.print_after_conversion training.seq_len liger_kernel",
+    "concerns the data, which the training script loads": "training.dataset training.dataset_path",
+    _PIPELINE: "parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_schedule_csv "
+    "parallelism.pipeline_parallel_split_points parallelism.pipeline_parallel_microbatch_size "
+    "parallelism.pipeline_parallel_layers_per_stage parallelism.module_fqns_per_model_part "
+    "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers",
+    "belongs to tensor, context or expert parallelism": "parallelism.enable_async_tensor_parallel parallelism.disable_loss_parallel "
+    "parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree",
+    "time and memory alone": "training.gc_freq training.gc_debug optimizer.implementation parallelism.enable_compiled_autograd "
+    "compile.components activation_checkpoint.selective_ac_option activation_checkpoint.preserve_rng_state activation_checkpoint.debug "
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns activation_checkpoint.early_stop "
+    "activation_checkpoint.memory_budget activation_checkpoint.determinism_check activation_checkpoint.visualize_memory_budget_pareto",
+}
+
+KEYS: Mapping[str, Key] = {
+    "optimizer.name": _field("optimizer.name", one_of({"adamw": "adamw", "adam": "adam"}), "AdamW"),
+    "optimizer.lr": _field("optimizer.lr", number(0), 8e-4),
+    "optimizer.beta1": Key(_betas, "optimizer.betas", silent=0.9),
+    "optimizer.beta2": Key(_betas, "optimizer.betas", silent=0.95),
+    "optimizer.eps": _field("optimizer.eps", number(0), 1e-8),
+    "optimizer.weight_decay": _field("optimizer.weight_decay", number(0), 0.1),
+    "optimizer.early_step_in_backward": refuses("it steps in backward, without clipping; remove it", _off),
+    "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Verdict.APPROXIMATE, _CLIMB, silent=200),
+    "lr_scheduler.decay_ratio": Key(_decay, "scheduler.name"),
+    "lr_scheduler.decay_type": Key(_shape, "scheduler.name", silent="linear"),
+    "lr_scheduler.min_lr_factor": Key(_least, "scheduler.min_lr_ratio"),
+    "lr_scheduler.lr_min": Key(_least, "scheduler.min_lr_ratio", note="an older name of min_lr_factor"),
+    "training.steps": Key(_steps, "scheduler.total_steps", silent=10000),
+    "training.local_batch_size": _field("training.micro_batch_size", integer(1), 8),
+    "training.batch_size": _field("training.micro_batch_size", integer(1), note="an older name of local_batch_size"),
+    "training.global_batch_size": Key(_whole, "training.gradient_accumulation_steps", silent=-1),
+    "training.max_norm": Key(_clip, "training.gradient_clipping", silent=1.0),
+    "training.dtype": Key(_master, "precision.master"),
+    "training.seed": Key(_seed, "training.seed", note="an older name of debug.seed"),
+    "training.deterministic": Key(_deterministic, note="an older name of debug.deterministic"),
+    "training.compile": Key(_compiled, "compile.mode", note="an older name of compile.enable"),
+    "debug.seed": Key(_seed, "training.seed"),
+    "debug.deterministic": Key(_deterministic),
+    "debug.deterministic_warn_only": _TIME,
+    "debug.moe_force_load_balance": refuses("it changes the training; remove it", _off),
+    "compile.enable": Key(_compiled, "compile.mode"),
+    "compile.backend": Key(_compiler, "compile.backend"),
+    "activation_checkpoint.mode": Key(_checkpointing, "activation_checkpointing", silent="selective"),
+    "model.converters": refuses("they change the model's number formats, which unishard does not; remove them", _off),
+    "parallelism.tensor_parallel_degree": _only_1("tensor"),
+    "parallelism.context_parallel_degree": _only_1("context"),
+    "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
+    "parallelism.expert_parallel_degree": _only_1("expert"),
+    "fault_tolerance": drops("concerns recovery alone"),
+    "fault_tolerance.enable": refuses("unishard has no groups that come and go; remove it", _off),
+    **{name: drops(why) for why, names in _REST.items() for name in names.split()},
+}
+"""What each says. The degrees of data parallelism and what `ENGINE` names stand in FSDP's own table."""

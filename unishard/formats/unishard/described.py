@@ -1,0 +1,73 @@
+"""A unishard file in which a comment above each field says what it is."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from unishard.config import Config, Section
+
+__all__ = ["described", "value_text"]
+
+_WIDTH = 120
+
+
+def described(document: Mapping[str, Any], undecided: Mapping[str, str]) -> str:
+    """The text of a config, each field below the first sentence of its description.
+
+    Args:
+        document: Nested; only the fields that it has are written.
+        undecided: Fields whose value is a placeholder, and who knows each.
+    """
+    return "\n".join(_lines(Config, document, undecided, "")).lstrip("\n") + ("\n" if document else "")
+
+
+def _lines(section: type[Section], document: Mapping[str, Any], undecided: Mapping[str, str], prefix: str) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, field in section.model_fields.items():
+        if name not in document:
+            continue
+        kind = field.annotation
+        inner = kind if isinstance(kind, type) and issubclass(kind, Section) else None
+        if not prefix:
+            yield ""
+        yield from _comment(inspect.getdoc(inner) if inner else field.description, indent)
+        if inner:
+            yield f"{indent}{name}:"
+            yield from _lines(inner, document[name], undecided, f"{prefix}{name}.")
+        else:
+            who = undecided.get(prefix + name)
+            yield f"{indent}{name}: " + (
+                f"{document[name]}  # needs your decision: the value comes from {who}" if who else value_text(document[name])
+            )
+
+
+def _comment(text: str | None, indent: str) -> list[str]:
+    """The first sentence."""
+    words = " ".join((text or "").split())
+    sentence = words.partition(". ")[0].rstrip(".") + "."
+    return textwrap.wrap(sentence, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_long_words=False)
+
+
+def value_text(value: Any) -> str:
+    """A value as it stands behind a key on one line."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = True
+    yaml.width = 2**16
+    out = StringIO()
+    yaml.dump({"value": _plain(value)}, out)
+    return out.getvalue().strip().removeprefix("{value: ").removesuffix("}")
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Section():
+            return value.model_dump(exclude_unset=True)
+        case list() | tuple():
+            return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,221 @@
+"""Changes fields in the text of a unishard file and leaves every other character alone: comments, order, quotes, blank lines.
+
+ruamel.yaml says where each value stands; only those places are written anew. What comes out is read again and must mean what was asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ruamel.yaml import YAML
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+
+from unishard.config import Config, Section, leaves
+from unishard.errors import ConfigError, Problem
+from unishard.loading import settle
+from unishard.loading.document import from_file, from_text, text_of
+from unishard.loading.findings import dotted
+from unishard.rules import flat
+
+__all__ = ["check_text", "edit"]
+
+_FIELDS = dict(leaves(Config))
+_STAND_INS = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2}
+"""What fills the place of a field that is to be decided and that others need; every other one keeps its default."""
+
+
+class _Splice(NamedTuple):
+    """A place in the text, and what to put there."""
+
+    start: int
+    end: int
+    text: str
+
+
+def edit(path: Path, changes: Sequence[str]) -> str:
+    """The text of a unishard file with changes.
+
+    Args:
+        path: A YAML file.
+        changes: Such as `sharding.strategy=full_shard`; the value is YAML.
+
+    Raises:
+        ConfigError: The file or a change has mistakes, which are all listed, or the file is written in a way that cannot be edited.
+    """
+    from_file(path)  # what is no mapping is said first
+    whole = text_of(path)
+    text = whole.replace("\r\n", "\n")
+    wanted = check_text(text, str(path), changes)
+    for change in changes:
+        field, _, value = change.partition("=")
+        text = _with(text, field.strip().split("."), _inline(value.strip()))
+    if _meaning(text, str(path)) != wanted:
+        raise ConfigError([Problem("", "is written in a way that cannot be edited in place; change it by hand", str(path))])
+    return text.replace("\n", "\r\n") if "\r\n" in whole else text
+
+
+def check_text(text: str, name: str, changes: Sequence[str] = ()) -> Config:
+    """What a unishard file says, where a placeholder such as `${optimizer.lr}` may still stand for a value to be decided.
+
+    Raises:
+        ConfigError: It, or a change on top, has mistakes.
+    """
+    document = from_text(text, name)
+    changed = {change.partition("=")[0].strip() for change in changes}
+    left = {path for path, value in flat(document.data) if value == f"${{{path}}}" and path in _FIELDS and path not in changed}
+    for path in left:
+        _leave_out(document.data, path.split("."))
+    document.findings = [found for found in document.findings if dotted(found.path) not in left]
+    return settle(document, [*changes, *(f"{path}={value}" for path, value in _STAND_INS.items() if path in left)])[0]
+
+
+def _leave_out(data: Any, keys: Sequence[str]) -> None:
+    for name in keys[:-1]:
+        data = data[name]
+    del data[keys[-1]]
+
+
+def _meaning(text: str, name: str) -> Config | None:
+    try:
+        return check_text(text, name)
+    except ConfigError:
+        return None
+
+
+def _inline(value: str) -> str:
+    """A value as it can stand behind a key on one line."""
+    node = YAML().compose(value)
+    if "\n" in value or (isinstance(node, MappingNode) and not node.flow_style):
+        return json.dumps(from_text(value, "override").data, ensure_ascii=False)
+    return value
+
+
+def _with(text: str, keys: Sequence[str], value: str) -> str:
+    """The text with one field changed."""
+    for splice in sorted(_splices(text, keys, value), reverse=True):
+        text = text[: splice.start] + splice.text + text[splice.end :]
+    return text
+
+
+def _splices(text: str, keys: Sequence[str], value: str) -> Iterator[_Splice]:
+    node: MappingNode = YAML().compose(text)
+    step = _step(node)
+    kind: type[Section] | None = Config
+    for depth, name in enumerate(keys, start=1):
+        pair = next((pair for pair in node.value if pair[0].value == name), None)
+        if pair is None:
+            yield _added(text, node, kind, keys[depth - 1 :], value, step)
+            return
+        key, inner = pair
+        kind = _section(kind, name)
+        if depth == len(keys):
+            yield _replaced(text, key, inner, value)
+        elif not isinstance(inner, MappingNode):
+            yield from _expanded(text, _Short(node, key, inner, kind), keys[depth:], value, step)
+            return
+        node = inner
+
+
+def _section(kind: type[Section] | None, name: str) -> type[Section] | None:
+    inner = kind.model_fields[name].annotation if kind is not None else None
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+
+
+def _step(root: Node) -> int:
+    """By how much the file indents."""
+    inner = [value for _, value in root.value if isinstance(value, MappingNode) and not value.flow_style and value.value]
+    return inner[0].start_mark.column if inner else 2
+
+
+def _flows(node: Node) -> bool:
+    """Whether it is a single value, or in brackets."""
+    return isinstance(node, ScalarNode) or bool(getattr(node, "flow_style", False))
+
+
+def _end(node: Node) -> int:
+    """Where what is written ends, without the comments and the blank lines below it."""
+    if _flows(node) or not node.value:
+        return int(node.end_mark.index)
+    last = node.value[-1]
+    return _end(last[1] if isinstance(node, MappingNode) else last)
+
+
+def _line_end(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def _colon(text: str, key: Node) -> int:
+    return text.index(":", key.end_mark.index) + 1
+
+
+class _Short(NamedTuple):
+    """A single value where a section can be."""
+
+    above: MappingNode
+    key: Node
+    node: Node
+    kind: type[Section] | None
+
+
+def _replaced(text: str, key: Node, node: Node, value: str) -> _Splice:
+    empty = node.start_mark.index == node.end_mark.index
+    if empty or not _flows(node):
+        return _Splice(_colon(text, key), _end(node), f" {value}")
+    return _Splice(node.start_mark.index, _end(node), value)
+
+
+def _expanded(text: str, short: _Short, keys: Sequence[str], value: str, step: int) -> Iterator[_Splice]:
+    """What a field below a short form takes: `sharding: full_shard` becomes a section if it must."""
+    key, node = short.key, short.node
+    names = short.kind.shorthand if short.kind is not None else ()
+    if list(names) == list(keys):
+        yield _replaced(text, key, node, value)
+        return
+    bare = text[node.start_mark.index : node.end_mark.index]
+    fields = dict.fromkeys(names, bare) if bare not in ("", "null", "~") else {}
+    fields[keys[0]] = _nested_flow(keys[1:], value)
+    if short.above.flow_style:
+        yield _Splice(node.start_mark.index, node.end_mark.index, f"{{{', '.join(f'{name}: {said}' for name, said in fields.items())}}}")
+        return
+    indent = " " * (key.start_mark.column + step)
+    yield _Splice(_colon(text, key), _end(node), "")
+    end = _line_end(text, _end(node))
+    yield _Splice(end, end, "".join(f"\n{indent}{name}: {said}" for name, said in fields.items()))
+
+
+def _nested_flow(keys: Sequence[str], value: str) -> str:
+    for name in reversed(keys):
+        value = f"{{{name}: {value}}}"
+    return value
+
+
+def _added(text: str, node: MappingNode, kind: type[Section] | None, keys: Sequence[str], value: str, step: int) -> _Splice:
+    """A field that the file does not have yet, beside those that stand before it in the schema."""
+    if node.flow_style:
+        said = f"{keys[0]}: {_nested_flow(keys[1:], value)}"
+        at = _end(node.value[-1][1]) if node.value else node.start_mark.index + 1
+        return _Splice(at, at, f", {said}" if node.value else said)
+    column = node.value[0][0].start_mark.column
+    lines = [f"{' ' * (column + step * depth)}{name}:" for depth, name in enumerate(keys)]
+    said = "\n".join(lines) + f" {value}"
+    before = _before(node, kind, keys[0])
+    if before is None:
+        at = node.value[0][0].start_mark.index - column
+        return _Splice(at, at, f"{said}\n")
+    at = _line_end(text, _end(before))
+    apart = column == 0 and len(keys) > 1 and text[at:].startswith("\n\n")
+    return _Splice(at, at, f"\n\n{said}" if apart else f"\n{said}")
+
+
+def _before(node: MappingNode, kind: type[Section] | None, name: str) -> Node | None:
+    """The value after which a new field goes; None for the first place."""
+    order: list[str] = list(kind.model_fields) if kind is not None else []
+    if name not in order:
+        order = [*(key.value for key, _ in node.value), name]
+    ranked: list[tuple[int, Node]] = [(order.index(key.value), value) for key, value in node.value if key.value in order]
+    earlier = [pair for pair in ranked if pair[0] < order.index(name)]
+    return max(earlier, key=lambda pair: pair[0])[1] if earlier else None
