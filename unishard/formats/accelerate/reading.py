@@ -1,0 +1,168 @@
+"""From an Accelerate file to its entries: the engine's arguments go to the engine, the rest to this format's own table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from unishard.formats.accelerate.deepspeed import deepspeed_entries
+from unishard.formats.accelerate.deepspeed_file import file_entries
+from unishard.formats.accelerate.fsdp import fsdp_entries
+from unishard.formats.accelerate.keys import KEYS, TOOL
+from unishard.formats.accelerate.kinds import KINDS, kind_of, precision_of, precision_word
+from unishard.formats.accelerate.placing import Spot, block_of, dropped, refused
+from unishard.formats.source import Source
+from unishard.keys import integer
+from unishard.meanings import Entry, Meaning, Unreadable, Verdict, interpret
+from unishard.topology import Topology
+from unishard.wording import shown
+
+__all__ = ["entries_of", "ranks_of"]
+
+_BLOCKS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+_SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
+_FP8 = "matrix products run in bf16, since neither engine has fp8 within unishard; slower, and closer to fp32"
+_AUTOCAST = (
+    "Accelerate runs chosen operations in this format (torch.autocast) and keeps fp32 elsewhere; unishard computes all of the model in it, "
+    "with fp32 masters"
+)
+
+
+def ranks_of(document: Mapping[str, Any]) -> Topology | None:
+    """The ranks that a document speaks of; None where it does not say."""
+    try:
+        ranks = integer(1)(document.get("num_processes", 1 if document.get("distributed_type") in ("NO", False) else None))
+        machines = integer(1)(document.get("num_machines") or 1)
+    except Unreadable:
+        return None
+    return Topology(ranks, ranks // machines) if ranks % machines == 0 else None
+
+
+def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
+    """What a document says, one entry for each of its keys, in its order, and one for each default that must be said.
+
+    Args:
+        source: The document.
+        topology: The ranks, where they are known.
+    """
+    document = source.data
+    entries = [*_own(document, topology), *_engine(source, topology), *_unused(document)]
+    order = {str(name): place for place, name in enumerate(document)}
+    return sorted(entries, key=lambda entry: (entry.assumed, order.get(entry.path[0], len(order))))
+
+
+def _own(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
+    """The keys that are no engine's arguments."""
+    own = {name: value for name, value in document.items() if name not in _BLOCKS}
+    groups = block_of(document, "parallelism_config")
+    if groups:
+        others = {name: value for name, value in groups.items() if name not in _SIZES}
+        own = {name: value for name, value in own.items() if name != "parallelism_config"}
+        own |= {"parallelism_config": others} if others else {}
+    for name in ("dynamo_config", "fp8_config"):
+        own |= {name: _prefixed(name, own[name])} if isinstance(own.get(name), Mapping) and own[name] else {}
+    for entry in interpret(KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, topology=topology):
+        if entry.meaning.verdict is Verdict.REFUSED or entry.path != _precision_spot(document).path:
+            yield from _renamed(entry, document)
+    if "distributed_type" not in document:
+        held = next((kind for name, kind in _BLOCKS.items() if document.get(name)), "MULTI_GPU")
+        yield refused(("distributed_type",), None, f"is missing, and {TOOL} needs it; write distributed_type: {held}", assumed=True)
+
+
+def _prefixed(block: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys under the names of the table: Accelerate adds the prefix `dynamo_`, and takes `fp8_` away, as we do."""
+    if block == "dynamo_config":
+        return {name if str(name).startswith("dynamo_") else f"dynamo_{name}": value for name, value in values.items()}
+    return {name if name in ("fp8_format",) else str(name).removeprefix("fp8_"): value for name, value in values.items()}
+
+
+def _renamed(entry: Entry, document: Mapping[str, Any]) -> Iterator[Entry]:
+    """The same under the name that the document has."""
+    block = entry.path[0]
+    if block not in ("dynamo_config", "fp8_config") or len(entry.path) == 1:
+        yield entry
+        return
+    written = block_of(document, block)
+    name = next((str(name) for name in written if entry.path[1] in _prefixed(block, {name: None})), entry.path[1])
+    yield entry.at(block, name, *entry.path[2:])
+
+
+def _engine(source: Source, topology: Topology | None) -> list[Entry]:
+    """What the engine's arguments say, with the format that it computes in."""
+    kind, precision, spot = kind_of(source.data), precision_of(source.data), _precision_spot(source.data)
+    if kind.engine == "deepspeed" and block_of(source.data, "deepspeed_config").get("deepspeed_config_file") is not None:
+        return file_entries(source, spot, topology)
+    said = _SAYS[kind.engine](source.data, precision, spot, topology)
+    unsaid = all(entry.path != spot.path for entry in said)
+    return [*said, *_plain(spot, precision, kind.engine)] if unsaid else said
+
+
+def _precision_spot(document: Mapping[str, Any]) -> Spot:
+    """Where a document says in which format it computes."""
+    name = "fp16" if "mixed_precision" not in document and "fp16" in document else "mixed_precision"
+    note, verdict = (_FP8, Verdict.APPROXIMATE) if precision_of(document) == "fp8" else ("", Verdict.EXACT)
+    fields = {} if precision_of(document) == "no" else {"precision.master": "fp32"}
+    return Spot((name,), document.get(name, "no"), name not in document, verdict, note, fields)
+
+
+def _plain(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
+    """The format where the engine itself says nothing of it."""
+    if not spot.assumed and _faulty(spot):
+        return
+    if precision == "no":
+        yield Entry(spot.path, spot.value, Meaning(fields={"precision.compute": "fp32"}), spot.assumed)
+    elif engine == "none":
+        fields = {"precision.compute": "bf16" if precision == "fp8" else precision, "precision.master": "fp32", "precision.reduce": "fp32"}
+        note = "; ".join(filter(None, (_AUTOCAST, spot.note)))
+        yield Entry(spot.path, spot.value, Meaning(Verdict.APPROXIMATE, note, fields), spot.assumed)
+
+
+def _faulty(spot: Spot) -> bool:
+    """Whether the table has refused the value already."""
+    try:
+        precision_word(spot.value)
+    except Unreadable:
+        return spot.path == ("mixed_precision",)
+    return False
+
+
+def _replicas(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    """Replicas have no engine's arguments; groups of ranks are another number of replicas alone."""
+    block = block_of(document, "parallelism_config")
+    return [
+        dropped(("parallelism_config", name), block[name], "without FSDP every rank is a replica", kept=False)
+        for name in _SIZES
+        if name in block
+    ]
+
+
+def _deepspeed(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    return [*deepspeed_entries(document, precision, spot, topology), *_replicas(document, precision, spot, topology)]
+
+
+_SAYS: Mapping[str, Callable[[Mapping[str, Any], str, Spot, Topology | None], list[Entry]]] = {
+    "fsdp": fsdp_entries,
+    "deepspeed": _deepspeed,
+    "none": _replicas,
+}
+
+
+def _unused(document: Mapping[str, Any]) -> Iterator[Entry]:
+    """Blocks of another engine, which Accelerate does not look at, and blocks that are none."""
+    for name, kind in _BLOCKS.items():
+        if name not in document:
+            continue
+        value = document[name]
+        if value is None or value == {}:
+            yield dropped((name,), value, "is empty")
+        elif not isinstance(value, Mapping):
+            yield refused((name,), value, f"must be a mapping of keys to values, got {shown(value)}; {_INSTEAD[name]}")
+        elif kind_of(document) is not KINDS[kind]:
+            for key, inner in value.items():
+                yield dropped((name, str(key)), inner, f"{TOOL} looks at it with distributed_type: {kind} alone")
+
+
+_INSTEAD = {
+    "fsdp_config": "write fsdp_version: 2 below it",
+    "deepspeed_config": "write deepspeed_config_file: and the name of DeepSpeed's file below it",
+}

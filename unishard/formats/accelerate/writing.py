@@ -1,0 +1,87 @@
+"""From a config to a file for `accelerate launch --config_file`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import SingleQuotedScalarString
+
+from unishard.config import Config, leaves
+from unishard.errors import ConfigError, Problem
+from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS
+from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
+from unishard.formats.reading import Reading
+from unishard.meanings import Expressed, Expression, Verdict, Word, express
+from unishard.rules import Native, merge
+from unishard.topology import Topology
+
+__all__ = ["TABLES", "expressed", "text_of"]
+
+TABLES: Mapping[str, Mapping[str, Expression]] = {"fsdp": FSDP_EXPRESSIONS, "deepspeed": DEEPSPEED_EXPRESSIONS}
+"""Rows by engine."""
+
+_BOOLEANS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~")
+"""Words that YAML 1.1, which Accelerate reads, takes for something else than text."""
+_NO_GROUPS = (
+    "Accelerate wants the number of groups and of ranks in each, and {} ranks make no groups of {}; give --world-size and --gpus-per-node"
+)
+
+
+def expressed(reading: Reading, topology: Topology) -> Expressed:
+    """The file, and what became of each field. What the source leaves to its training script stays with it.
+
+    Raises:
+        ConfigError: Accelerate does not know the engine.
+    """
+    config = reading.config
+    if config.backend not in TABLES:
+        message = f"Accelerate has no backend {config.backend}; add --set backend=fsdp or backend=deepspeed"
+        raise ConfigError([Problem("backend", message)])
+    left = frozenset(path for path, _ in leaves(Config)) - reading.decided - {"backend", "native"}
+    said = express(TABLES[config.backend], config, topology, left | frozenset(reading.undecided))
+    words = dict(said.words) | _native_words(config, said.words["native"]) | _group_words(reading, topology)
+    return Expressed(merge(said.document, _ranks(reading, topology)), words)
+
+
+def _ranks(reading: Reading, topology: Topology) -> Native:
+    """How many processes there are; left out where nobody has said it, so that `accelerate launch` asks for it."""
+    if reading.topology is None and topology.world_size == 1:
+        return {}
+    return {"num_processes": topology.world_size, "num_machines": max(topology.world_size // topology.local_world_size, 1)}
+
+
+def _native_words(config: Config, word: Word) -> Mapping[str, Word]:
+    """What became of each setting that only the engine has: the file has no key for any."""
+    return {f"native.{config.backend}.{key}": word for key in config.native.get(config.backend, {})}
+
+
+def _group_words(reading: Reading, topology: Topology) -> Mapping[str, Word]:
+    """What became of groups of ranks that cannot be written."""
+    sharding = reading.config.sharding
+    group = sharding.group_size or topology.local_world_size
+    even = topology.world_size % group == 0 and (topology.world_size > 1 or reading.topology is not None)
+    if not sharding.hybrid or even or reading.config.backend != "fsdp":
+        return {}
+    return {"sharding.strategy": Word(Verdict.REFUSED, "parallelism_config", _NO_GROUPS.format(topology.world_size, group))}
+
+
+def text_of(document: Native) -> str:
+    """YAML with keys in the order of `accelerate config`, and with quotes around what YAML 1.1 would not take for text."""
+    yaml = YAML()
+    yaml.width = 4096
+    out = StringIO()
+    yaml.dump(_plain(document), out)
+    return out.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str) and value.lower() in _BOOLEANS:
+        return SingleQuotedScalarString(value)
+    return value
