@@ -15,7 +15,7 @@ from unishard.formats.accelerate.deepspeed import LAUNCHER, NAMES, no_file
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.accelerate.placing import Spot, block_of, dropped, overlooked, refused
 from unishard.formats.source import Source, open_source
-from unishard.meanings import AUTO, Entry, Meaning, Path, Verdict
+from unishard.meanings import AUTO, Entry, Meaning, Path
 from unishard.rules import flat, merge, nested
 from unishard.topology import Topology
 

@@ -183,7 +183,7 @@ _PRECISION: Mapping[str, Expression] = {
                 "mixed, with accumulation",
                 lambda cfg: mixed(cfg) and _sharded(cfg) and cfg.training.gradient_accumulation_steps > 1,
                 Verdict.APPROXIMATE,
-                "what is not reduced yet is added up in the format of reductions; GradientAccumulationPlugin(sync_each_batch=True) avoids it",
+                "gradients that wait for their reduction add up in its format; GradientAccumulationPlugin(sync_each_batch=True) avoids it",
             ),
         ),
     ),

@@ -36,8 +36,9 @@ class AccelerateFormat:
         return assemble(self.name, source, entries_of(source, ranks), overrides=overrides, topology=ranks)
 
     def write(self, reading: Reading, topology: Topology) -> Expressed:
-        """A file for `accelerate launch --config_file`, and what became of each field. What the source leaves to its training script
-        stays with it.
+        """A file for `accelerate launch --config_file`, and what became of each field.
+
+        What the source leaves to its training script stays with it.
 
         Raises:
             ConfigError: Accelerate does not know the engine.

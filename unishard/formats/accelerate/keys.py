@@ -19,6 +19,7 @@ __all__ = ["KEYS", "TOOL"]
 TOOL = "Accelerate 1.15.0"
 
 _LAUNCHER = "concerns how the processes are started alone; start unishard with torchrun or srun"
+_ENVIRONMENT = f"{TOOL} refuses a file with this key; export the variables before the launch instead"
 _TPU = "concerns TPUs alone"
 _FP8 = "belongs to fp8 alone, which becomes bf16"
 _LOST = (
@@ -129,9 +130,23 @@ def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
 
 
 _DYNAMO = (
-    "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt aot_torchxla_trace_once "
-    "torchxla_trace_once ipex tvm hpu_backend"
-).split()
+    "no",
+    "eager",
+    "aot_eager",
+    "inductor",
+    "aot_ts_nvfuser",
+    "nvprims_nvfuser",
+    "cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "tensorrt",
+    "aot_torchxla_trace_once",
+    "torchxla_trace_once",
+    "ipex",
+    "tvm",
+    "hpu_backend",
+)
 _NO_COMPILE = "Accelerate 1.15.0's DeepSpeed launcher does not pass this on (utils/launch.py), so that nothing is compiled"
 _TIME = "concerns how the compiled code is made, so time alone"
 
@@ -235,7 +250,7 @@ KEYS: Mapping[str, Key] = {
     "fp8_config": drops("is empty"),
     **_FP8_KEYS,
     "megatron_lm_config": drops("belongs to distributed_type: MEGATRON_LM"),
-    "env": refuses(f"{TOOL} refuses a file with this key; remove it, and export the variables before the launch"),
+    "env": Key(lambda value, given: Meaning(Verdict.DROPPED, _ENVIRONMENT), "", Verdict.DROPPED, _ENVIRONMENT),
     "kt_config": refuses(
         f"{TOOL} refuses a file with this key; it is of the fork accelerate-kt, whose KTransformers computes experts on the CPU, which "
         "neither engine does; remove it"

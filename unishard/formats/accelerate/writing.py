@@ -42,7 +42,7 @@ def expressed(reading: Reading, topology: Topology) -> Expressed:
         raise ConfigError([Problem("backend", message)])
     left = frozenset(path for path, _ in leaves(Config)) - reading.decided - {"backend", "native"}
     said = express(TABLES[config.backend], config, topology, left | frozenset(reading.undecided))
-    words = dict(said.words) | _native_words(config, said.words["native"]) | _group_words(reading, topology)
+    words = {**said.words, **_native_words(config, said.words["native"]), **_group_words(reading, topology)}
     return Expressed(merge(said.document, _ranks(reading, topology)), words)
 
 
