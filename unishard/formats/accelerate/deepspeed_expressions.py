@@ -61,6 +61,11 @@ def _mixed_scale(note: str, case: str, holds: Any) -> Expression:
     return none(note, holds, case, Verdict.APPROXIMATE)
 
 
+def _bare(cfg: Config) -> bool:
+    """Whether DeepSpeed makes updates that are not finite."""
+    return cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "fp32"
+
+
 _SHARDING: Mapping[str, Expression] = {
     "backend": Expression(
         Verdict.EXACT,
@@ -123,15 +128,15 @@ _PRECISION: Mapping[str, Expression] = {
         Verdict.APPROXIMATE,
     ),
     "precision.buffers": none(
-        "DeepSpeed casts floating-point buffers with the model, to the format that it computes in",
-        lambda cfg: cfg.precision.compute == "fp32" or cfg.precision.buffers == cfg.precision.compute,
-        "that of compute",
+        f"the format of buffers {_FILE}",
+        lambda cfg: cfg.precision.buffers == "keep",
+        "keep",
         Verdict.APPROXIMATE,
     ),
     "precision.loss_scale": _mixed_scale(
-        f"a fixed scale {_FILE}",
-        "dynamic, or not fp16",
-        lambda cfg: cfg.precision.compute != "fp16" or cfg.precision.loss_scale == "dynamic",
+        f"DeepSpeed has a dynamic scale, which halves at the second overflow alone; another one {_FILE}",
+        "not fp16",
+        lambda cfg: cfg.precision.compute != "fp16",
     ),
     "precision.initial_loss_scale": _mixed_scale(
         f"DeepSpeed begins at 65536; another one {_FILE}",
@@ -183,7 +188,10 @@ _LOOP: Mapping[str, Expression] = {
         auto=True,
     ),
     "training.nonfinite": none(
-        "DeepSpeed skips such an update without an error", lambda cfg: cfg.training.nonfinite == "skip", "skip", Verdict.APPROXIMATE
+        "DeepSpeed leaves such an update out without an error, and makes it at stage 0 in fp32",
+        lambda cfg: cfg.training.nonfinite == ("ignore" if _bare(cfg) else "skip"),
+        "what DeepSpeed does",
+        Verdict.APPROXIMATE,
     ),
     "communication.reduce_bucket_size": none(f"time alone; it {_FILE}"),
     "communication.prefetch_bucket_size": none(f"time alone; it {_FILE}"),

@@ -76,7 +76,7 @@ def _fp16(value: Any, given: Given) -> Meaning:
 
 
 def _compiles(given: Given) -> bool:
-    return given.get("distributed_type") != "DEEPSPEED"
+    return bool(given.get("distributed_type") != "DEEPSPEED")
 
 
 def _compile_backend(value: Any, given: Given) -> Meaning:

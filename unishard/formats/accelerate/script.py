@@ -90,6 +90,8 @@ SCRIPT: Mapping[str, Expression] = {
     "optimizer.groups": write("parameter groups of the optimizer", lambda cfg: not cfg.optimizer.groups, "empty"),
     "scheduler.name": write(_SCHEDULE, lambda cfg: _constant(cfg) and not cfg.scheduler.warmup_steps, "constant without warm-up"),
     "scheduler.warmup_steps": write(_SCHEDULE, lambda cfg: not cfg.scheduler.warmup_steps, "0"),
+    "scheduler.warmup_type": write(_SCHEDULE, lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
+    "scheduler.warmup_start_ratio": write(_SCHEDULE, lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
     "scheduler.total_steps": write(_SCHEDULE, _constant, "constant"),
     "scheduler.min_lr_ratio": write(_SCHEDULE, _constant, "constant"),
     "communication.overlap": none("time alone", lambda cfg: cfg.communication.overlap, "true"),
