@@ -12,7 +12,7 @@ from unishard.keys import listed, number
 from unishard.meanings import AUTO, Entry, Meaning, Path, Undecided, Unreadable, Verdict
 from unishard.topology import Topology
 
-__all__ = ["LAUNCHER", "NAMES", "NEVER", "deepspeed_entries"]
+__all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "deepspeed_entries", "experts", "no_file"]
 
 NAMES: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
@@ -23,7 +23,6 @@ NAMES: Mapping[str, str] = {
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "deepspeed_moe_layer_cls_names": "zero_optimization.leaf_module.classes",
 }
 """DeepSpeed's argument by the name that Accelerate gives it (utils/launch.py, utils/dataclasses.py)."""
 
@@ -37,6 +36,12 @@ LAUNCHER: Mapping[str, str] = {
     "deepspeed_inclusion_filter": _STARTS,
 }
 """Keys that change nothing about the training, and why."""
+
+MOE = "deepspeed_moe_layer_cls_names"
+"""Names the layers that hold experts."""
+
+KNOWN = (*NAMES, *LAUNCHER, MOE, "deepspeed_config_file")
+"""Every key that Accelerate looks at."""
 
 NEVER = 1e30
 """Clips no norm that can be: what `null` is written as, since Accelerate leaves 0 out and DeepSpeed then clips to 1.0."""
@@ -76,8 +81,10 @@ def _argument(arguments: Arguments, name: str, value: Any, block: Mapping[str, A
     path: Path = ("deepspeed_config", name)
     if name in LAUNCHER:
         yield dropped(path, value, LAUNCHER[name])
+    elif name == MOE:
+        yield experts(path, value, block.get("zero_stage"))
     elif name not in NAMES:
-        yield overlooked(path, value, [*NAMES, *LAUNCHER, "deepspeed_config_file"])
+        yield overlooked(path, value, KNOWN)
     elif value is None and name not in ("zero_stage", "gradient_clipping"):
         yield dropped(path, value, "is null, so that Accelerate assumes what it does without it")
     elif name.endswith("_nvme_path") and str(block.get(name.replace("nvme_path", "device"))).lower() != "nvme":
@@ -97,13 +104,21 @@ def _argument(arguments: Arguments, name: str, value: Any, block: Mapping[str, A
             yield refused(path, value, str(error))
 
 
+def experts(path: Path, value: Any, stage: Any) -> Entry:
+    """Layers of which a rank may use parts alone, which ZeRO-3 gathers as a whole (accelerator.py, set_moe_leaf_modules)."""
+    if value is None or str(stage) != "3":
+        return dropped(path, value, "nothing is gathered below stage 3, so that it changes nothing")
+    try:
+        return Entry(path, value, Meaning(fields={"sharding.whole_units": listed(value)}))
+    except Unreadable as error:
+        return refused(path, value, str(error))
+
+
 def _read(name: str, value: Any, path: Path) -> tuple[Any, Spot]:
     """The argument, and how what Accelerate does with it differs from what the key says."""
     match name:
         case "gradient_clipping":
             return _clipping(value, path)
-        case "deepspeed_moe_layer_cls_names":
-            return listed(value), Spot(path, value)
         case "offload_optimizer_nvme_path" | "offload_param_nvme_path":
             return value, Spot(path, value, verdict=Verdict.EMULATED, note=_NVME)
         case "offload_optimizer_device" | "offload_param_device":

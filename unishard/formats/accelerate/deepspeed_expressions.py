@@ -10,17 +10,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
-from unishard.formats.accelerate.deepspeed import NEVER
+from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.expressions import mixed
 from unishard.formats.accelerate.script import SCRIPT, none, write
 from unishard.meanings import Case, Expression, Verdict
-from unishard.rules import Native
+from unishard.rules import Native, flat
 from unishard.topology import Topology
 
-__all__ = ["DEEPSPEED_EXPRESSIONS"]
+__all__ = ["DEEPSPEED_EXPRESSIONS", "SAVE", "SAVE_KEY"]
 
 _STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
 _FILE = "needs DeepSpeed's own file: translate to deepspeed, and name that file in deepspeed_config_file"
+
+
+SAVE_KEY = "zero3_save_16bit_model"
+"""Accelerate's only key for a setting of DeepSpeed's own."""
+
+SAVE = f"deepspeed.{NAMES[SAVE_KEY]}"
+"""That setting."""
+
+
+def _own(cfg: Config) -> dict[str, Any]:
+    """The settings that only DeepSpeed has, by dotted key."""
+    return dict(flat(cfg.native.get("deepspeed", {})))
 
 
 def _inline(**keys: Any) -> Native:
@@ -202,8 +214,15 @@ _LOOP: Mapping[str, Expression] = {
         "none",
     ),
     "compile.backend": write("ACCELERATE_DYNAMO_BACKEND before the launch", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
-    "native": none(
-        f"a setting of DeepSpeed {_FILE}", lambda cfg: not cfg.native.get("deepspeed"), "nothing for deepspeed", Verdict.APPROXIMATE
+    "native": Expression(
+        Verdict.APPROXIMATE,
+        f"deepspeed_config.{SAVE_KEY}",
+        f"every other setting of DeepSpeed {_FILE}",
+        lambda cfg, topology: _inline(**{SAVE_KEY: saved}) if (saved := _own(cfg).get(NAMES[SAVE_KEY])) is not None else {},
+        (
+            Case("nothing for deepspeed", lambda cfg: not _own(cfg), Verdict.EXACT, ""),
+            Case("of saving alone", lambda cfg: set(_own(cfg)) == {NAMES[SAVE_KEY]}, Verdict.EXACT, ""),
+        ),
     ),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from unishard import registry
 from unishard.errors import ConfigError
-from unishard.formats.accelerate.deepspeed import LAUNCHER, NAMES, no_file
+from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.accelerate.placing import Spot, block_of, dropped, overlooked, refused
 from unishard.formats.source import Source, open_source
@@ -23,9 +23,6 @@ __all__ = ["file_entries"]
 
 _FILE: Path = ("deepspeed_config", "deepspeed_config_file")
 _BESIDE = f"{TOOL} refuses this beside deepspeed_config_file (utils/dataclasses.py); remove it, and write it in that file"
-_ALLOWED = "deepspeed_moe_layer_cls_names"
-"""The only key about training that Accelerate takes beside a file."""
-
 _FILLED: Mapping[str, Any] = {
     "gradient_clipping": 1.0,
     "fp16.enabled": False,
@@ -47,7 +44,7 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
         topology: The ranks, where they are known.
     """
     block = block_of(source.data, "deepspeed_config")
-    entries = [_beside(str(name), value) for name, value in block.items() if name != _FILE[-1]]
+    entries = [_beside(str(name), value) for name, value in block.items() if name not in (_FILE[-1], MOE)]
     if not spot.assumed and spot.value is not None:
         entries.append(refused(spot.path, spot.value, _BESIDE))
     else:
@@ -57,23 +54,23 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
         document = _opened(name, source.folder)
     except ConfigError as error:
         return [*entries, refused(_FILE, name, f"cannot be read: {error}")]
+    if MOE in block:
+        zero = (document or {}).get("zero_optimization")
+        entries.append(experts(("deepspeed_config", MOE), block[MOE], zero.get("stage", 0) if isinstance(zero, Mapping) else 3))
     if document is None:
         return [*entries, no_file(_FILE, name)]
     if "zero_optimization" not in document:
         return [*entries, refused(_FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}")]
-    moe = block.get(_ALLOWED)
-    return [*entries, Entry(_FILE, name, Meaning(note="its keys follow")), *_said(document, moe, topology)]
+    return [*entries, Entry(_FILE, name, Meaning(note="its keys follow")), *_said(document, topology)]
 
 
 def _beside(name: str, value: Any) -> Entry:
     path = ("deepspeed_config", name)
     if name in LAUNCHER:
         return dropped(path, value, LAUNCHER[name])
-    if name == _ALLOWED:
-        return Entry(path, value, Meaning(note="added to the file"))
     if name in NAMES:
         return refused(path, value, _BESIDE)
-    return overlooked(path, value, [*NAMES, *LAUNCHER, _FILE[-1]])
+    return overlooked(path, value, KNOWN)
 
 
 def _opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
@@ -114,12 +111,10 @@ def _decoded(text: str) -> str:
         return ""
 
 
-def _said(document: Mapping[str, Any], moe: Any, topology: Topology | None) -> Iterator[Entry]:
+def _said(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
     """What DeepSpeed makes of the file after Accelerate has filled in what it can."""
     filled = {key: value for key, value in _FILLED.items() if dict(flat(document)).get(key) == AUTO}
     native = merge(document, nested(filled))
-    if moe:
-        native = merge(native, nested({NAMES[_ALLOWED]: moe}))
     for entry in registry.get("deepspeed").parse(native, topology=topology):
         value = AUTO if entry.key in filled else entry.value
         yield Entry((*_FILE, *entry.path), value, entry.meaning, entry.assumed)

@@ -11,11 +11,11 @@ from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
 from unishard.config import Config, leaves
 from unishard.errors import ConfigError, Problem
-from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS
+from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS, SAVE, SAVE_KEY
 from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
 from unishard.formats.reading import Reading
 from unishard.meanings import Expressed, Expression, Verdict, Word, express
-from unishard.rules import Native, merge
+from unishard.rules import Native, flat, merge
 from unishard.topology import Topology
 
 __all__ = ["TABLES", "expressed", "text_of"]
@@ -25,6 +25,10 @@ TABLES: Mapping[str, Mapping[str, Expression]] = {"fsdp": FSDP_EXPRESSIONS, "dee
 
 _BOOLEANS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~")
 """Words that YAML 1.1, which Accelerate reads, takes for something else than text."""
+_SAVED = Word(Verdict.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
+_NO_KEY = Word(
+    Verdict.DROPPED, "", "Accelerate has no key for it; hand it to the plugin of the Accelerator, or to DeepSpeed in a file of its own"
+)
 _NO_GROUPS = (
     "Accelerate wants the number of groups and of ranks in each, and {} ranks make no groups of {}; give --world-size and --gpus-per-node"
 )
@@ -42,7 +46,7 @@ def expressed(reading: Reading, topology: Topology) -> Expressed:
         raise ConfigError([Problem("backend", message)])
     left = frozenset(path for path, _ in leaves(Config)) - reading.decided - {"backend", "native"}
     said = express(TABLES[config.backend], config, topology, left | frozenset(reading.undecided))
-    words = {**said.words, **_native_words(config, said.words["native"]), **_group_words(reading, topology)}
+    words = {**said.words, **_native_words(config), **_group_words(reading, topology)}
     return Expressed(merge(said.document, _ranks(reading, topology)), words)
 
 
@@ -53,9 +57,10 @@ def _ranks(reading: Reading, topology: Topology) -> Native:
     return {"num_processes": topology.world_size, "num_machines": max(topology.world_size // topology.local_world_size, 1)}
 
 
-def _native_words(config: Config, word: Word) -> Mapping[str, Word]:
-    """What became of each setting that only the engine has: the file has no key for any."""
-    return {f"native.{config.backend}.{key}": word for key in config.native.get(config.backend, {})}
+def _native_words(config: Config) -> Mapping[str, Word]:
+    """What became of each setting that only the engine has."""
+    settings = dict(flat(config.native.get(config.backend, {})))
+    return {f"native.{config.backend}.{key}": _SAVED if f"{config.backend}.{key}" == SAVE else _NO_KEY for key in settings}
 
 
 def _group_words(reading: Reading, topology: Topology) -> Mapping[str, Word]:
