@@ -77,13 +77,16 @@ def _opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
     """The file: beside the document, or in the working directory, where Accelerate looks, or what the text itself holds as JSON."""
     if isinstance(name, Mapping):
         return name
-    for path in _places(str(name), folder):
-        try:
-            if path.is_file():
-                return open_source(path).data
-        except (OSError, ValueError):
-            continue
-    return _inside(str(name))
+    path = next((path for path in _places(str(name), folder) if _is_file(path)), None)
+    return open_source(path).data if path else _inside(str(name))
+
+
+def _is_file(path: FilePath) -> bool:
+    """Also of text that is no path at all."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _places(name: str, folder: FilePath | None) -> Iterator[FilePath]:

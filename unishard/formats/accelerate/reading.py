@@ -47,6 +47,8 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
     """
     document = source.data
     entries = [*_own(document, topology), *_engine(source, topology), *_unused(document)]
+    said = {entry.path for entry in entries if not entry.assumed}
+    entries = [entry for entry in entries if not (entry.assumed and entry.path in said)]
     order = {str(name): place for place, name in enumerate(document)}
     return sorted(entries, key=lambda entry: (entry.assumed, order.get(entry.path[0], len(order))))
 
