@@ -47,7 +47,7 @@ def expressed(reading: Reading, topology: Topology) -> Expressed:
     left = frozenset(path for path, _ in leaves(Config)) - reading.decided - {"backend", "native"}
     said = express(TABLES[config.backend], config, topology, left | frozenset(reading.undecided))
     words = {**said.words, **_native_words(config), **_group_words(reading, topology)}
-    return Expressed(merge(said.document, _ranks(reading, topology)), words)
+    return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 
 
 def _ranks(reading: Reading, topology: Topology) -> Native:
@@ -55,6 +55,12 @@ def _ranks(reading: Reading, topology: Topology) -> Native:
     if reading.topology is None and topology.world_size == 1:
         return {}
     return {"num_processes": topology.world_size, "num_machines": max(topology.world_size // topology.local_world_size, 1)}
+
+
+def _starts(config: Config, topology: Topology) -> Native:
+    """How DeepSpeed's processes are started on several machines: as FSDP's are, not with pdsh, which wants a hostfile."""
+    several = config.backend == "deepspeed" and topology.world_size > topology.local_world_size
+    return {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}} if several else {}
 
 
 def _native_words(config: Config) -> Mapping[str, Word]:
