@@ -96,6 +96,11 @@ def test_the_prefix_of_fsdps_keys_may_be_left_out(prefix):
     assert found.activation_checkpointing == "full"
 
 
+def test_the_launchers_least_size_holds_where_the_file_is_silent():
+    assert config(block(FSDP2, fsdp_auto_wrap_policy="SIZE_BASED_WRAP")).sharding.min_unit_params == 100_000_000
+    assert config(block(FSDP2, fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP")).sharding.min_unit_params == 0
+
+
 def test_a_key_with_and_without_prefix_counts_as_accelerate_reads_it():
     document = block(FSDP2, fsdp_offload_params=True, offload_params=False)
     assert config(document).offload.params == "none"

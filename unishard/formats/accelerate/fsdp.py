@@ -72,7 +72,7 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     entries += _groups(arguments, document, version, topology)
     if precision in _DTYPES:
         arguments.add("mixed_precision", _policy(_DTYPES[precision], version), spot)
-    said = registry.get("fsdp").parse(arguments.native, defaults=_LAUNCHER, topology=topology)
+    said = registry.get("fsdp").parse(arguments.native, defaults=_assumed(arguments.native), topology=topology)
     placed = arguments.placed(said)
     return [*entries, *placed, *_replicas(document, placed)]
 
@@ -146,6 +146,15 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
 
 _LAUNCHER: Mapping[str, Any] = {"version": 1, "auto_wrap_policy": "NO_WRAP", "activation_checkpointing": False}
 """What decides the training where the file is silent: the launcher's, not the wizard's (commands/launch.py)."""
+
+_LEAST = 100_000_000
+"""The launcher's `fsdp_min_num_params`, where a size is read at all."""
+
+
+def _assumed(native: Mapping[str, Any]) -> Mapping[str, Any]:
+    by_size = str(native.get("auto_wrap_policy")).upper() == "SIZE_BASED_WRAP"
+    return {**_LAUNCHER, "min_num_params": _LEAST} if by_size else _LAUNCHER
+
 
 _AXES = {axis: f"parallelism_config_dp_{axis}_size" for axis in ("replicate", "shard")}
 
