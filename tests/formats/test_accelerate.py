@@ -216,6 +216,12 @@ def test_regional_compilation_is_per_block_and_no_backend_is_none():
     assert items({**FSDP2, "dynamo_backend": "TURBO"})["dynamo_backend"].verdict is Verdict.REFUSED
 
 
+def test_the_old_key_of_compilation_takes_the_place_of_the_new_ones():
+    document = {**FSDP2, "dynamo_backend": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    assert config(document).compile.mode == "none"
+    assert items(document)["dynamo_config.dynamo_backend"].verdict is Verdict.DROPPED
+
+
 def test_accelerates_deepspeed_launcher_passes_no_compilation_on():
     item = items({**DEEPSPEED, "dynamo_config": {"dynamo_backend": "INDUCTOR"}})["dynamo_config.dynamo_backend"]
     assert item.verdict is Verdict.DROPPED
@@ -337,6 +343,13 @@ def test_deepspeeds_own_file_is_read_beside_the_document(tmp_path):
     clipping = items(path)["deepspeed_config.deepspeed_config_file.gradient_clipping"]
     assert (clipping.value, clipping.verdict) == ("auto", Verdict.EXACT)
     assert items(path)["deepspeed_config.deepspeed_config_file"].note == "its keys follow"
+
+
+@pytest.mark.parametrize("name", [None, "none"])
+def test_no_file_of_deepspeeds_own(name):
+    document = block(DEEPSPEED, deepspeed_config_file=name, gradient_clipping=0.5)
+    assert config(document).training.gradient_clipping == 0.5
+    assert items(document)["deepspeed_config.deepspeed_config_file"].note == "names no file"
 
 
 def test_deepspeeds_own_file_is_looked_for_in_the_working_directory_too(tmp_path, monkeypatch):

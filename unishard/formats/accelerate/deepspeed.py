@@ -12,7 +12,7 @@ from unishard.keys import listed, number
 from unishard.meanings import AUTO, Entry, Meaning, Path, Undecided, Unreadable, Verdict
 from unishard.topology import Topology
 
-__all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "deepspeed_entries", "experts", "no_file"]
+__all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "deepspeed_entries", "experts", "no_file"]
 
 NAMES: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
@@ -42,6 +42,9 @@ MOE = "deepspeed_moe_layer_cls_names"
 
 KNOWN = (*NAMES, *LAUNCHER, MOE, "deepspeed_config_file")
 """Every key that Accelerate looks at."""
+
+NO_FILE = (None, "none")
+"""What `deepspeed_config_file` holds where it names none."""
 
 NEVER = 1e30
 """Clips no norm that can be: what `null` is written as, since Accelerate leaves 0 out and DeepSpeed then clips to 1.0."""
@@ -81,6 +84,8 @@ def _argument(arguments: Arguments, name: str, value: Any, block: Mapping[str, A
     path: Path = ("deepspeed_config", name)
     if name in LAUNCHER:
         yield dropped(path, value, LAUNCHER[name])
+    elif name == "deepspeed_config_file":
+        yield dropped(path, value, "names no file")
     elif name == MOE:
         yield experts(path, value, block.get("zero_stage"))
     elif name not in NAMES:

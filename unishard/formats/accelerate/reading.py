@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from unishard.formats.accelerate.deepspeed import deepspeed_entries
+from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
 from unishard.formats.accelerate.deepspeed_file import file_entries
 from unishard.formats.accelerate.fsdp import fsdp_entries
 from unishard.formats.accelerate.keys import KEYS, TOOL
@@ -65,10 +65,17 @@ def _own(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Ent
         own |= {name: _prefixed(name, own[name])} if isinstance(own.get(name), Mapping) and own[name] else {}
     for entry in interpret(KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, topology=topology):
         if entry.meaning.verdict is Verdict.REFUSED or entry.path != _precision_spot(document).path:
-            yield from _renamed(entry, document)
+            yield from (_replaced(entry, document) for entry in _renamed(entry, document))
     if "distributed_type" not in document:
         held = next((kind for name, kind in _BLOCKS.items() if document.get(name)), "MULTI_GPU")
         yield refused(("distributed_type",), None, f"is missing, and {TOOL} needs it; write distributed_type: {held}", assumed=True)
+
+
+def _replaced(entry: Entry, document: Mapping[str, Any]) -> Entry:
+    """The same, if the old key does not take its place."""
+    if entry.path[0] == "dynamo_config" and "dynamo_backend" in document:
+        return dropped(entry.path, entry.value, "dynamo_backend, the old key, counts instead of the whole block", kept=False)
+    return entry
 
 
 def _prefixed(block: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,7 +99,7 @@ def _renamed(entry: Entry, document: Mapping[str, Any]) -> Iterator[Entry]:
 def _engine(source: Source, topology: Topology | None) -> list[Entry]:
     """What the engine's arguments say, with the format that it computes in."""
     kind, precision, spot = kind_of(source.data), precision_of(source.data), _precision_spot(source.data)
-    if kind.engine == "deepspeed" and block_of(source.data, "deepspeed_config").get("deepspeed_config_file") is not None:
+    if kind.engine == "deepspeed" and block_of(source.data, "deepspeed_config").get("deepspeed_config_file") not in NO_FILE:
         return file_entries(source, spot, topology)
     said = _SAYS[kind.engine](source.data, precision, spot, topology)
     unsaid = all(entry.path != spot.path for entry in said)
