@@ -99,9 +99,7 @@ def _renamed(entry: Entry, document: Mapping[str, Any]) -> Iterator[Entry]:
 def _engine(source: Source, topology: Topology | None) -> list[Entry]:
     """What the engine's arguments say, with the format that it computes in."""
     kind, precision, spot = kind_of(source.data), precision_of(source.data), _precision_spot(source.data)
-    if kind.engine == "deepspeed" and block_of(source.data, "deepspeed_config").get("deepspeed_config_file") not in NO_FILE:
-        return file_entries(source, spot, topology)
-    said = _SAYS[kind.engine](source.data, precision, spot, topology)
+    said = _SAYS[kind.engine](source, precision, spot, topology)
     unsaid = all(entry.path != spot.path for entry in said)
     return [*said, *_plain(spot, precision, kind.engine)] if unsaid else said
 
@@ -135,9 +133,13 @@ def _faulty(spot: Spot) -> bool:
     return False
 
 
-def _replicas(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+def _fsdp(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    return fsdp_entries(source.data, precision, spot, topology)
+
+
+def _replicas(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
     """Replicas have no engine's arguments; groups of ranks are another number of replicas alone."""
-    block = block_of(document, "parallelism_config")
+    block = block_of(source.data, "parallelism_config")
     return [
         dropped(("parallelism_config", name), block[name], "without FSDP every rank is a replica", kept=False)
         for name in _SIZES
@@ -145,12 +147,15 @@ def _replicas(document: Mapping[str, Any], precision: str, spot: Spot, topology:
     ]
 
 
-def _deepspeed(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
-    return [*deepspeed_entries(document, precision, spot, topology), *_replicas(document, precision, spot, topology)]
+def _deepspeed(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    groups = _replicas(source, precision, spot, topology)
+    if block_of(source.data, "deepspeed_config").get("deepspeed_config_file") not in NO_FILE:
+        return [*file_entries(source, spot, topology), *groups]
+    return [*deepspeed_entries(source.data, precision, spot, topology), *groups]
 
 
-_SAYS: Mapping[str, Callable[[Mapping[str, Any], str, Spot, Topology | None], list[Entry]]] = {
-    "fsdp": fsdp_entries,
+_SAYS: Mapping[str, Callable[[Source, str, Spot, Topology | None], list[Entry]]] = {
+    "fsdp": _fsdp,
     "deepspeed": _deepspeed,
     "none": _replicas,
 }

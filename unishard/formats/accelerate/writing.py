@@ -25,6 +25,7 @@ TABLES: Mapping[str, Mapping[str, Expression]] = {"fsdp": FSDP_EXPRESSIONS, "dee
 
 _BOOLEANS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~")
 """Words that YAML 1.1, which Accelerate reads, takes for something else than text."""
+_SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}
 _SAVED = Word(Verdict.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
 _NO_KEY = Word(
     Verdict.DROPPED, "", "Accelerate has no key for it; hand it to the plugin of the Accelerator, or to DeepSpeed in a file of its own"
@@ -46,7 +47,7 @@ def expressed(reading: Reading, topology: Topology) -> Expressed:
         raise ConfigError([Problem("backend", message)])
     left = frozenset(path for path, _ in leaves(Config)) - reading.decided - {"backend", "native"}
     said = express(TABLES[config.backend], config, topology, left | frozenset(reading.undecided))
-    words = {**said.words, **_native_words(config), **_group_words(reading, topology)}
+    words = {**said.words, **_native_words(config), **_group_words(reading, topology, said.words["sharding.strategy"])}
     return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 
 
@@ -59,8 +60,7 @@ def _ranks(reading: Reading, topology: Topology) -> Native:
 
 def _starts(config: Config, topology: Topology) -> Native:
     """How DeepSpeed's processes are started on several machines: as FSDP's are, not with pdsh, which wants a hostfile."""
-    several = config.backend == "deepspeed" and topology.world_size > topology.local_world_size
-    return {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}} if several else {}
+    return _SEVERAL.get(config.backend, {}) if topology.world_size > topology.local_world_size else {}
 
 
 def _native_words(config: Config) -> Mapping[str, Word]:
@@ -69,12 +69,12 @@ def _native_words(config: Config) -> Mapping[str, Word]:
     return {f"native.{config.backend}.{key}": _SAVED if f"{config.backend}.{key}" == SAVE else _NO_KEY for key in settings}
 
 
-def _group_words(reading: Reading, topology: Topology) -> Mapping[str, Word]:
+def _group_words(reading: Reading, topology: Topology, word: Word) -> Mapping[str, Word]:
     """What became of groups of ranks that cannot be written."""
     sharding = reading.config.sharding
     group = sharding.group_size or topology.local_world_size
     even = topology.world_size % group == 0 and (topology.world_size > 1 or reading.topology is not None)
-    if not sharding.hybrid or even or reading.config.backend != "fsdp":
+    if not sharding.hybrid or even or word.verdict is Verdict.REFUSED:
         return {}
     return {"sharding.strategy": Word(Verdict.REFUSED, "parallelism_config", _NO_GROUPS.format(topology.world_size, group))}
 
