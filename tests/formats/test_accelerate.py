@@ -195,6 +195,11 @@ def test_no_other_format_is_read(value):
     assert items({**FSDP2, "mixed_precision": value})["mixed_precision"].verdict is Verdict.REFUSED
 
 
+def test_a_format_that_is_none_is_refused_once_beside_deepspeeds_own_file_too():
+    document = {**DEEPSPEED, "mixed_precision": [], "deepspeed_config": {"deepspeed_config_file": "gone.json"}}
+    assert [entry.key for entry in formats.read(document).entries].count("mixed_precision") == 1
+
+
 def test_the_old_name_of_mixed_precision():
     assert config({**FSDP2, "fp16": True}).precision.compute == "fp16"
     assert config({**FSDP2, "fp16": False}).precision.compute == "fp32"

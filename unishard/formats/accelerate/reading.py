@@ -9,7 +9,7 @@ from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
 from unishard.formats.accelerate.deepspeed_file import file_entries
 from unishard.formats.accelerate.fsdp import fsdp_entries
 from unishard.formats.accelerate.keys import KEYS, TOOL
-from unishard.formats.accelerate.kinds import KINDS, kind_of, precision_of, precision_word
+from unishard.formats.accelerate.kinds import KINDS, kind_of, precision_of
 from unishard.formats.accelerate.placing import Spot, block_of, dropped, refused
 from unishard.formats.source import Source
 from unishard.keys import integer
@@ -46,7 +46,10 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
         topology: The ranks, where they are known.
     """
     document = source.data
-    entries = [*_own(document, topology), *_engine(source, topology), *_unused(document)]
+    own = list(_own(document, topology))
+    refused_already = {entry.path for entry in own}
+    engine = [entry for entry in _engine(source, topology) if entry.path not in refused_already]
+    entries = [*own, *engine, *_unused(document)]
     said = {entry.path for entry in entries if not entry.assumed}
     entries = [entry for entry in entries if not (entry.assumed and entry.path in said)]
     order = {str(name): place for place, name in enumerate(document)}
@@ -114,23 +117,12 @@ def _precision_spot(document: Mapping[str, Any]) -> Spot:
 
 def _plain(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
     """The format where the engine itself says nothing of it."""
-    if not spot.assumed and _faulty(spot):
-        return
     if precision == "no":
         yield Entry(spot.path, spot.value, Meaning(fields={"precision.compute": "fp32"}), spot.assumed)
     elif engine == "none":
         fields = {"precision.compute": "bf16" if precision == "fp8" else precision, "precision.master": "fp32", "precision.reduce": "fp32"}
         note = "; ".join(filter(None, (_AUTOCAST, spot.note)))
         yield Entry(spot.path, spot.value, Meaning(Verdict.APPROXIMATE, note, fields), spot.assumed)
-
-
-def _faulty(spot: Spot) -> bool:
-    """Whether the table has refused the value already."""
-    try:
-        precision_word(spot.value)
-    except Unreadable:
-        return spot.path == ("mixed_precision",)
-    return False
 
 
 def _fsdp(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
