@@ -221,6 +221,12 @@ def test_regional_compilation_is_per_block_and_no_backend_is_none():
     assert items({**FSDP2, "dynamo_backend": "TURBO"})["dynamo_backend"].verdict is Verdict.REFUSED
 
 
+def test_the_last_of_two_names_for_one_key_counts():
+    document = {**FSDP2, "dynamo_config": {"backend": "EAGER", "dynamo_backend": "INDUCTOR"}}
+    assert config(document).compile.backend == "inductor"
+    assert "dynamo_backend, which counts" in items(document)["dynamo_config.backend"].note
+
+
 def test_the_old_key_of_compilation_takes_the_place_of_the_new_ones():
     document = {**FSDP2, "dynamo_backend": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
     assert config(document).compile.mode == "none"
@@ -501,6 +507,8 @@ TOP = tuple(catalog.get("accelerate").keys)
 BLOCKS = {
     "fsdp_config": st.sampled_from(tuple(NAMES)) | words,
     "deepspeed_config": st.sampled_from(("zero_stage", "gradient_clipping", "offload_param_device", "deepspeed_config_file")) | words,
+    "dynamo_config": st.sampled_from(("backend", "dynamo_backend", "use_dynamic", "dynamo_use_regional_compilation")) | words,
+    "fp8_config": st.sampled_from(("margin", "fp8_margin", "fp8_format", "format")) | words,
     "parallelism_config": st.sampled_from(("parallelism_config_dp_shard_size", "parallelism_config_dp_replicate_size")) | words,
 }
 

@@ -20,6 +20,8 @@ from unishard.wording import shown
 __all__ = ["entries_of", "ranks_of"]
 
 _BLOCKS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+_PREFIXED = ("dynamo_config", "fp8_config")
+"""Blocks whose keys Accelerate also takes without their prefix."""
 _SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
 _FP8 = "matrix products run in bf16, since neither engine has fp8 within unishard; slower, and closer to fp32"
 _AUTOCAST = (
@@ -64,8 +66,9 @@ def _own(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Ent
         others = {name: value for name, value in groups.items() if name not in _SIZES}
         own = {name: value for name, value in own.items() if name != "parallelism_config"}
         own |= {"parallelism_config": others} if others else {}
-    for name in ("dynamo_config", "fp8_config"):
-        own |= {name: _prefixed(name, own[name])} if isinstance(own.get(name), Mapping) and own[name] else {}
+    for name in _PREFIXED:
+        if block := block_of(document, name):
+            own[name] = {_prefixed(name, key): value for key, value in block.items()}
     for entry in interpret(KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, topology=topology):
         if entry.meaning.verdict is Verdict.REFUSED or entry.path != _precision_spot(document).path:
             yield from (_replaced(entry, document) for entry in _renamed(entry, document))
@@ -81,22 +84,30 @@ def _replaced(entry: Entry, document: Mapping[str, Any]) -> Entry:
     return entry
 
 
-def _prefixed(block: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys under the names of the table: Accelerate adds the prefix `dynamo_`, and takes `fp8_` away, as we do."""
+def _prefixed(block: str, name: Any) -> str:
+    """A key under its name in the table. Accelerate adds the block's prefix where it is missing; the table has it for `dynamo_` alone."""
     if block == "dynamo_config":
-        return {name if str(name).startswith("dynamo_") else f"dynamo_{name}": value for name, value in values.items()}
-    return {name if name in ("fp8_format",) else str(name).removeprefix("fp8_"): value for name, value in values.items()}
+        return str(name) if str(name).startswith("dynamo_") else f"dynamo_{name}"
+    return str(name) if name == "fp8_format" else str(name).removeprefix("fp8_")
 
 
 def _renamed(entry: Entry, document: Mapping[str, Any]) -> Iterator[Entry]:
-    """The same under the name that the document has."""
+    """The same under the name that the document has; the last of two names for one key counts."""
     block = entry.path[0]
-    if block not in ("dynamo_config", "fp8_config") or len(entry.path) == 1:
+    if block not in _PREFIXED or len(entry.path) == 1:
         yield entry
         return
     written = block_of(document, block)
-    name = next((str(name) for name in written if entry.path[1] in _prefixed(block, {name: None})), entry.path[1])
-    yield entry.at(block, name, *entry.path[2:])
+    *before, last = (name for name in written if _prefixed(block, name) == entry.path[1])
+    if entry.path[2:3] in ((), _first(written[last])):
+        for name in before:
+            yield dropped((block, str(name)), written[name], f"is said again by {last}, which counts", kept=False)
+    yield entry.at(block, str(last), *entry.path[2:])
+
+
+def _first(value: Any) -> tuple[str, ...]:
+    """The first key of a mapping, at which one speaks of the whole once."""
+    return (str(next(iter(value))),) if isinstance(value, Mapping) and value else ()
 
 
 def _engine(source: Source, topology: Topology | None) -> list[Entry]:
