@@ -127,6 +127,33 @@ def test_the_plugin_of_deepspeed_holds_what_was_meant(folder, strategy, stage, c
     assert said["gradient_clipping"] == clipping if clipping else said["gradient_clipping"] > 1e20
 
 
+@pytest.fixture(scope="module")
+def deepspeed_config():
+    from unishard_deepspeed.start import hushed
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with hushed():
+        import deepspeed
+
+        return deepspeed.DeepSpeedConfig
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("clipping", [0.5, None])
+def test_deepspeed_takes_what_accelerate_makes_of_it(folder, deepspeed_config, precision, clipping):
+    training = {"gradient_accumulation_steps": 4, "gradient_clipping": clipping}
+    document = {"backend": "deepspeed", "precision": precision, "offload": "cpu", "training": training}
+    with launched(folder, written(document).text) as found:
+        plugin = DeepSpeedPlugin()
+        plugin.set_mixed_precision(found["ACCELERATE_MIXED_PRECISION"])
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    config = deepspeed_config({**plugin.deepspeed_config, **sizes, "steps_per_print": 10})
+    assert (config.zero_config.stage, config.gradient_accumulation_steps) == (3, 4)
+    assert (config.bfloat16_config.enabled, config.float16_config.enabled) == (precision == "bf16", precision == "fp16")
+    assert config.zero_config.offload_param.device == config.zero_config.offload_optimizer.device == "cpu"
+    assert config.gradient_clipping == (clipping or 1e30)
+
+
 def test_layers_with_experts_reach_deepspeed(folder):
     document = {"backend": "deepspeed", "sharding": {"strategy": "full_shard", "whole_units": ["Moe", "Experts"]}}
     with launched(folder, written(document, SIXTEEN).text) as found:
