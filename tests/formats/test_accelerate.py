@@ -305,6 +305,7 @@ def test_offload_and_the_path_that_accelerate_never_passes_on():
     document = block(DEEPSPEED, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/local", offload_param_device="CPU")
     found = config(document).offload
     assert (found.optimizer, found.params, found.nvme_path) == ("nvme", "cpu", "/local")
+    assert "DeepSpeedCPUAdam" in items(document)["deepspeed_config.offload_optimizer_device"].note
     assert "never passes it on" in items(document)["deepspeed_config.offload_optimizer_nvme_path"].note
     idle = items(block(DEEPSPEED, offload_param_nvme_path="/local"))["deepspeed_config.offload_param_nvme_path"]
     assert idle.verdict is Verdict.DROPPED

@@ -16,6 +16,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch
 from accelerate.utils.dataclasses import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
@@ -286,6 +287,13 @@ def test_defect_paths_of_nvme_are_never_passed_on(folder):
 def test_defect_no_clipping_is_left_out(folder):
     with launched(folder, file(deepspeed(zero_stage=2, gradient_clipping=0.0))):
         assert "gradient_clipping" not in DeepSpeedPlugin().deepspeed_config
+
+
+def test_defect_sgd_becomes_adam_where_the_optimizer_is_offloaded(deepspeed_config, monkeypatch):
+    made = []
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", lambda groups, **arguments: made.append(arguments))
+    map_pytorch_optim_to_deepspeed(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5))
+    assert made == [{"lr": 0.5, "weight_decay": 0, "adamw_mode": False}]
 
 
 def test_defect_deepspeeds_launcher_passes_no_compilation_on(folder):

@@ -54,6 +54,10 @@ _NVME = (
     "taken as it is meant; Accelerate 1.15.0 never passes it on (utils/launch.py) and lets DeepSpeed swap to a folder named none; "
     "write it in DeepSpeed's own file"
 )
+_CPU_ADAM = (
+    "unishard steps the optimizer that you give; Accelerate 1.15.0 makes DeepSpeedCPUAdam of each that it does not know, of SGD too "
+    "(utils/deepspeed.py)"
+)
 _NO_CLIPPING = "Accelerate 1.15.0 leaves 0 out, and DeepSpeed 0.19.8 then clips to 1.0, as it does here; write a norm that is never reached"
 
 
@@ -126,6 +130,8 @@ def _read(name: str, value: Any, path: Path) -> tuple[Any, Spot]:
             return _clipping(value, path)
         case "offload_optimizer_nvme_path" | "offload_param_nvme_path":
             return value, Spot(path, value, verdict=Verdict.EMULATED, note=_NVME)
+        case "offload_optimizer_device" if str(value).lower() in ("cpu", "nvme"):
+            return str(value).lower(), Spot(path, value, verdict=Verdict.EMULATED, note=_CPU_ADAM)
         case "offload_optimizer_device" | "offload_param_device":
             return str(value).lower(), Spot(path, value)
     return value, Spot(path, value)

@@ -55,8 +55,8 @@ def _device(what: str, key: str) -> Expression:
                 f"Accelerate 1.15.0 never passes the path on (utils/launch.py); it {_FILE}",
             ),
             Case(
-                "the optimizer's, not adamw or adam",
-                lambda cfg: what == "optimizer" and cfg.optimizer.name not in ("adamw", "adam"),
+                "the optimizer's, of sgd or lion",
+                lambda cfg: what == "optimizer" and cfg.optimizer.name in ("sgd", "lion"),
                 Verdict.APPROXIMATE,
                 "Accelerate 1.15.0 makes DeepSpeedCPUAdam of every optimizer that it does not know (utils/deepspeed.py)",
             ),
