@@ -12,7 +12,7 @@ from unishard.formats import catalog
 from unishard.formats.format import Format
 from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import open_source
-from unishard.meanings import Entry, Expressed, Verdict, Word
+from unishard.meanings import Entry, Expressed, Meaning, Verdict, Word
 from unishard.rules import Native, merge
 from unishard.topology import Topology
 from unishard.wording import shown
@@ -167,10 +167,20 @@ def _word(entry: Entry, reading: Reading, target: Format, expressed: Expressed) 
     if meaning.kept and reading.format == target.name and not meaning.fields:
         return Word(Verdict.EXACT, entry.key, "kept")
     if meaning.native and all(key.partition(".")[0] == reading.config.backend for key in meaning.native):
-        return Word(Verdict.EXACT, ", ".join(f"native.{key}" for key in meaning.native), "")
+        return _own(meaning, expressed)
     if not meaning.fields:
         return Word(meaning.verdict, "", meaning.note)
     return _worst(entry, reading, expressed)
+
+
+def _own(meaning: Meaning, expressed: Expressed) -> Word:
+    """Settings that only the engine has: exact, unless the other format says that it has no key for one, which then is lost."""
+    words = [expressed.words.get(f"native.{key}", Word(Verdict.EXACT, f"native.{key}", "")) for key in meaning.native]
+    said = max(words, key=lambda word: word.verdict.badness)
+    if said.verdict is Verdict.EXACT:
+        return Word(Verdict.EXACT, ", ".join(word.key for word in words), "")
+    verdict = max(meaning.verdict, said.verdict, key=lambda verdict: verdict.badness)
+    return Word(verdict, "", "; ".join(filter(None, (meaning.note, said.note))))
 
 
 def _worst(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
