@@ -149,10 +149,10 @@ def _defaults(config: Config, written: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _document(reading: Reading) -> Native:
-    """What the source decides; a field that is only assumed and equals the schema's default is left out."""
+    """The engine, and what the source decides; a field that is only assumed and equals the schema's default is left out."""
     assumed = {field for entry in reading.entries if entry.assumed for field in entry.meaning.fields}
     values = {path: value_at(reading.config, path) for path, _ in leaves(Config)}
-    document: Native = {}
+    document: Native = {"backend": reading.config.backend}
     for path, value in values.items():
         if path in reading.undecided:
             document = merge(document, nested({path: placeholder(path)}))

@@ -1,0 +1,162 @@
+"""What the block `deepspeed_config` says: a few of DeepSpeed's arguments under names of Accelerate, or the name of DeepSpeed's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from unishard import registry
+from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.placing import Arguments, Spot, block_of, dropped, overlooked, refused
+from unishard.keys import listed, number
+from unishard.meanings import AUTO, Entry, Meaning, Path, Undecided, Unreadable, Verdict
+from unishard.topology import Topology
+
+__all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "deepspeed_entries", "experts", "no_file"]
+
+NAMES: Mapping[str, str] = {
+    "zero_stage": "zero_optimization.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""DeepSpeed's argument by the name that Accelerate gives it (utils/launch.py, utils/dataclasses.py)."""
+
+_STARTS = "concerns how the processes are started alone; start unishard with torchrun or srun"
+
+LAUNCHER: Mapping[str, str] = {
+    "zero3_init_flag": "concerns where the model is made, before training; unishard shards a model made on any device, also on meta",
+    "deepspeed_multinode_launcher": _STARTS,
+    "deepspeed_hostfile": _STARTS,
+    "deepspeed_exclusion_filter": _STARTS,
+    "deepspeed_inclusion_filter": _STARTS,
+}
+"""Keys that change nothing about the training, and why."""
+
+MOE = "deepspeed_moe_layer_cls_names"
+"""Names the layers that hold experts."""
+
+KNOWN = (*NAMES, *LAUNCHER, MOE, "deepspeed_config_file")
+"""Every key that Accelerate looks at."""
+
+NO_FILE = (None, "none")
+"""What `deepspeed_config_file` holds where it names none."""
+
+NEVER = 1e30
+"""Clips no norm that can be: what `null` is written as, since Accelerate leaves 0 out and DeepSpeed then clips to 1.0."""
+
+_ACCUMULATION = Undecided("gradient_accumulation_steps of the Accelerator")
+_NVME = (
+    "taken as it is meant; Accelerate 1.15.0 never passes it on (utils/launch.py) and lets DeepSpeed swap to a folder named none; "
+    "write it in DeepSpeed's own file"
+)
+_CPU_ADAM = (
+    "unishard steps the optimizer that you give; Accelerate 1.15.0 makes DeepSpeedCPUAdam of each that it does not know, of SGD too "
+    "(utils/deepspeed.py)"
+)
+_NO_CLIPPING = "Accelerate 1.15.0 leaves 0 out, and DeepSpeed 0.19.8 then clips to 1.0, as it does here; write a norm that is never reached"
+
+
+def deepspeed_entries(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    """What DeepSpeed's arguments in a document say, which names no file of DeepSpeed's own.
+
+    Args:
+        document: The whole.
+        precision: In which format it computes.
+        spot: Where it says that.
+        topology: The ranks, where they are known.
+    """
+    arguments = Arguments("deepspeed_config", {argument: (name,) for name, argument in NAMES.items()})
+    block = block_of(document, "deepspeed_config")
+    entries: list[Entry] = []
+    for name, value in block.items():
+        entries += _argument(arguments, str(name), value, block)
+    for name, value in (("zero_stage", 2), ("gradient_clipping", 1.0)):
+        if block.get(name) is None:
+            arguments.add(NAMES[name], value, Spot(("deepspeed_config", name), value, assumed=name not in block))
+    _compute(arguments, precision, spot)
+    said = registry.get("deepspeed").parse(arguments.native, topology=topology)
+    return [*entries, *arguments.placed(said)]
+
+
+def _argument(arguments: Arguments, name: str, value: Any, block: Mapping[str, Any]) -> Iterator[Entry]:
+    """Hand one key on to DeepSpeed, or say at once what it means."""
+    path: Path = ("deepspeed_config", name)
+    if name in LAUNCHER:
+        yield dropped(path, value, LAUNCHER[name])
+    elif name == "deepspeed_config_file":
+        yield dropped(path, value, "names no file")
+    elif name == MOE:
+        yield experts(path, value, block.get("zero_stage"))
+    elif name not in NAMES:
+        yield overlooked(path, value, KNOWN)
+    elif value is None and name not in ("zero_stage", "gradient_clipping"):
+        yield dropped(path, value, "is null, so that Accelerate assumes what it does without it")
+    elif name.endswith("_nvme_path") and str(block.get(name.replace("nvme_path", "device"))).lower() != "nvme":
+        yield dropped(path, value, "nothing is offloaded to it", kept=False)
+    elif name == "gradient_accumulation_steps" and value == AUTO:
+        yield Entry(
+            path,
+            value,
+            Meaning(
+                Verdict.UNDECIDED, f"the value comes from {_ACCUMULATION.who}", {"training.gradient_accumulation_steps": _ACCUMULATION}
+            ),
+        )
+    elif value is not None:
+        try:
+            arguments.add(NAMES[name], *_read(name, value, path))
+        except Unreadable as error:
+            yield refused(path, value, str(error))
+
+
+def experts(path: Path, value: Any, stage: Any) -> Entry:
+    """Layers of which a rank may use parts alone, which ZeRO-3 gathers as a whole (accelerator.py, set_moe_leaf_modules)."""
+    if value is None or str(stage) != "3":
+        return dropped(path, value, "nothing is gathered below stage 3, so that it changes nothing")
+    try:
+        return Entry(path, value, Meaning(fields={"sharding.whole_units": listed(value)}))
+    except Unreadable as error:
+        return refused(path, value, str(error))
+
+
+def _read(name: str, value: Any, path: Path) -> tuple[Any, Spot]:
+    """The argument, and how what Accelerate does with it differs from what the key says."""
+    match name:
+        case "gradient_clipping":
+            return _clipping(value, path)
+        case "offload_optimizer_nvme_path" | "offload_param_nvme_path":
+            return value, Spot(path, value, verdict=Verdict.EMULATED, note=_NVME)
+        case "offload_optimizer_device" if str(value).lower() in ("cpu", "nvme"):
+            return str(value).lower(), Spot(path, value, verdict=Verdict.EMULATED, note=_CPU_ADAM)
+        case "offload_optimizer_device" | "offload_param_device":
+            return str(value).lower(), Spot(path, value)
+    return value, Spot(path, value)
+
+
+def _clipping(value: Any, path: Path) -> tuple[float, Spot]:
+    """The norm: `auto` and 0 come to 1.0 (accelerator.py)."""
+    if value == AUTO:
+        return 1.0, Spot(path, value)
+    norm = number(0)(value)
+    if not norm:
+        return 1.0, Spot(path, value, verdict=Verdict.APPROXIMATE, note=_NO_CLIPPING)
+    return (0.0 if norm >= NEVER else norm), Spot(path, value)
+
+
+def _compute(arguments: Arguments, precision: str, spot: Spot) -> None:
+    """The sections that Accelerate makes of `mixed_precision` (utils/dataclasses.py, set_mixed_precision)."""
+    match precision:
+        case "fp16":
+            arguments.add("fp16", {"enabled": True, "auto_cast": True}, spot)
+        case "bf16" | "fp8":
+            arguments.add("bf16", {"enabled": True}, spot)
+
+
+def no_file(path: Path, name: Any) -> Entry:
+    """An entry for a file that is not there: what it says must be decided by somebody else."""
+    who = f"{name}, which is there neither beside this file nor in the working directory; give its path"
+    return Entry(path, name, Meaning(Verdict.UNDECIDED, f"is not read; {TOOL} fails as well", {"sharding.strategy": Undecided(who)}))

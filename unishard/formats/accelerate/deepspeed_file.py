@@ -1,0 +1,123 @@
+"""What DeepSpeed's own file says, where `deepspeed_config_file` names one."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from unishard import registry
+from unishard.errors import ConfigError
+from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
+from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.placing import Spot, block_of, dropped, overlooked, refused
+from unishard.formats.source import Source, open_source
+from unishard.meanings import AUTO, Entry, Meaning, Path
+from unishard.rules import flat, merge, nested
+from unishard.topology import Topology
+
+__all__ = ["file_entries"]
+
+_FILE: Path = ("deepspeed_config", "deepspeed_config_file")
+_BESIDE = f"{TOOL} refuses this beside deepspeed_config_file (utils/dataclasses.py); remove it, and write it in that file"
+_FILLED: Mapping[str, Any] = {
+    "gradient_clipping": 1.0,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+    "zero_optimization.stage": 2,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+}
+"""What Accelerate puts in the place of `auto`, where that does not depend on the training script (utils/dataclasses.py, accelerator.py)."""
+
+
+def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[Entry]:
+    """What a document says that names DeepSpeed's own file.
+
+    Args:
+        source: The document.
+        spot: Where it says in which format it computes.
+        topology: The ranks, where they are known.
+    """
+    block = block_of(source.data, "deepspeed_config")
+    entries = [_beside(str(name), value) for name, value in block.items() if name not in (_FILE[-1], MOE)]
+    if not spot.assumed and spot.value is not None:
+        entries.append(refused(spot.path, spot.value, _BESIDE))
+    else:
+        entries.append(Entry(spot.path, spot.value, Meaning(), spot.assumed))
+    name = block[_FILE[-1]]
+    try:
+        document = _opened(name, source.folder)
+    except ConfigError as error:
+        return [*entries, refused(_FILE, name, f"cannot be read: {error}")]
+    if MOE in block:
+        zero = (document or {}).get("zero_optimization")
+        entries.append(experts(("deepspeed_config", MOE), block[MOE], zero.get("stage", 0) if isinstance(zero, Mapping) else 3))
+    if document is None:
+        return [*entries, no_file(_FILE, name)]
+    if "zero_optimization" not in document:
+        return [*entries, refused(_FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}")]
+    return [*entries, Entry(_FILE, name, Meaning(note="its keys follow")), *_said(document, topology)]
+
+
+def _beside(name: str, value: Any) -> Entry:
+    path = ("deepspeed_config", name)
+    if name in LAUNCHER:
+        return dropped(path, value, LAUNCHER[name])
+    if name in NAMES:
+        return refused(path, value, _BESIDE)
+    return overlooked(path, value, KNOWN)
+
+
+def _opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
+    """The file: beside the document, or in the working directory, where Accelerate looks, or what the text itself holds as JSON."""
+    if isinstance(name, Mapping):
+        return name
+    path = next((path for path in _places(str(name), folder) if _is_file(path)), None)
+    return open_source(path).data if path else _inside(str(name))
+
+
+def _is_file(path: FilePath) -> bool:
+    """Also of text that is no path at all."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _places(name: str, folder: FilePath | None) -> Iterator[FilePath]:
+    if folder is not None:
+        yield folder / name
+    yield FilePath(name)
+
+
+def _inside(text: str) -> Mapping[str, Any] | None:
+    """JSON, or JSON in base64, which Accelerate takes as well (utils/deepspeed.py)."""
+    for content in (text, _decoded(text)):
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def _decoded(text: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def _said(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
+    """What DeepSpeed makes of the file after Accelerate has filled in what it can."""
+    filled = {key: value for key, value in _FILLED.items() if dict(flat(document)).get(key) == AUTO}
+    native = merge(document, nested(filled))
+    for entry in registry.get("deepspeed").parse(native, topology=topology):
+        value = AUTO if entry.key in filled else entry.value
+        yield Entry((*_FILE, *entry.path), value, entry.meaning, entry.assumed)

@@ -1,0 +1,313 @@
+"""How a file of Accelerate says each field with FSDP2, or with replicas where nothing is sharded: one row for each leaf of the schema.
+
+Sources: accelerate 1.15.0, utils/dataclasses.py and utils/fsdp_utils.py. What the file has no key for stays with the training script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config, leaves
+from unishard.formats.accelerate.script import SCRIPT, none, write
+from unishard.meanings import Case, Expression, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["FSDP_EXPRESSIONS", "mixed"]
+
+
+def mixed(cfg: Config) -> bool:
+    """Whether the model computes in another format than its masters have."""
+    return cfg.precision.compute != "fp32" and not cfg.precision.pure
+
+
+def _sharded(cfg: Config) -> bool:
+    return cfg.sharding.strategy != "no_shard"
+
+
+def _replicas(cfg: Config) -> bool:
+    return not _sharded(cfg)
+
+
+def _fsdp(cfg: Config, **keys: Any) -> Native:
+    """Keys of the block `fsdp_config`, which only sharding has."""
+    return {"fsdp_config": {f"fsdp_{key}": value for key, value in keys.items()}} if _sharded(cfg) else {}
+
+
+def _backend(cfg: Config, topology: Topology) -> Native:
+    kind = "FSDP" if _sharded(cfg) else "MULTI_GPU"
+    return {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, **_fsdp(cfg, version=2)}
+
+
+def _strategy(cfg: Config, topology: Topology) -> Native:
+    reshard = cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward
+    return _fsdp(cfg, reshard_after_forward=reshard) | _groups(cfg, topology)
+
+
+def _groups(cfg: Config, topology: Topology) -> Native:
+    """The mesh, where several groups hold a copy each."""
+    group = cfg.sharding.group_size or topology.local_world_size
+    if not cfg.sharding.hybrid or topology.world_size <= group or topology.world_size % group:
+        return {}
+    sizes = {"dp_replicate_size": topology.world_size // group, "dp_shard_size": group}
+    return {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
+
+
+def _by_size(cfg: Config) -> bool:
+    return cfg.sharding.units == "auto" and cfg.sharding.min_unit_params > 0
+
+
+def _units(cfg: Config, topology: Topology) -> Native:
+    if _by_size(cfg):
+        return _fsdp(cfg, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=cfg.sharding.min_unit_params)
+    named = {} if cfg.sharding.units == "auto" else {"transformer_layer_cls_to_wrap": ",".join(cfg.sharding.units)}
+    return _fsdp(cfg, auto_wrap_policy="TRANSFORMER_BASED_WRAP", **named)
+
+
+def _offloaded(cfg: Config) -> bool:
+    return "cpu" in (cfg.offload.params, cfg.offload.optimizer)
+
+
+def _compile(cfg: Config, topology: Topology) -> Native:
+    if cfg.compile.mode == "none":
+        return {}
+    regional = {"dynamo_use_regional_compilation": True} if cfg.compile.mode == "per_block" else {}
+    return {"dynamo_config": {"dynamo_backend": cfg.compile.backend.upper(), **regional}}
+
+
+_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "tensorrt", "ipex", "tvm")
+_NEAREST = (
+    "fsdp_reshard_after_forward: false is the nearest; FSDP keeps parameters in parts between steps and gathers them in every forward"
+)
+_NO_FILES = "PyTorch has no offload to files; write cpu, or choose deepspeed"
+_AUTOCAST = "torch.autocast keeps fp32 in chosen operations; the masters are fp32 as well"
+_FP16 = ("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", Verdict.EXACT, "nothing is scaled")
+_SCALER = "hand GradScalerKwargs to the Accelerator (kwargs_handlers)"
+
+_SHARDING: Mapping[str, Expression] = {
+    "backend": Expression(Verdict.EXACT, "distributed_type, fsdp_config.fsdp_version", "", _backend),
+    "sharding.strategy": Expression(
+        Verdict.EXACT,
+        "fsdp_config.fsdp_reshard_after_forward, parallelism_config",
+        "",
+        _strategy,
+        (
+            Case("no_shard", _replicas, Verdict.EXACT, "MULTI_GPU: DistributedDataParallel"),
+            Case(
+                "shard_optimizer",
+                lambda cfg: cfg.sharding.strategy == "shard_optimizer",
+                Verdict.APPROXIMATE,
+                f"{_NEAREST}, and reduces gradients on every micro-batch",
+            ),
+            Case(
+                "shard_grad_op or hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+                Verdict.APPROXIMATE,
+                _NEAREST,
+            ),
+        ),
+    ),
+    "sharding.group_size": Expression(
+        Verdict.EXACT,
+        "parallelism_config.parallelism_config_dp_shard_size",
+        when=(Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),),
+    ),
+    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "fsdp_config.fsdp_reshard_after_forward"),
+    "sharding.units": Expression(
+        Verdict.EXACT,
+        "fsdp_config.fsdp_auto_wrap_policy, fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+        "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
+        _units,
+        (Case("no_shard", _replicas, Verdict.EXACT, "nothing is gathered"),),
+    ),
+    "sharding.min_unit_params": Expression(
+        Verdict.EMULATED,
+        "fsdp_config.fsdp_min_num_params",
+        "FSDP cuts at any module of this size, and has no smallest size beside class names; the same maths with other units",
+        when=(Case("0", lambda cfg: not cfg.sharding.min_unit_params, Verdict.EXACT, ""),),
+    ),
+    "sharding.whole_units": none(
+        "Accelerate gathers them with the unit around them, but adds no zeros for a parameter that a rank does not use; use them all",
+        lambda cfg: not cfg.sharding.whole_units,
+        "empty",
+        Verdict.APPROXIMATE,
+    ),
+}
+
+_PRECISION: Mapping[str, Expression] = {
+    "precision.compute": Expression(
+        Verdict.EXACT,
+        "mixed_precision",
+        "",
+        lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"},
+        (
+            Case(
+                "pure",
+                lambda cfg: cfg.precision.pure,
+                Verdict.EMULATED,
+                "mixed_precision: no computes in the format in which your training script loads the model; load it in this one",
+            ),
+            Case("no_shard in bf16 or fp16", lambda cfg: _replicas(cfg) and mixed(cfg), Verdict.APPROXIMATE, _AUTOCAST),
+        ),
+    ),
+    "precision.master": Expression(
+        Verdict.UNDECIDED,
+        "your training script",
+        "load the model in this format (torch_dtype of from_pretrained)",
+        when=(
+            Case("mixed", mixed, Verdict.EXACT, "Accelerate casts trainable parameters to fp32"),
+            Case("fp32", lambda cfg: cfg.precision.compute == "fp32", Verdict.EXACT, "as long as the training script loads fp32"),
+        ),
+    ),
+    "precision.reduce": Expression(
+        Verdict.APPROXIMATE,
+        "mixed_precision",
+        "Accelerate reduces in the format that the model computes in",
+        when=(
+            Case("that of compute", lambda cfg: cfg.precision.reduce == cfg.precision.compute, Verdict.EXACT, ""),
+            Case("fp32 with no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), Verdict.EXACT, "the gradients are fp32"),
+        ),
+    ),
+    "precision.accumulate": Expression(
+        Verdict.EXACT,
+        "format of the parameters' gradients",
+        when=(
+            Case(
+                "not that of master",
+                lambda cfg: cfg.precision.accumulate != cfg.precision.master,
+                Verdict.APPROXIMATE,
+                "FSDP2 adds gradients up in the format of the masters, which is more exact",
+            ),
+            Case(
+                "mixed, with accumulation",
+                lambda cfg: mixed(cfg) and _sharded(cfg) and cfg.training.gradient_accumulation_steps > 1,
+                Verdict.APPROXIMATE,
+                "gradients that wait for their reduction add up in its format; GradientAccumulationPlugin(sync_each_batch=True) avoids it",
+            ),
+        ),
+    ),
+    "precision.buffers": write(
+        "cast the model's floating-point buffers before Accelerator.prepare", lambda cfg: cfg.precision.buffers == "keep", "keep"
+    ),
+    "precision.loss_scale": Expression(
+        Verdict.UNDECIDED,
+        "your training script",
+        "Accelerate's GradScaler has a dynamic scale alone; scale the loss yourself",
+        when=(Case(*_FP16), Case("dynamic", lambda cfg: cfg.precision.loss_scale == "dynamic", Verdict.EXACT, "GradScaler")),
+    ),
+    "precision.initial_loss_scale": Expression(
+        Verdict.UNDECIDED,
+        "your training script",
+        f"{_SCALER} with init_scale",
+        when=(Case(*_FP16), Case("65536", lambda cfg: cfg.precision.initial_loss_scale == 65536, Verdict.EXACT, "GradScaler's default")),
+    ),
+    "precision.loss_scale_growth_interval": Expression(
+        Verdict.UNDECIDED,
+        "your training script",
+        f"{_SCALER} with growth_interval",
+        when=(
+            Case(*_FP16),
+            Case("2000", lambda cfg: cfg.precision.loss_scale_growth_interval == 2000, Verdict.EXACT, "GradScaler's default"),
+        ),
+    ),
+}
+
+_OFFLOAD: Mapping[str, Expression] = {
+    f"offload.{what}": Expression(
+        Verdict.EXACT,
+        "fsdp_config.fsdp_offload_params",
+        "",
+        lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg)),
+        (
+            Case("none", lambda cfg, what=what: getattr(cfg.offload, what) == "none", Verdict.EXACT, ""),  # type: ignore[misc]
+            Case("nvme", lambda cfg, what=what: getattr(cfg.offload, what) == "nvme", Verdict.REFUSED, _NO_FILES),  # type: ignore[misc]
+            Case(
+                "cpu without the other",
+                lambda cfg: cfg.offload.params != cfg.offload.optimizer,
+                Verdict.APPROXIMATE,
+                "FSDP2 moves parameters, gradients and the optimizer's step to the host together",
+            ),
+        ),
+    )
+    for what in ("params", "optimizer")
+} | {
+    "offload.pin_memory": none("memory and time alone; FSDP2 always pins", lambda cfg: cfg.offload.pin_memory, "true"),
+    "offload.nvme_path": none(_NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null", Verdict.REFUSED),
+}
+
+_LOOP: Mapping[str, Expression] = {
+    "activation_checkpointing": Expression(
+        Verdict.EXACT,
+        "fsdp_config.fsdp_activation_checkpointing",
+        "of the units",
+        lambda cfg, topology: _fsdp(cfg, activation_checkpointing=cfg.activation_checkpointing != "none"),
+        (
+            Case("none", lambda cfg: cfg.activation_checkpointing == "none", Verdict.EXACT, ""),
+            Case("no_shard", _replicas, Verdict.UNDECIDED, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
+            Case("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), Verdict.EXACT, "of the units"),
+            Case(
+                "selective, or other classes",
+                lambda cfg: True,
+                Verdict.EMULATED,
+                "the units are computed again as a whole: the same results, other memory and time",
+            ),
+        ),
+    ),
+    "training.gradient_accumulation_steps": write(
+        "Accelerator(gradient_accumulation_steps=...), and accelerator.accumulate(model) around each step",
+        lambda cfg: cfg.training.gradient_accumulation_steps == 1,
+        "1",
+    ),
+    "training.gradient_clipping": write(
+        "accelerator.clip_grad_norm_(model.parameters(), ...) where accelerator.sync_gradients",
+        lambda cfg: cfg.training.gradient_clipping is None,
+        "null",
+    ),
+    "training.nonfinite": Expression(
+        Verdict.APPROXIMATE,
+        "none",
+        "torch makes an update with gradients that are not finite; look at what clip_grad_norm_ returns before optimizer.step()",
+        when=(
+            Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
+            Case(
+                "skip in fp16",
+                lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16",
+                Verdict.EXACT,
+                "GradScaler does it",
+            ),
+            Case("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Verdict.APPROXIMATE, "GradScaler skips it without an error"),
+        ),
+    ),
+    "communication.reduce_bucket_size": none("time alone; FSDP2 reduces the gradients of a unit together"),
+    "communication.prefetch_bucket_size": none("time alone; FSDP2 gathers the next unit ahead"),
+    "compile.mode": Expression(
+        Verdict.EXACT,
+        "dynamo_config",
+        "",
+        _compile,
+        (
+            Case("none", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),
+            Case("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Verdict.UNDECIDED, "call torch.compile"),
+        ),
+    ),
+    "compile.backend": Expression(
+        Verdict.EXACT,
+        "dynamo_config.dynamo_backend",
+        when=(
+            Case("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),
+            Case("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Verdict.UNDECIDED, "call torch.compile"),
+        ),
+    ),
+    "native": none(
+        "Accelerate's file has no such setting of FSDP; hand it to the Accelerator's fsdp_plugin",
+        lambda cfg: not cfg.native.get("fsdp"),
+        "nothing for fsdp",
+        Verdict.APPROXIMATE,
+    ),
+}
+
+_ROWS = {**_SHARDING, **_PRECISION, **_OFFLOAD, **_LOOP, **SCRIPT}
+
+FSDP_EXPRESSIONS: Mapping[str, Expression] = {path: _ROWS[path] for path, _ in leaves(Config)}
+"""Rows in the order of the schema."""

@@ -1,0 +1,205 @@
+"""What the block `fsdp_config` says: FSDP's arguments under names of Accelerate, with defaults of its launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unishard import registry
+from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.placing import Arguments, Spot, block_of, dropped, overlooked, refused
+from unishard.keys import boolean, integer, listed
+from unishard.meanings import Entry, Path, Unreadable, Verdict
+from unishard.topology import Topology
+from unishard.wording import shown
+
+__all__ = ["NAMES", "fsdp_entries"]
+
+NAMES: Mapping[str, str] = {
+    "fsdp_version": "version",
+    "fsdp_sharding_strategy": "sharding_strategy",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_offload_params": "cpu_offload",
+    "fsdp_auto_wrap_policy": "auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params": "min_num_params",
+    "fsdp_backward_prefetch": "backward_prefetch",
+    "fsdp_forward_prefetch": "forward_prefetch",
+    "fsdp_state_dict_type": "state_dict_type",
+    "fsdp_use_orig_params": "use_orig_params",
+    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "fsdp_sync_module_states": "sync_module_states",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
+    "fsdp_ignored_modules": "ignored_modules",
+}
+"""FSDP's argument by the name that Accelerate gives it. The prefix may be left out (commands/launch.py)."""
+
+_NULLABLE = (
+    "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_backward_prefetch",
+    "fsdp_state_dict_type",
+    "fsdp_ignored_modules",
+)
+"""Not passed on where they are null; Accelerate makes the text `none` of every other null."""
+
+_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST")
+_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_DTYPES = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+_LIST = (
+    "read as names, as it is meant; Accelerate 1.15.0 makes text of a list (utils/launch.py) and then finds no such class, so write "
+    "names with commas between them"
+)
+
+
+def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    """What FSDP's arguments in a document say.
+
+    Args:
+        document: The whole.
+        precision: In which format it computes.
+        spot: Where it says that.
+        topology: The ranks, where they are known.
+    """
+    arguments = Arguments("fsdp_config", {argument: (name,) for name, argument in NAMES.items()})
+    block = {_full(name): (name, value) for name, value in block_of(document, "fsdp_config").items()}
+    version = _version(block)
+    entries = list(_twice(document, block))
+    for full, (name, value) in block.items():
+        entries += _argument(arguments, full, ("fsdp_config", str(name)), value)
+    entries += _groups(arguments, document, version, topology)
+    if precision in _DTYPES:
+        arguments.add("mixed_precision", _policy(_DTYPES[precision], version), spot)
+    said = registry.get("fsdp").parse(arguments.native, defaults=_assumed(arguments.native), topology=topology)
+    placed = arguments.placed(said)
+    return [*entries, *placed, *_replicas(document, placed)]
+
+
+def _full(name: Any) -> str:
+    return str(name) if str(name).startswith("fsdp") else f"fsdp_{name}"
+
+
+def _twice(document: Mapping[str, Any], block: Mapping[str, tuple[Any, Any]]) -> Iterator[Entry]:
+    for name, value in block_of(document, "fsdp_config").items():
+        last, _ = block[_full(name)]
+        if last != name:
+            yield dropped(("fsdp_config", str(name)), value, f"is said again by {last}, which counts", kept=False)
+
+
+def _version(block: Mapping[str, tuple[Any, Any]]) -> int:
+    """Which FSDP runs; the launcher assumes 1, where the wizard writes 2."""
+    try:
+        return 2 if integer(1, 2)(block["fsdp_version"][1]) == 2 else 1
+    except (KeyError, Unreadable):
+        return 1
+
+
+def _argument(arguments: Arguments, full: str, path: Path, value: Any) -> Iterator[Entry]:
+    """Hand one key on to FSDP, or say at once what it means."""
+    if full not in NAMES:
+        yield overlooked(path, value, NAMES)
+    elif value is None and full in _NULLABLE:
+        yield dropped(path, value, "is null, so that Accelerate assumes what it does without it")
+    else:
+        verdict, note = (Verdict.EMULATED, _LIST) if full.endswith("cls_to_wrap") and not isinstance(value, str) else (Verdict.EXACT, "")
+        try:
+            arguments.add(NAMES[full], _READ.get(full, lambda value: value)(value), Spot(path, value, verdict=verdict, note=note))
+        except Unreadable as error:
+            yield refused(path, value, str(error))
+
+
+def _word(words: tuple[str, ...]) -> Callable[[Any], str]:
+    """Reads one of an enumeration's words, in any case, or its number."""
+
+    def read(value: Any) -> str:
+        word = str(value).upper()
+        if word.isdecimal() and 1 <= int(word) <= len(words):
+            return words[int(word) - 1]
+        if word in words:
+            return word
+        raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them")
+
+    return read
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "fsdp_version": integer(1, 2),
+    "fsdp_backward_prefetch": lambda value: "NO_PREFETCH" if str(value).upper() == "NO_PREFETCH" else _word(_PREFETCH)(value),
+    "fsdp_state_dict_type": _word(_STATE_DICTS),
+    "fsdp_transformer_layer_cls_to_wrap": listed,
+    "fsdp_min_num_params": integer(0),
+} | dict.fromkeys(
+    (
+        "fsdp_offload_params",
+        "fsdp_forward_prefetch",
+        "fsdp_use_orig_params",
+        "fsdp_cpu_ram_efficient_loading",
+        "fsdp_sync_module_states",
+        "fsdp_activation_checkpointing",
+        "fsdp_activation_checkpointing_offload",
+    ),
+    boolean,
+)
+"""The argument from the key's value, which reaches the training processes as text."""
+
+_LAUNCHER: Mapping[str, Any] = {"version": 1, "auto_wrap_policy": "NO_WRAP", "activation_checkpointing": False}
+"""What decides the training where the file is silent: the launcher's, not the wizard's (commands/launch.py)."""
+
+_LEAST = 100_000_000
+"""The launcher's `fsdp_min_num_params`, where a size is read at all."""
+
+
+def _assumed(native: Mapping[str, Any]) -> Mapping[str, Any]:
+    by_size = str(native.get("auto_wrap_policy")).upper() == "SIZE_BASED_WRAP"
+    return {**_LAUNCHER, "min_num_params": _LEAST} if by_size else _LAUNCHER
+
+
+_AXES = {axis: f"parallelism_config_dp_{axis}_size" for axis in ("replicate", "shard")}
+
+
+def _groups(arguments: Arguments, document: Mapping[str, Any], version: int, topology: Topology | None) -> Iterator[Entry]:
+    """Groups of ranks that hold a copy each, which Accelerate builds for FSDP2 alone."""
+    block = block_of(document, "parallelism_config")
+    sizes = {}
+    for axis, name in _AXES.items():
+        try:
+            sizes[axis] = integer(1)(block.get(name, 1))
+        except Unreadable as error:
+            yield refused(("parallelism_config", name), block[name], str(error))
+    given = {axis: ("parallelism_config", name) for axis, name in _AXES.items() if name in block and axis in sizes}
+    fault = _fault(sizes, version, topology) if len(sizes) == len(_AXES) and given else ""
+    if not fault and len(sizes) == len(given) == len(_AXES) and min(sizes.values()) > 1:
+        arguments.add("mesh", sizes, Spot(given["shard"], sizes["shard"]))
+        return
+    for path in given.values():
+        value = block[path[1]]
+        yield refused(path, value, fault) if fault else dropped(path, value, "all ranks share one copy, as without it", kept=False)
+
+
+def _replicas(document: Mapping[str, Any], entries: Iterable[Entry]) -> Iterator[Entry]:
+    """The number of groups says the same as their size."""
+    paths = {axis: ("parallelism_config", name) for axis, name in _AXES.items()}
+    for entry in entries:
+        if entry.path == paths["shard"]:
+            yield replace(entry.at(*paths["replicate"]), value=block_of(document, "parallelism_config")[_AXES["replicate"]])
+
+
+def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None) -> str:
+    """Why Accelerate refuses such groups; empty if it does not."""
+    total = sizes["replicate"] * sizes["shard"]
+    if total == 1:
+        return ""
+    if version == 1:
+        return f"{TOOL} has groups with FSDP2 alone; write fsdp_version: 2, or fsdp_sharding_strategy: HYBRID_SHARD"
+    if sizes["shard"] == 1:
+        return "leaves FSDP no ranks to shard over (parallelism_config.py); write parallelism_config_dp_shard_size above 1"
+    if topology is not None and topology.world_size > 1 and topology.world_size != total:
+        return f"makes {total} ranks of the {topology.world_size} that there are; the sizes must multiply to num_processes"
+    return ""
+
+
+def _policy(dtype: str, version: int) -> Mapping[str, str]:
+    """The policy that Accelerate makes of `mixed_precision` (utils/dataclasses.py, set_mixed_precision): one format for everything."""
+    return dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype" if version == 1 else "output_dtype"), dtype)

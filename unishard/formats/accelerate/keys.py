@@ -1,0 +1,264 @@
+"""The keys of Accelerate's file that are not an engine's arguments, and what each says in the config's words.
+
+Sources, all of accelerate 1.15.0: commands/config/config_args.py (which keys there are), commands/launch.py (defaults where the file is
+silent), utils/launch.py (what reaches the training processes) and utils/dataclasses.py (what they make of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.formats.accelerate.kinds import KINDS, kind_named, precision_word
+from unishard.keys import boolean, drops, integer, one_of, refuses, text
+from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
+from unishard.wording import shown
+
+__all__ = ["KEYS", "TOOL"]
+
+TOOL = "Accelerate 1.15.0"
+
+_LAUNCHER = "concerns how the processes are started alone; start unishard with torchrun or srun"
+_ENVIRONMENT = f"{TOOL} refuses a file with this key; export the variables before the launch instead"
+_TPU = "concerns TPUs alone"
+_FP8 = "belongs to fp8 alone, which becomes bf16"
+_LOST = (
+    "the wizard writes this name, but Accelerate 1.15.0 reads {}, so that the value is lost; it belongs to fp8 alone, which becomes bf16"
+)
+_UNSUPPORTED = "neither engine does this within unishard; train without it and set it to 1"
+
+
+def _environment(value: Any, given: Given) -> Meaning:
+    if value == "LOCAL_MACHINE":
+        return Meaning(Verdict.DROPPED, _LAUNCHER, kept=True)
+    if value == "AMAZON_SAGEMAKER":
+        return Meaning(Verdict.REFUSED, "SageMaker jobs are not translated; start torchrun on the machines, and write LOCAL_MACHINE")
+    raise Unreadable(f"must be LOCAL_MACHINE, got {shown(value)}; write that, and start with the cluster's own launcher")
+
+
+def _distributed_type(value: Any, given: Given) -> Meaning:
+    kind = kind_named(value)
+    return Meaning(kind.verdict, kind.note, dict(kind.fields))
+
+
+def _count(value: Any, given: Given) -> Meaning:
+    if value is None or value == -1:
+        return Meaning(Verdict.DROPPED, "is not said, so Accelerate wants it on its command line", kept=True)
+    count = integer(1)(value)
+    machines = 1 if given.get("num_machines") is None else integer(1)(given.get("num_machines"))
+    if count % machines:
+        raise Unreadable(f"must be the number on all machines together, got {count} on {machines}; write a multiple of num_machines")
+    # Another number of ranks is asked for: that one is written, not this.
+    kept = given.topology is None or given.topology.world_size == count
+    return Meaning(Verdict.DROPPED, "how many ranks there are is the launcher's to say", kept=kept)
+
+
+def _machines(value: Any, given: Given) -> Meaning:
+    count = integer(1)(value)
+    here = given.topology is None or given.topology.world_size == count * given.topology.local_world_size
+    return Meaning(Verdict.DROPPED, "how many machines there are is the launcher's to say", kept=here)
+
+
+def _use_cpu(value: Any, given: Given) -> Meaning:
+    if not boolean(value):
+        return Meaning(Verdict.DROPPED, "unishard computes on the accelerator where there is one", kept=True)
+    note = "unishard computes on the CPU only where no accelerator is visible, so hide it (CUDA_VISIBLE_DEVICES=)"
+    if given.get("distributed_type") == "FSDP":
+        note += "; Accelerate 1.15.0 trains unsharded on the CPU without a word (state.py), unishard shards there as well"
+    return Meaning(Verdict.APPROXIMATE, note, kept=True)
+
+
+def _fp16(value: Any, given: Given) -> Meaning:
+    # Its meaning, where it has one, is that of mixed_precision, which the reader adds.
+    if "mixed_precision" in given:
+        return Meaning(Verdict.DROPPED, "mixed_precision counts instead")
+    return Meaning(note="the old name of mixed_precision: fp16" if value else "is off")
+
+
+def _compiles(given: Given) -> bool:
+    return bool(given.get("distributed_type") != "DEEPSPEED")
+
+
+def _compile_backend(value: Any, given: Given) -> Meaning:
+    name = text(value).lower() if value is not False else "no"
+    if name not in _DYNAMO:
+        raise Unreadable(f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them")
+    if not _compiles(given):
+        return Meaning(Verdict.DROPPED, _NO_COMPILE, kept=True)
+    if name == "no":
+        return Meaning(fields={"compile.mode": "none"})
+    return Meaning(fields={"compile.mode": _mode(given), "compile.backend": name})
+
+
+def _mode(given: Given) -> str:
+    regional = given.get("dynamo_config.dynamo_use_regional_compilation")
+    return "per_block" if regional is not None and boolean(regional) else "full"
+
+
+def _compile_regional(value: Any, given: Given) -> Meaning:
+    wanted = boolean(value)
+    backend = given.get("dynamo_config.dynamo_backend")
+    if not _compiles(given) or backend is None or str(backend).lower() in ("no", "false"):
+        return Meaning(Verdict.DROPPED, "nothing is compiled", kept=True)
+    return Meaning(fields={"compile.mode": "per_block" if wanted else "full"})
+
+
+def _parallel(name: str) -> Key:
+    """A size above 1 cannot be had. None is repeated: sizes are written where groups are, or nowhere."""
+    why = f"{name} parallelism is more than data parallelism; {_UNSUPPORTED}"
+
+    def read(value: Any, given: Given) -> Meaning:
+        return Meaning(Verdict.DROPPED, "is off") if integer(1)(value) == 1 else Meaning(Verdict.REFUSED, why)
+
+    return Key(read, "", Verdict.REFUSED, why)
+
+
+def _off(name: str) -> Key:
+    """A key of a parallelism that is refused where it is on."""
+    why = f"belongs to {name} parallelism"
+    return Key(lambda value, given: Meaning(Verdict.DROPPED, why), "", Verdict.DROPPED, why)
+
+
+def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
+    """A key that is left out, if its value can be read at all."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        convert(value)
+        return Meaning(Verdict.DROPPED, why, kept=True)
+
+    return Key(read, "", Verdict.DROPPED, why)
+
+
+_DYNAMO = (
+    "no",
+    "eager",
+    "aot_eager",
+    "inductor",
+    "aot_ts_nvfuser",
+    "nvprims_nvfuser",
+    "cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "tensorrt",
+    "aot_torchxla_trace_once",
+    "torchxla_trace_once",
+    "ipex",
+    "tvm",
+    "hpu_backend",
+)
+_NO_COMPILE = "Accelerate 1.15.0's DeepSpeed launcher does not pass this on (utils/launch.py), so that nothing is compiled"
+_TIME = "concerns how the compiled code is made, so time alone"
+
+_DYNAMO_KEYS: Mapping[str, Key] = {
+    "dynamo_backend": Key(_compile_backend, "compile.mode, compile.backend"),
+    "dynamo_config": drops("nothing is compiled"),
+    "dynamo_config.dynamo_backend": Key(_compile_backend, "compile.mode, compile.backend"),
+    "dynamo_config.dynamo_use_regional_compilation": Key(_compile_regional, "compile.mode"),
+    "dynamo_config.dynamo_mode": _dropped(
+        f"{_TIME}; unishard compiles in torch's default mode",
+        one_of(
+            dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
+        ),
+    ),
+    "dynamo_config.dynamo_use_fullgraph": _dropped("only makes a break in the graph an error; the engines break it at each unit", boolean),
+    "dynamo_config.dynamo_use_dynamic": _dropped(f"{_TIME}; torch finds out by itself which shapes change", boolean),
+}
+
+_FP8_KEYS: Mapping[str, Key] = {
+    f"fp8_config.{name}": drops(_FP8)
+    for name in (
+        "backend",
+        "use_autocast_during_eval",
+        "margin",
+        "interval",
+        "fp8_format",
+        "format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "override_linear_precision",
+        "opt_level",
+        "enable_fsdp_float8_all_gather",
+        "pad_inner_dim",
+    )
+} | {
+    f"fp8_config.{wizard}": drops(_LOST.format(name))
+    for wizard, name in {
+        "amax_history_length": "amax_history_len",
+        "amax_compute_algorithm": "amax_compute_algo",
+        "optimization_level": "opt_level",
+    }.items()
+}
+
+_PARALLEL_KEYS: Mapping[str, Key] = {
+    f"parallelism_config.parallelism_config_{name}": key
+    for name, key in {
+        "tp_size": _parallel("tensor"),
+        "cp_size": _parallel("context"),
+        "cp_backend": _off("context"),
+        "cp_comm_strategy": _off("context"),
+        "sp_size": _parallel("sequence"),
+        "sp_backend": _off("sequence"),
+        "sp_seq_length": _off("sequence"),
+        "sp_seq_length_is_variable": _off("sequence"),
+        "sp_attn_implementation": _off("sequence"),
+    }.items()
+}
+
+KEYS: Mapping[str, Key] = {
+    "compute_environment": Key(_environment, "", Verdict.DROPPED, _LAUNCHER),
+    "distributed_type": Key(
+        _distributed_type, "backend, sharding.strategy", note=", ".join(f"{name}: {kind.meaning}" for name, kind in KINDS.items())
+    ),
+    "mixed_precision": Key(lambda value, given: _checked_precision(value), "precision"),
+    "fp16": Key(_fp16, "precision"),
+    "num_processes": Key(_count, "", Verdict.DROPPED, "how many ranks there are is the launcher's to say"),
+    "num_machines": Key(_machines, "", Verdict.DROPPED, "how many machines there are is the launcher's to say"),
+    "use_cpu": Key(_use_cpu, "", Verdict.DROPPED, "unishard computes on the accelerator where there is one"),
+    **{
+        name: drops(_LAUNCHER)
+        for name in (
+            "machine_rank",
+            "gpu_ids",
+            "main_process_ip",
+            "main_process_port",
+            "rdzv_backend",
+            "same_network",
+            "enable_cpu_affinity",
+            "mpirun_config",
+        )
+    },
+    "debug": drops("only makes Accelerate check its own collectives; unishard has communication.desync_check"),
+    **{
+        name: drops(_TPU)
+        for name in (
+            "main_training_function",
+            "downcast_bf16",
+            "tpu_name",
+            "tpu_zone",
+            "tpu_vm",
+            "tpu_env",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "command_file",
+            "commands",
+        )
+    },
+    **_DYNAMO_KEYS,
+    "parallelism_config": drops("is empty"),
+    **_PARALLEL_KEYS,
+    "fp8_config": drops("is empty"),
+    **_FP8_KEYS,
+    "megatron_lm_config": drops("belongs to distributed_type: MEGATRON_LM"),
+    "env": Key(lambda value, given: Meaning(Verdict.DROPPED, _ENVIRONMENT), "", Verdict.DROPPED, _ENVIRONMENT),
+    "kt_config": refuses(
+        f"{TOOL} refuses a file with this key; it is of the fork accelerate-kt, whose KTransformers computes experts on the CPU, which "
+        "neither engine does; remove it"
+    ),
+}
+"""By dotted key. Those below `fsdp_config` and `deepspeed_config` stand in `engines.py`, since the engines say what they mean."""
+
+
+def _checked_precision(value: Any) -> Meaning:
+    precision_word(value)
+    return Meaning()

@@ -1,0 +1,98 @@
+"""From a config to a file for `accelerate launch --config_file`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import SingleQuotedScalarString
+
+from unishard.config import Config, leaves
+from unishard.errors import ConfigError, Problem
+from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS, SAVE, SAVE_KEY
+from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
+from unishard.formats.reading import Reading
+from unishard.meanings import Expressed, Expression, Verdict, Word, express
+from unishard.rules import Native, flat, merge
+from unishard.topology import Topology
+
+__all__ = ["TABLES", "expressed", "text_of"]
+
+TABLES: Mapping[str, Mapping[str, Expression]] = {"fsdp": FSDP_EXPRESSIONS, "deepspeed": DEEPSPEED_EXPRESSIONS}
+"""Rows by engine."""
+
+_BOOLEANS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~")
+"""Words that YAML 1.1, which Accelerate reads, takes for something else than text."""
+_SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}
+_SAVED = Word(Verdict.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
+_NO_KEY = Word(
+    Verdict.DROPPED, "", "Accelerate has no key for it; hand it to the plugin of the Accelerator, or to DeepSpeed in a file of its own"
+)
+_NO_GROUPS = (
+    "Accelerate wants the number of groups and of ranks in each, and {} ranks make no groups of {}; give --world-size and --gpus-per-node"
+)
+
+
+def expressed(reading: Reading, topology: Topology) -> Expressed:
+    """The file, and what became of each field. What the source leaves to its training script stays with it.
+
+    Raises:
+        ConfigError: Accelerate does not know the engine.
+    """
+    config = reading.config
+    if config.backend not in TABLES:
+        message = f"Accelerate has no backend {config.backend}; add --set backend=fsdp or backend=deepspeed"
+        raise ConfigError([Problem("backend", message)])
+    left = frozenset(path for path, _ in leaves(Config)) - reading.decided - {"backend", "native"}
+    said = express(TABLES[config.backend], config, topology, left | frozenset(reading.undecided))
+    words = {**said.words, **_native_words(config), **_group_words(reading, topology, said.words["sharding.strategy"])}
+    return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
+
+
+def _ranks(reading: Reading, topology: Topology) -> Native:
+    """How many processes there are; left out where nobody has said it, so that `accelerate launch` asks for it."""
+    if reading.topology is None and topology.world_size == 1:
+        return {}
+    return {"num_processes": topology.world_size, "num_machines": max(topology.world_size // topology.local_world_size, 1)}
+
+
+def _starts(config: Config, topology: Topology) -> Native:
+    """How DeepSpeed's processes are started on several machines: as FSDP's are, not with pdsh, which wants a hostfile."""
+    return _SEVERAL.get(config.backend, {}) if topology.world_size > topology.local_world_size else {}
+
+
+def _native_words(config: Config) -> Mapping[str, Word]:
+    """What became of each setting that only the engine has."""
+    settings = dict(flat(config.native.get(config.backend, {})))
+    return {f"native.{config.backend}.{key}": _SAVED if f"{config.backend}.{key}" == SAVE else _NO_KEY for key in settings}
+
+
+def _group_words(reading: Reading, topology: Topology, word: Word) -> Mapping[str, Word]:
+    """What became of groups of ranks that cannot be written."""
+    sharding = reading.config.sharding
+    group = sharding.group_size or topology.local_world_size
+    even = topology.world_size % group == 0 and (topology.world_size > 1 or reading.topology is not None)
+    if not sharding.hybrid or even or word.verdict is Verdict.REFUSED:
+        return {}
+    return {"sharding.strategy": Word(Verdict.REFUSED, "parallelism_config", _NO_GROUPS.format(topology.world_size, group))}
+
+
+def text_of(document: Native) -> str:
+    """YAML with keys in the order of `accelerate config`, and with quotes around what YAML 1.1 would not take for text."""
+    yaml = YAML()
+    yaml.width = 4096
+    out = StringIO()
+    yaml.dump(_plain(document), out)
+    return out.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str) and value.lower() in _BOOLEANS:
+        return SingleQuotedScalarString(value)
+    return value
