@@ -20,7 +20,7 @@ from unishard.topology import Topology
 __all__ = ["DEEPSPEED_EXPRESSIONS", "SAVE", "SAVE_KEY"]
 
 _STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
-_FILE = "needs DeepSpeed's own file: translate to deepspeed, and name that file in deepspeed_config_file"
+_FILE = "needs DeepSpeed's own file; translate to deepspeed, and name that file in deepspeed_config_file"
 
 
 SAVE_KEY = "zero3_save_16bit_model"

@@ -48,9 +48,8 @@ class TorchtitanFormat:
         topology = topology or _ranks(source.data)
         broken = [Entry((name,), source.data[name], _NO_TABLE) for name in _TABLES if not _is_table(source.data.get(name, {}))]
         whole = {key: value for key, value in source.data.items() if key not in {entry.path[0] for entry in broken}}
-        said = dict(flat(whole))
-        rest = nested({key: value for key, value in said.items() if key not in _HANDED})
-        entries = [*interpret(KEYS, rest, tool=_TOOL, topology=topology), *broken, *_parallel(said, topology)]
+        said = dict(flat({name: value for name, value in whole.items() if "." not in name}))
+        entries = [*interpret(KEYS, _rest(whole), tool=_TOOL, topology=topology), *broken, *_parallel(said, topology)]
         entries += open_end(entries, ("training", "steps"))
         order = _order(said)
         entries.sort(key=lambda entry: order.get(entry.key, len(order)))
@@ -85,6 +84,18 @@ _NO_TABLE = Meaning(Verdict.REFUSED, "must be a table of keys; write it as [name
 
 def _is_table(value: Any) -> bool:
     return isinstance(value, Mapping)
+
+
+def _rest(data: Mapping[str, Any], above: Path = ()) -> Native:
+    """What is not handed on to FSDP's own table."""
+    rest: Native = {}
+    for name, value in data.items():
+        path = (*above, name)
+        if isinstance(value, Mapping) and value:
+            rest |= {name: inner} if (inner := _rest(value, path)) else {}
+        elif len(path) == 1 or ".".join(path) not in _HANDED:
+            rest[name] = value
+    return rest
 
 
 def _order(keys: Iterable[str]) -> dict[str, int]:
