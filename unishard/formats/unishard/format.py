@@ -101,7 +101,7 @@ def _filled(data: Mapping[str, Any], undecided: Collection[str], stand_ins: Mapp
 
 
 def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Undecided], above: Path = ()) -> Iterator[Entry]:
-    """One entry for each value of the file; a short form such as `offload: cpu` is one value that decides several fields."""
+    """One entry for each value of the file, and one for each field that a short form such as `offload: cpu` stands for."""
     for name, value in data.items():
         path = (*above, name)
         key = ".".join(path)
@@ -116,8 +116,9 @@ def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Un
         elif isinstance(value, Mapping):
             yield Entry(path, value, Meaning(Verdict.DROPPED, "holds nothing"))
         else:
-            fields = {f"{key}.{field}": value_at(config, f"{key}.{field}") for field in type(value_at(config, key)).shorthand}
-            yield Entry(path, value, Meaning(fields=fields))
+            for field in type(value_at(config, key)).shorthand:
+                leaf = f"{key}.{field}"
+                yield Entry((*path, field), value_at(config, leaf), Meaning(fields={leaf: value_at(config, leaf)}))
 
 
 def _native(data: Any) -> Iterator[Entry]:
