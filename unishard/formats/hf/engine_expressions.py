@@ -68,9 +68,7 @@ FSDP: Mapping[str, Expression] = {
         when=(
             Case("fp32 throughout", lambda cfg: not _mixed(cfg), Verdict.EXACT, ""),
             Case("no_shard in fp32", lambda cfg: not _sharded(cfg) and cfg.precision.reduce == "fp32", Verdict.EXACT, ""),
-            Case(
-                "no_shard", lambda cfg: not _sharded(cfg), Verdict.EMULATED, "reduced in fp32, which is more exact"
-            ),
+            Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EMULATED, "reduced in fp32, which is more exact"),
             Case(
                 "fp32",
                 lambda cfg: cfg.precision.reduce == "fp32",

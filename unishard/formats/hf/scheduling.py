@@ -85,7 +85,8 @@ def _part(end: float, rate: float) -> float:
 def updates(given: Given) -> int | Undecided:
     """Updates until the end of the training; undecided where the dataset decides them."""
     steps = given.get("max_steps")
-    return integer()(steps) if steps is not None and integer()(steps) > 0 else Undecided(UPDATES)
+    total = -1 if steps is None else int(integer()(steps))
+    return total if total > 0 else Undecided(UPDATES)
 
 
 def warmup(given: Given) -> int | Undecided:
