@@ -63,6 +63,8 @@ def _script(note: str, idle: Callable[[Config], bool], case: str) -> Expression:
 _PASS = "pass Trainer(..., optimizers=(optimizer, None)) with"
 _GROUPS = "override Trainer.get_decay_parameter_names, or pass an optimizer with these groups: Trainer(..., optimizers=(optimizer, None))"
 
+_CLIMB = "transformers' schedules climb from 0 in a straight line; build this one: Trainer(..., optimizers=(optimizer, scheduler))"
+
 OPTIMIZING: Mapping[str, Expression] = {
     "optimizer.name": Expression(
         Verdict.EXACT,
@@ -117,6 +119,8 @@ OPTIMIZING: Mapping[str, Expression] = {
     "scheduler.warmup_steps": Expression(
         Verdict.EXACT, "warmup_steps", to=lambda cfg, topology: {"warmup_steps": cfg.scheduler.warmup_steps}
     ),
+    "scheduler.warmup_type": _script(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
+    "scheduler.warmup_start_ratio": _script(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
     "scheduler.total_steps": Expression(Verdict.EXACT, "max_steps", to=_steps),
     "scheduler.min_lr_ratio": Expression(Verdict.EXACT, "lr_scheduler_kwargs"),
 }

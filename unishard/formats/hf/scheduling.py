@@ -100,7 +100,7 @@ def warmup(given: Given) -> int | Undecided:
     total = updates(given)
     if isinstance(total, Undecided):
         return Undecided(f"{steps:g} times {UPDATES}")
-    return math.ceil(total * steps)
+    return math.ceil(total * float(steps))
 
 
 def _constant(given: Given) -> bool:

@@ -17,7 +17,7 @@ _RATES = {
     "adam_epsilon": "optimizer.params.eps",
     "weight_decay": "optimizer.params.weight_decay",
 }
-_THEIRS = "the DeepSpeed config has an {0} of its own, which counts (transformers 5.23, deepspeed_optim_sched)"
+_THEIRS = "the {0} of the DeepSpeed config counts (transformers 5.23, deepspeed_optim_sched)"
 
 
 def settled(entries: Sequence[Entry]) -> list[Entry]:

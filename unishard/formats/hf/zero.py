@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,10 +32,28 @@ _FILL: Mapping[str, tuple[str, Callable[[Arguments], Any]]] = {
     "optimizer.params.eps": ("adam_epsilon", lambda get: get("adam_epsilon")),
     "optimizer.params.weight_decay": ("weight_decay", lambda get: get("weight_decay")),
     "scheduler.params.warmup_max_lr": ("learning_rate", lambda get: get("learning_rate")),
+    "scheduler.params.total_num_steps": ("max_steps", lambda get: _total(get)),
+    "scheduler.params.warmup_num_steps": ("warmup_steps", lambda get: _climb(get)),
     "fp16.enabled": ("fp16 or fp16_full_eval", lambda get: not off(get("fp16")) or not off(get("fp16_full_eval"))),
     "bf16.enabled": ("bf16 or bf16_full_eval", lambda get: not off(get("bf16")) or not off(get("bf16_full_eval"))),
 }
 """What transformers writes in place of `"auto"`, and refuses to contradict (`trainer_config_process`)."""
+
+
+def _total(get: Arguments) -> int | None:
+    """The updates, where `max_steps` says them."""
+    steps = get("max_steps")
+    return int(steps) if isinstance(steps, int | float) and steps > 0 else None
+
+
+def _climb(get: Arguments) -> int | None:
+    """The updates of the warm-up, of which transformers hands on at least one; None where the dataset decides."""
+    steps = get("warmup_steps")
+    if not isinstance(steps, int | float) or 0 < steps < 1:
+        total = _total(get)
+        return math.ceil(total * steps) if total and isinstance(steps, float) else None
+    return max(1, int(steps))
+
 
 _STAGES: Mapping[str, str] = {"0": "no_shard", "1": "shard_optimizer", "2": "shard_grad_op", "3": "full_shard"}
 _STAGE = re.compile(r"(?:zero|stage|(?:^|[_/-])z)_?([0-3])")
@@ -99,7 +118,8 @@ def _absent(value: Any, why: str) -> list[Entry]:
 def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) -> list[Entry]:
     said = dict(flat(config))
     whole = get("per_device_train_batch_size") is not None
-    filled = {key: fill(get) for key, (_, fill) in _FILL.items() if whole and said.get(key) == AUTO}
+    found = {key: fill(get) for key, (_, fill) in _FILL.items() if whole and said.get(key) == AUTO}
+    filled = {key: value for key, value in found.items() if value is not None}
     if said.get("train_batch_size") == AUTO and whole:
         # The product of the other two and the ranks says nothing of its own.
         filled["train_batch_size"] = None
@@ -126,7 +146,7 @@ def _checked(entry: Entry, said: Mapping[str, Any], get: Arguments, whole: bool)
         return entry
     name, fill = _FILL[entry.key]
     argument = fill(get)
-    if _same(said[entry.key], argument):
+    if argument is None or _same(said[entry.key], argument):
         return entry
     note = f'transformers stops here, since {name} is {shown(argument)}; make the two equal, or write "auto" here'
     return entry.but(Verdict.REFUSED, note)
