@@ -9,6 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+
 from unishard.config import Config, leaves, value_at
 from unishard.formats import translate
 from unishard.formats.hf.optimizing import NO_DECAY

@@ -122,6 +122,12 @@ FSDP: Mapping[str, Expression] = {
             ),
         ),
     ),
+    "sharding.group_size": Expression(
+        Verdict.UNDECIDED,
+        _SCRIPT,
+        "say it in that ParallelismConfig",
+        when=(Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),),
+    ),
     "offload.pin_memory": Expression(
         Verdict.DROPPED,
         "none",
