@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from unishard.config import Config, leaves, value_at
-from unishard.formats import translate
+from unishard.formats import catalog, translate
 from unishard.formats.hf.optimizing import NO_DECAY
+from unishard.formats.hf.sharding import BOTH, FIRST
 from unishard.meanings import Verdict
 from unishard.topology import Topology
 
+MANY = int(os.environ.get("UNISHARD_EXAMPLES", "100"))
 RANKS = Topology(world_size=8, local_world_size=4)
 
 # Fields that a file of another tool has no place for, and that its tool has in one way only.
@@ -86,7 +89,7 @@ def _scheduler(draw: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["hf", "axolotl"])
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=MANY, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=configs())
 def test_what_is_said_exactly_comes_back(name: str, data: dict[str, Any]) -> None:
     try:
@@ -104,7 +107,7 @@ def test_what_is_said_exactly_comes_back(name: str, data: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", ["hf", "axolotl"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=MANY // 2, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=configs())
 def test_translating_twice_changes_nothing(name: str, data: dict[str, Any]) -> None:
     try:
@@ -115,3 +118,28 @@ def test_translating_twice_changes_nothing(name: str, data: dict[str, Any]) -> N
     twice = translate(yaml.safe_load(once.text), name, from_=name, topology=RANKS)
     assert twice.document == translate(twice.document, name, from_=name, topology=RANKS).document
     assert not twice.of(Verdict.REFUSED)
+
+
+WORDS = ["", "auto", "true", "1e-5", "x" * 9, "a=b", "${V}", "no_such_file.json", '{"a": 1}', "{"]
+NUMBERS = [0, -1, 1, 2, 0.5, 1e-5, float("inf"), float("nan"), 2**70]
+NESTED = [[], [1], ["full_shard"], {}, {"a": 1}, {"": None}, {"version": 1}, {"stage": 3}, {"min_lr": "x"}]
+ODD = st.sampled_from([None, True, False, *WORDS, *NUMBERS, *NESTED])
+INNER = ["fsdp_version", "offload_params", "zero_optimization", "optimizer"]
+
+
+@pytest.mark.parametrize("name", ["hf", "axolotl"])
+@settings(max_examples=MANY // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_whatever_is_written_gets_one_place_for_each_key(name: str, data: st.DataObject) -> None:
+    engines = ["fsdp", "fsdp_config", "deepspeed", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_version", "dp_shard_size"]
+    keys = st.sampled_from([*engines, *catalog.get(name).keys, "unheard_of"])
+    inner = st.dictionaries(
+        st.sampled_from([*BOTH, *FIRST, "fsdp_version", "offload_params", "zero_optimization", "optimizer"]), ODD, max_size=4
+    )
+    document = data.draw(st.dictionaries(keys, ODD | inner, min_size=1, max_size=7))
+    outcome = translate(document, "unishard", from_=name)
+    places = [item.key for item in outcome.items if not item.assumed]
+    assert len(places) == len(set(places))
+    assert {place.partition(".")[0] for place in places} == set(document)
+    for target in ("hf", "axolotl"):
+        translate(document, target, from_=name)

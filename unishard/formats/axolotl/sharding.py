@@ -54,7 +54,8 @@ def sharded(source: Source, topology: Topology | None) -> list[Entry]:
         return _idle(data)
     if not isinstance(config, Mapping) and not off(config):
         what = f"must be a mapping, got {shown(config)}; write one"
-        return [Entry(("fsdp_config",), config, Meaning(Verdict.REFUSED, what))]
+        others = {key: value for key, value in data.items() if key != "fsdp_config"}
+        return [Entry(("fsdp_config",), config, Meaning(Verdict.REFUSED, what)), *_idle(others)]
     return _entries(data, dict(config or {}), topology)
 
 

@@ -76,47 +76,50 @@ def sharded(
     """
     if off(value):
         return _without(value, config, source, where)
-    entries = []
-    keys, path = config, None
-    if isinstance(config, str) and not config.strip().startswith("{"):
-        path = config
-        found = opened(config, source)
-        if isinstance(found, str):
-            entries.append(Entry(where, config, Meaning(Verdict.UNDECIDED, found)))
-            keys = {}
-        else:
-            entries.append(Entry(where, config, Meaning(fields={"backend": "fsdp"})))
-            keys = found
-    elif isinstance(config, str):
-        keys = _parsed(config)
-    if keys is None:
-        keys = {}
-    if not isinstance(keys, Mapping):
-        return [Entry(where, path or config, Meaning(Verdict.REFUSED, f"must be a mapping or a path, got {shown(keys)}; write a mapping"))]
+    keys, entries = _opened(config, source, where)
     try:
         words = words_of(value)
     except Unreadable as error:
-        return [Entry(("fsdp",), value, Meaning(Verdict.REFUSED, str(error))), *entries]
+        return [Entry(("fsdp",), value, Meaning(Verdict.REFUSED, str(error))), *entries, *_idle(where, keys)]
     return entries + _read(value, words, keys, topology, where, implied)
+
+
+def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mapping[str, Any], list[Entry]]:
+    """The keys of `fsdp_config`, and the entry of what stands there if that is no mapping with keys."""
+    if isinstance(config, Mapping) and config:
+        return config, []
+    if off(config):
+        present = where and where[0] in source.data
+        return {}, [Entry(where, config, Meaning(Verdict.DROPPED, "is empty", kept=True))] if present else []
+    found = config
+    if isinstance(config, str):
+        found = _parsed(config) if config.strip().startswith("{") else opened(config, source)
+    if isinstance(found, Mapping):
+        return found, [Entry(where, config, Meaning(fields={"backend": "fsdp"}))]
+    if isinstance(config, str):
+        return {}, [Entry(where, config, Meaning(Verdict.UNDECIDED, str(found)))]
+    what = f"must be a mapping or a path, got {shown(config)}; write a mapping"
+    return {}, [Entry(where, config, Meaning(Verdict.REFUSED, what))]
 
 
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
-        return text
+    except ValueError as error:
+        return f"is not JSON ({error}); mend it, or write a mapping"
+
+
+def _idle(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
+    note = "is read where fsdp is on alone"
+    return [Entry((*where, str(key)), item, Meaning(Verdict.DROPPED, note, kept=True)) for key, item in keys.items()]
 
 
 def _without(value: Any, config: Any, source: Source, where: tuple[str, ...]) -> list[Entry]:
     """Nothing is sharded by FSDP, so nothing that tunes it counts."""
-    entries = []
-    if "fsdp" in source.data:
-        entries.append(Entry(("fsdp",), value, Meaning(Verdict.DROPPED, "is off", kept=True)))
-    if config is not None or (where[-1:] == ("fsdp_config",) and "fsdp_config" in source.data):
-        leaves = config.items() if isinstance(config, Mapping) and config else [(None, config)]
-        note = "is read where fsdp is on alone"
-        entries += [Entry((*where, str(k)) if k is not None else where, v, Meaning(Verdict.DROPPED, note, kept=True)) for k, v in leaves]
-    return entries
+    entries = [Entry(("fsdp",), value, Meaning(Verdict.DROPPED, "is off", kept=True))] if "fsdp" in source.data else []
+    if isinstance(config, Mapping) and config:
+        return entries + _idle(where, config)
+    return entries + (_idle((), {where[0]: config}) if where and where[0] in source.data else [])
 
 
 def _read(
