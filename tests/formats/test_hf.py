@@ -234,6 +234,21 @@ def test_a_json_that_is_not_there_is_one_decision(tmp_path: Path) -> None:
     assert unnamed.document["sharding"]["strategy"] == "${sharding.strategy}"
 
 
+def test_the_name_of_an_absent_file_is_kept_in_its_own_format() -> None:
+    assert translate({**BASE, "deepspeed": "ds_z2.json"}, "hf", from_="hf").document["deepspeed"] == "ds_z2.json"
+
+
+def test_a_json_without_a_format_gets_that_of_the_arguments() -> None:
+    found = fields({**BASE, "bf16": True, "deepspeed": {"zero_optimization": {"stage": 2}}})
+    assert (found["precision.compute"], found["precision.reduce"]) == ("bf16", "bf16")
+
+
+def test_version_1_is_translated_as_what_it_asks_for_and_says_what_runs() -> None:
+    found = of({**BASE, "fsdp": "shard_grad_op", "fsdp_config": {"version": 1}}, "fsdp")
+    assert found.verdict is Verdict.APPROXIMATE
+    assert "runs FULL_SHARD" in found.note
+
+
 def test_broken_json_is_one_decision_too(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"a": [}')
     (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "deepspeed": "ds.json"}))

@@ -11,7 +11,7 @@ from unishard.config import Config
 from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.hf.engine_expressions import engine_of
 from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
-from unishard.formats.hf.expressions import sharded_by_fsdp
+from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.grouping import parts
 from unishard.meanings import Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
@@ -38,7 +38,7 @@ def _format(cfg: Config, topology: Topology) -> Native:
 
 
 def _groups(cfg: Config, topology: Topology) -> Native:
-    if not cfg.sharding.hybrid or not sharded_by_fsdp(cfg):
+    if not cfg.sharding.hybrid or not switched_on(cfg):
         return {}
     group = parts(cfg, topology)
     groups = topology.world_size // group
@@ -46,13 +46,13 @@ def _groups(cfg: Config, topology: Topology) -> Native:
 
 
 def _pinned(cfg: Config, topology: Topology) -> Native:
-    on = sharded_by_fsdp(cfg) and "cpu" in (cfg.offload.params, cfg.offload.optimizer)
+    on = switched_on(cfg) and "cpu" in (cfg.offload.params, cfg.offload.optimizer)
     return {"fsdp_config": {"pin_memory": False}} if on and not cfg.offload.pin_memory else {}
 
 
 def _whole(cfg: Config) -> bool:
     """Whether no engine keeps fp32 masters beside a model in bf16."""
-    return cfg.backend == "fsdp" and cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "bf16"
+    return without(cfg) and cfg.precision.compute == "bf16"
 
 
 _NEAREST = ARGUMENTS["sharding.strategy"].when[-1]
@@ -77,7 +77,7 @@ _OWN: Mapping[str, Expression] = {
         (
             Case(
                 "fp16 and no_shard",
-                lambda cfg: cfg.backend == "fsdp" and cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "fp16",
+                lambda cfg: without(cfg) and cfg.precision.compute == "fp16",
                 Verdict.EMULATED,
                 "torch.autocast: some operations run in fp32 there, and all of the model computes in this format here",
             ),
@@ -123,7 +123,9 @@ def written(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expr
     """
     own = express(EXPRESSIONS, cfg, topology, undecided)
     engine = engine_of(cfg, topology, undecided)
-    said = {name: word._replace(key=_named(word.key)) for name, word in engine.words.items() if name not in _OWN or cfg.backend != "fsdp"}
+    said = {
+        name: word._replace(key=_named(word.key)) for name, word in engine.words.items() if name not in _OWN or cfg.backend not in SWITCHES
+    }
     words: dict[str, Word] = {**own.words, **said}
     return Expressed(_renamed(merge(own.document, engine.document)), words)
 

@@ -13,6 +13,7 @@ from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
 from unishard.formats.axolotl.sharding import sharded
 from unishard.formats.hf.settling import settled
 from unishard.formats.hf.sharding import whole_copies
+from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import Reading, assemble
@@ -85,8 +86,8 @@ def _variable(key: str, value: str) -> Entry:
 
 def _engines(source: Source, argument: Any, topology: Topology | None) -> list[Entry]:
     entries = sharded(source, topology)
-    if "deepspeed" in source.data:
-        entries += [_shipped(entry) for entry in partitioned(source.data["deepspeed"], source, argument, topology)]
+    if DEEPSPEED in source.data:
+        entries += [_shipped(entry) for entry in partitioned(source.data[DEEPSPEED], source, argument, topology)]
     if not any("backend" in entry.meaning.fields for entry in entries):
         entries.append(whole_copies())
     return entries

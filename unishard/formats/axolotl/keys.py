@@ -10,6 +10,7 @@ from unishard.formats.axolotl.idle import IDLE
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, off
 from unishard.formats.hf.optimizing import named
+from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.wordlists import names
 from unishard.keys import boolean, drops, integer, number, refuses
 from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
@@ -174,7 +175,8 @@ KEYS: Mapping[str, Key] = {
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "fp32_norms": refuses("keeps norms in fp32 beside bf16, and unishard computes all of the model in one format; remove it", off),
     "fp32_norm_classes": drops("names what fp32_norms switches on"),
-    **{name: _engine("deepspeed" if name == "deepspeed" else "fsdp") for name in ENGINES},
+    **{name: _engine(FSDP) for name in ENGINES},
+    DEEPSPEED: _engine(DEEPSPEED),
     **IDLE,
 }
 """axolotl's keys and what each says."""

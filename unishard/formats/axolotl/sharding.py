@@ -10,6 +10,7 @@ from unishard import registry
 from unishard.formats.axolotl.keys import TOOL
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.sharding import combined, words_of
+from unishard.formats.hf.switches import FSDP
 from unishard.formats.source import Source
 from unishard.keys import integer
 from unishard.meanings import Entry, Meaning, Unreadable, Verdict
@@ -117,8 +118,9 @@ def _words(data: Mapping[str, Any], native: dict[str, Any], second: bool) -> str
         return f"transformers 5 takes {strategy} with fsdp_version 1 alone; write dp_replicate_size for groups, or full_shard"
     if strategy and second:
         native.setdefault("reshard_after_forward", strategy == "full_shard")
-    elif strategy and "reshard_after_forward" not in native:
-        native["sharding_strategy"] = strategy
+    elif strategy:
+        # Accelerate gets it under this name with version 1 as well.
+        native.setdefault("reshard_after_forward", strategy)
     strange = [word for word in words if word not in (*_STRATEGIES, "offload", "auto_wrap")]
     return f"knows no word {', '.join(strange)}; write full_shard, offload or auto_wrap" if strange else ""
 
@@ -145,8 +147,8 @@ def _placed(
     top = {id(entry): entry.path[0] for entry in parsed}
     entries = []
     asked = [entry for entry in parsed if top[id(entry)] in native and top[id(entry)] not in (*places, "version", "mesh")]
-    if "fsdp" in data:
-        entries.append(combined(("fsdp",), data["fsdp"], asked, wrong))
+    if FSDP in data:
+        entries.append(combined((FSDP,), data[FSDP], asked, wrong))
     entries += _groups(data, [entry for entry in parsed if top[id(entry)] == "mesh"])
     for entry in parsed:
         name = top[id(entry)]

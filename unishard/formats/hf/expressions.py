@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from unishard.config import Config
 from unishard.formats.hf.engine_expressions import FSDP, engine_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
+from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.meanings import Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
 from unishard.topology import Topology
 
-__all__ = ["EXPRESSIONS", "SCRIPT", "own", "written"]
-
-SCRIPT = "your training script"
-
-
-def own(cfg: Config, backend: str) -> Any:
-    """The settings of `native` for one engine."""
-    return cfg.native.get(backend)
+__all__ = ["EXPRESSIONS", "written"]
 
 
 def _compute(cfg: Config, topology: Topology) -> Native:
@@ -29,18 +22,13 @@ def _compute(cfg: Config, topology: Topology) -> Native:
 def _checkpointing(cfg: Config, topology: Topology) -> Native:
     if cfg.activation_checkpointing == "none":
         return {}
-    if sharded_by_fsdp(cfg):
+    if switched_on(cfg):
         return {"fsdp_config": {"activation_checkpointing": True}}
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 
 
-def sharded_by_fsdp(cfg: Config) -> bool:
-    """Whether `fsdp` is on."""
-    return cfg.backend == "fsdp" and cfg.sharding.strategy != "no_shard"
-
-
 def _backend(cfg: Config, topology: Topology) -> Native:
-    return {"fsdp": True, "fsdp_config": {"version": 2}} if sharded_by_fsdp(cfg) else {}
+    return SWITCHES[cfg.backend] if switched_on(cfg) else {}
 
 
 def _compiled(cfg: Config, topology: Topology) -> Native:
@@ -66,13 +54,13 @@ EXPRESSIONS: Mapping[str, Expression] = {
         (
             Case(
                 "pure",
-                lambda cfg: cfg.precision.pure and cfg.backend == "fsdp",
+                lambda cfg: cfg.precision.pure and cfg.backend in SWITCHES,
                 Verdict.UNDECIDED,
                 "load the model in this format (dtype=torch.bfloat16) and leave bf16 and fp16 out",
             ),
             Case(
                 "no_shard on torch",
-                lambda cfg: cfg.precision.compute != "fp32" and cfg.backend == "fsdp" and cfg.sharding.strategy == "no_shard",
+                lambda cfg: cfg.precision.compute != "fp32" and without(cfg),
                 Verdict.EMULATED,
                 "torch.autocast: some operations run in fp32 there, and all of the model computes in this format here",
             ),

@@ -11,6 +11,7 @@ from unishard.formats.hf.expressions import EXPRESSIONS, written
 from unishard.formats.hf.keys import ENGINES, KEYS
 from unishard.formats.hf.settling import settled
 from unishard.formats.hf.sharding import BOTH, FIRST, known, sharded, whole_copies
+from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import Reading, assemble
@@ -78,10 +79,10 @@ def _entries(source: Source, topology: Topology | None) -> list[Entry]:
 def _engines(source: Source, argument: Any, topology: Topology | None, whole: bool) -> list[Entry]:
     data = source.data
     entries = []
-    if "fsdp" in data or "fsdp_config" in data:
-        entries += sharded(data.get("fsdp"), data.get("fsdp_config"), source, topology)
-    if "deepspeed" in data:
-        entries += partitioned(data["deepspeed"], source, argument, topology)
+    if FSDP in data or "fsdp_config" in data:
+        entries += sharded(data.get(FSDP), data.get("fsdp_config"), source, topology)
+    if DEEPSPEED in data:
+        entries += partitioned(data[DEEPSPEED], source, argument, topology)
     if whole and not any("backend" in entry.meaning.fields for entry in entries):
         entries.append(whole_copies())
     return entries

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import SILENT
 from unishard.meanings import Entry, Meaning, Verdict
 
@@ -26,13 +27,10 @@ def settled(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _beside_deepspeed(entries: Sequence[Entry]) -> list[Entry]:
-    said = {entry.key.removeprefix("deepspeed.") for entry in entries if entry.path[0] == "deepspeed" and not entry.assumed}
-    readable = any("." in key or entry.assumed for key, entry in ((entry.key, entry) for entry in entries) if key == "deepspeed") or any(
-        entry.path[0] == "deepspeed" and len(entry.path) > 1 and not entry.assumed for entry in entries
-    )
-    if not readable:
-        return list(entries)
-    return [settle for entry in entries for settle in _settle(entry, said)]
+    said = {entry.key.removeprefix(f"{DEEPSPEED}.") for entry in entries if entry.path[0] == DEEPSPEED and not entry.assumed}
+    # The argument itself sets the engine where DeepSpeed's config could be read.
+    read = any(entry.path == (DEEPSPEED,) and entry.meaning.fields for entry in entries)
+    return [settle for entry in entries for settle in _settle(entry, said)] if read else list(entries)
 
 
 def _settle(entry: Entry, said: set[str]) -> list[Entry]:

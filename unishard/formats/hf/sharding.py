@@ -10,6 +10,7 @@ from typing import Any
 from unishard import registry
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
+from unishard.formats.hf.switches import FSDP
 from unishard.formats.hf.wordlists import names
 from unishard.formats.source import Source
 from unishard.keys import boolean
@@ -116,7 +117,7 @@ def _idle(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
 
 def _without(value: Any, config: Any, source: Source, where: tuple[str, ...]) -> list[Entry]:
     """Nothing is sharded by FSDP, so nothing that tunes it counts."""
-    entries = [Entry(("fsdp",), value, Meaning(Verdict.DROPPED, "is off", kept=True))] if "fsdp" in source.data else []
+    entries = [Entry(("fsdp",), value, Meaning(Verdict.DROPPED, "is off", kept=True))] if FSDP in source.data else []
     if isinstance(config, Mapping) and config:
         return entries + _idle(where, config)
     return entries + (_idle((), {where[0]: config}) if where and where[0] in source.data else [])
@@ -130,13 +131,8 @@ def _read(
     taken = {name: item for name, (_, item) in plain.items() if name in BOTH or (name in FIRST and not second)}
     asked, refused = _asked(words, second, taken)
     native = {**asked, **taken}
-    if not second and "reshard_after_forward" in taken:
-        # With version 1 it holds the name of a strategy.
-        native["sharding_strategy"] = native.pop("reshard_after_forward")
     defaults = {**_DEFAULTS, **({} if second else {"sharding_strategy": "FULL_SHARD"})}
     parsed = {".".join(entry.path): entry for entry in registry.get("fsdp").parse(native, defaults=defaults, topology=topology)}
-    if not second and "reshard_after_forward" in taken:
-        parsed["reshard_after_forward"] = parsed.pop("sharding_strategy")
     entries = []
     if not implied:
         parts = [entry for name, entry in parsed.items() if name.split(".")[0] in asked and name.split(".")[0] not in taken]
@@ -164,7 +160,8 @@ def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tupl
         if word == "offload":
             native.setdefault("cpu_offload", True)
         elif word in _STRATEGIES and not second:
-            native.setdefault("sharding_strategy", word)
+            # Accelerate gets it under this name with version 1 as well.
+            native.setdefault("reshard_after_forward", word)
         elif word in _STRATEGIES[:2]:
             native.setdefault("reshard_after_forward", word == "full_shard")
         elif word in _STRATEGIES:

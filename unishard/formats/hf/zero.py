@@ -112,7 +112,7 @@ def _absent(value: Any, why: str) -> list[Entry]:
         Meaning(Verdict.EXACT if stage else Verdict.UNDECIDED, "as the name of the file says" if stage else "", fields),
         assumed=True,
     )
-    return [Entry(("deepspeed",), value, Meaning(Verdict.UNDECIDED, why)), assumed]
+    return [Entry(("deepspeed",), value, Meaning(Verdict.UNDECIDED, why, kept=True)), assumed]
 
 
 def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) -> list[Entry]:
@@ -123,21 +123,27 @@ def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) 
     if said.get("train_batch_size") == AUTO and whole:
         # The product of the other two and the ranks says nothing of its own.
         filled["train_batch_size"] = None
-    native = merge(config, nested({key: item for key, item in filled.items() if item is not None}))
+    mixed = {} if {"bf16", "fp16"} & set(config) else _mixed(get)
+    native = merge(merge(mixed, config), nested({key: item for key, item in filled.items() if item is not None}))
     if "train_batch_size" in filled:
         native = {key: item for key, item in native.items() if key != "train_batch_size"}
     entries = [_checked(entry, said, get, whole) for entry in registry.get("deepspeed").parse(native, topology=topology)]
-    entries = [_at(entry, filled) for entry in entries]
+    entries = [_at(entry, filled, assumed=entry.assumed or entry.path[0] in mixed) for entry in entries]
     if "train_batch_size" in filled:
         note = "transformers fills in the product of the other two and the ranks"
         entries.append(Entry(("deepspeed", "train_batch_size"), AUTO, Meaning(Verdict.DROPPED, note, kept=True)))
     return entries
 
 
-def _at(entry: Entry, filled: Mapping[str, Any]) -> Entry:
+def _mixed(get: Arguments) -> dict[str, Any]:
+    """What Accelerate adds where the config names no format (`DeepSpeedPlugin.set_mixed_precision`, accelerate 1.15.0)."""
+    return {name: {"enabled": True} for name in ("bf16", "fp16") if not off(get(name)) and get(name) != AUTO}
+
+
+def _at(entry: Entry, filled: Mapping[str, Any], *, assumed: bool) -> Entry:
     """The entry at its place in the document, with the word that stands there."""
     value = AUTO if entry.key in filled else entry.value
-    return replace(entry, path=("deepspeed", *entry.path), value=value)
+    return replace(entry, path=("deepspeed", *entry.path), value=value, assumed=assumed)
 
 
 def _checked(entry: Entry, said: Mapping[str, Any], get: Arguments, whole: bool) -> Entry:
