@@ -76,7 +76,8 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
     places: dict[str, tuple[str, ...]] = {}
     if data.get("fsdp_version"):
         places["version"] = ("fsdp_version",)
-    entries = []
+    empty = [key for key in ("fsdp_config", "fsdp_version") if key in data and (off(data[key]) or data[key] == "")]
+    entries = [Entry((key,), data[key], Meaning(Verdict.DROPPED, "is empty", kept=True)) for key in empty]
     for name, key in plain.items():
         value, path = config[key], ("fsdp_config", key)
         if name == "version" and "version" in places:
@@ -85,13 +86,16 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
             native[_NAMES[name]] = value
             places[_NAMES[name]] = path
         else:
-            note = _STRATEGY if name == "sharding_strategy" else _OVERLOOKED
+            note = "is empty" if value is None else _STRATEGY if name == "sharding_strategy" else _OVERLOOKED
             entries.append(Entry(path, value, Meaning(Verdict.DROPPED, note, kept=True)))
     wrong = _words(data, native, str(version) == "2")
-    mesh = _mesh(data)
-    if isinstance(mesh, Entry):
-        entries.append(mesh)
-    elif mesh:
+    try:
+        mesh = _mesh(data)
+    except Unreadable as error:
+        wrong_mesh = [Entry((key,), data[key], Meaning(Verdict.REFUSED, str(error))) for key in _MESH if key in data]
+        others = {key: value for key, value in data.items() if key not in _MESH}
+        return entries + wrong_mesh + _placed(others, native, places, wrong, topology)
+    if mesh:
         native["mesh"] = mesh
     return entries + _placed(data, native, places, wrong, topology)
 
@@ -125,15 +129,16 @@ def _words(data: Mapping[str, Any], native: dict[str, Any], second: bool) -> str
     return f"knows no word {', '.join(strange)}; write full_shard, offload or auto_wrap" if strange else ""
 
 
-def _mesh(data: Mapping[str, Any]) -> Mapping[str, int] | Entry | None:
+def _mesh(data: Mapping[str, Any]) -> Mapping[str, int] | None:
+    """The sizes of the groups, if there are groups.
+
+    Raises:
+        Unreadable: One of them is no number.
+    """
     sizes = {}
     for key, axis in (("dp_replicate_size", "replicate"), ("dp_shard_size", "shard")):
-        if off(data.get(key)):
-            continue
-        try:
+        if not off(data.get(key)):
             sizes[axis] = integer(1)(data[key])
-        except Unreadable as error:
-            return Entry((key,), data[key], Meaning(Verdict.REFUSED, str(error)))
     # Without groups, all ranks share one copy, however many there are.
     return sizes if sizes.get("replicate", 1) > 1 else None
 
