@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -362,8 +363,15 @@ def test_every_field_of_the_schema_gets_a_word(name: str, backend: str) -> None:
 
 
 def test_a_third_engine_is_refused() -> None:
+    reading = replace(read({"backend": "fsdp"}, "unishard"), config=Config(backend="megatron"))
     with pytest.raises(ConfigError, match="transformers runs fsdp and deepspeed, not megatron"):
-        written(Config(backend="megatron"), Topology(), frozenset())
+        written(reading, Topology())
+
+
+def test_what_the_source_leaves_to_its_script_is_left_to_it() -> None:
+    document = translate({"zero_optimization": {"stage": 2}}, "hf", from_="deepspeed", overrides=["backend=fsdp"]).document
+    assert document["fsdp_config"]["reshard_after_forward"] is False
+    assert not {"learning_rate", "optim", "lr_scheduler_type", "seed"} & set(document)
 
 
 @pytest.mark.parametrize("sign", [{"hydra": {}}, {"defaults": ["actor", "_self_"]}, {"actor_rollout_ref": {}}, {"data_stages": []}])

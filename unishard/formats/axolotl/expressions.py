@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
 from unishard.formats.axolotl.keys import NAMES
-from unishard.formats.hf.engine_expressions import engine_of
+from unishard.formats.hf.engine_expressions import decided_of, engine_of
 from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
+from unishard.formats.reading import Reading
 from unishard.grouping import parts
 from unishard.meanings import Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
@@ -115,17 +116,16 @@ EXPRESSIONS: Mapping[str, Expression] = {name: replace(row, key=_named(row.key))
 """Rows of TrainingArguments under axolotl's names, and its own."""
 
 
-def written(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:
+def written(reading: Reading, topology: Topology) -> Expressed:
     """The keys for a config, and what became of each field.
 
     Raises:
         ConfigError: axolotl does not know the engine.
     """
-    own = express(EXPRESSIONS, cfg, topology, undecided)
-    engine = engine_of(cfg, topology, undecided)
-    said = {
-        name: word._replace(key=_named(word.key)) for name, word in engine.words.items() if name not in _OWN or cfg.backend not in SWITCHES
-    }
+    own = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
+    engine = engine_of(reading, topology)
+    mine = _OWN if reading.config.backend in SWITCHES else {}
+    said = {name: word._replace(key=_named(word.key)) for name, word in engine.words.items() if name not in mine}
     words: dict[str, Word] = {**own.words, **said}
     return Expressed(_renamed(merge(own.document, engine.document)), words)
 

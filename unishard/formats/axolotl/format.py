@@ -48,7 +48,7 @@ class AxolotlFormat:
 
     def write(self, reading: Reading, topology: Topology) -> Expressed:
         """The keys that train; a file also needs `base_model` and `datasets`."""
-        return written(reading.config, topology, frozenset(reading.undecided))
+        return written(reading, topology)
 
     def render(self, document: Native, reading: Reading) -> str:
         """YAML."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from unishard import registry
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.sharding import BOTH
-from unishard.meanings import AUTO, Case, Expressed, Expression, Verdict, Word
+from unishard.formats.reading import Reading
+from unishard.meanings import AUTO, Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
 from unishard.topology import Topology
 
-__all__ = ["FSDP", "ZERO_WORDS", "engine_of"]
+__all__ = ["FSDP", "ZERO_WORDS", "decided_of", "engine_of"]
 
 _SCRIPT = "your training script"
 _TIME = "time and memory alone: losses are the same"
@@ -143,20 +144,30 @@ FSDP: Mapping[str, Expression] = {
 """Rows with `fsdp` or neither engine; fields that are not here are said in FSDP's own words below `fsdp_config`."""
 
 
-def engine_of(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:
+_ALWAYS = ("backend", "sharding.strategy", "native")
+"""Fields that every document says."""
+
+
+def decided_of(rows: Mapping[str, Expression], reading: Reading) -> Mapping[str, Expression]:
+    """The rows of what the source decides: what it leaves to its training script stays with that."""
+    return {path: row for path, row in rows.items() if path in reading.decided or path in _ALWAYS}
+
+
+def engine_of(reading: Reading, topology: Topology) -> Expressed:
     """The engine's part of the document, and its words.
 
     Raises:
         ConfigError: transformers does not know the engine.
     """
-    if cfg.backend not in _ENGINES:
-        what = f"transformers runs {' and '.join(_ENGINES)}, not {cfg.backend}; give --set backend=fsdp"
+    name = reading.config.backend
+    if name not in _ENGINES:
+        what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; give --set backend=fsdp"
         raise ConfigError([Problem("backend", what, "")])
-    return _ENGINES[cfg.backend](cfg, topology, undecided)
+    rows = decided_of(registry.get(name).expressions, reading)
+    return _ENGINES[name](reading.config, express(rows, reading.config, topology, reading.undecided))
 
 
-def _fsdp(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:
-    said = registry.get("fsdp").arguments(cfg, topology, undecided)
+def _fsdp(cfg: Config, said: Expressed) -> Expressed:
     taken = {key: value for key, value in said.document.items() if key in BOTH and _sharded(cfg)}
     words = {
         name: word._replace(key=f"fsdp_config.{word.key}")
@@ -167,8 +178,7 @@ def _fsdp(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expres
     return Expressed(document, words)
 
 
-def _deepspeed(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:
-    said = registry.get("deepspeed").arguments(cfg, topology, undecided)
+def _deepspeed(cfg: Config, said: Expressed) -> Expressed:
     config = {key: value for key, value in said.document.items() if key not in ("optimizer", "scheduler")}
     # transformers fills these in from the arguments, and refuses two places that disagree.
     config = merge(config, dict.fromkeys(_FILLED, AUTO))
@@ -183,4 +193,4 @@ def _deepspeed(cfg: Config, topology: Topology, undecided: Collection[str]) -> E
     return Expressed({"deepspeed": config}, words)
 
 
-_ENGINES: Mapping[str, Callable[[Config, Topology, Collection[str]], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
+_ENGINES: Mapping[str, Callable[[Config, Expressed], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.formats.hf.engine_expressions import FSDP, engine_of
+from unishard.formats.hf.engine_expressions import FSDP, decided_of, engine_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
+from unishard.formats.reading import Reading
 from unishard.meanings import Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
 from unishard.topology import Topology
@@ -156,10 +157,14 @@ EXPRESSIONS: Mapping[str, Expression] = {
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 
-def written(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:
-    """The arguments for a config, and what became of each field."""
-    own_words = express(EXPRESSIONS, cfg, topology, undecided)
-    engine = engine_of(cfg, topology, undecided)
+def written(reading: Reading, topology: Topology) -> Expressed:
+    """The arguments for a config, and what became of each field.
+
+    Raises:
+        ConfigError: transformers does not know the engine.
+    """
+    own_words = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
+    engine = engine_of(reading, topology)
     document = merge(own_words.document, engine.document)
     words: dict[str, Word] = {**own_words.words, **engine.words}
     return Expressed(document, words)

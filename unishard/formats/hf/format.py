@@ -43,7 +43,7 @@ class HfFormat:
 
     def write(self, reading: Reading, topology: Topology) -> Expressed:
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or `deepspeed`."""
-        return written(reading.config, topology, frozenset(reading.undecided))
+        return written(reading, topology)
 
     def render(self, document: Native, reading: Reading) -> str:
         """YAML."""
