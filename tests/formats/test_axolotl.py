@@ -188,6 +188,18 @@ def test_what_is_written() -> None:
     assert yaml.safe_load(outcome.text) == outcome.document
 
 
+def test_what_only_the_dataset_knows_goes_from_file_to_file() -> None:
+    document = {**BASE, "num_epochs": 2, "warmup_ratio": 0.1}
+    there = translate(document, "hf").document
+    assert (there["num_train_epochs"], there["warmup_steps"]) == (2, 0.1)
+    back = translate({**there, "per_device_train_batch_size": 1}, "axolotl", from_="hf").document
+    assert (back["num_epochs"], back["warmup_ratio"]) == (2, 0.1)
+    own = translate(document, "axolotl").document
+    assert (own["num_epochs"], own["warmup_ratio"]) == (2, 0.1)
+    silent = translate(BASE, "hf").document
+    assert (silent["num_train_epochs"], silent["warmup_steps"]) == (1.0, 0.03)  # what axolotl assumes, not what transformers does
+
+
 def test_fp32_is_written_since_axolotl_would_choose_bf16() -> None:
     assert translate({"backend": "fsdp", "precision": "fp32"}, "axolotl").document["bf16"] is False
 

@@ -11,6 +11,7 @@ from unishard.config import Config
 from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.hf.engine_expressions import decided_of, engine_of
 from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
+from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.formats.reading import Reading
 from unishard.grouping import parts
@@ -22,6 +23,7 @@ __all__ = ["EXPRESSIONS", "written"]
 
 _WORDS = {argument: name for name, argument in NAMES.items()} | {
     "fsdp_config.cpu_offload": "fsdp_config.offload_params",
+    "fsdp": "fsdp_version",
     "lr_scheduler_kwargs": "cosine_min_lr_ratio, lr_scheduler_kwargs",
     "fsdp_config.pin_memory": "fsdp_config.cpu_offload_pin_memory",
 }
@@ -126,8 +128,9 @@ def written(reading: Reading, topology: Topology) -> Expressed:
     engine = engine_of(reading, topology)
     mine = _OWN if reading.config.backend in SWITCHES else {}
     said = {name: word._replace(key=_named(word.key)) for name, word in engine.words.items() if name not in mine}
-    words: dict[str, Word] = {**own.words, **said}
-    return Expressed(_renamed(merge(own.document, engine.document)), words)
+    lengths = lengths_of(reading)
+    words: dict[str, Word] = {**own.words, **said, **{name: word._replace(key=_named(word.key)) for name, word in lengths.words.items()}}
+    return Expressed(_renamed(merge(merge(own.document, engine.document), lengths.document)), words)
 
 
 def _renamed(document: Native) -> Native:
@@ -157,12 +160,18 @@ def _shape(name: str, value: str) -> Native:
     return {"lr_scheduler": "cosine" if value == "cosine_with_min_lr" else value}
 
 
+def _warmup(name: str, value: Any) -> Native:
+    """Axolotl takes whole numbers as `warmup_steps` (schemas/config.py)."""
+    return {"warmup_ratio" if isinstance(value, float) and 0 < value < 1 else name: value}
+
+
 _KEYS = {"cpu_offload": "offload_params", "pin_memory": "cpu_offload_pin_memory"}
 _RENAMED: Mapping[str, Callable[[str, Any], Native]] = {
     "fsdp": lambda name, value: {},
     "fsdp_config": _fsdp,
     "lr_scheduler_kwargs": _kwargs,
     "lr_scheduler_type": _shape,
+    "warmup_steps": _warmup,
     "activation_checkpointing": lambda name, value: {"gradient_checkpointing": value},
     "activation_checkpointing_kwargs": lambda name, value: {"gradient_checkpointing_kwargs": value},
 }

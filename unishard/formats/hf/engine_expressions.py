@@ -53,7 +53,7 @@ def _scaler(name: str, usual: object) -> Expression:
 FSDP: Mapping[str, Expression] = {
     "precision.master": Expression(
         Verdict.EXACT,
-        "none: Accelerate keeps the weights in fp32 beside bf16 and fp16",
+        "bf16, fp16",
         when=(
             Case(
                 "pure",

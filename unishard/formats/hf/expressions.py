@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from unishard.config import Config
 from unishard.formats.hf.engine_expressions import FSDP, decided_of, engine_of
+from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.formats.reading import Reading
@@ -42,7 +43,7 @@ _BLOCKS = "transformers runs the whole of each block again: losses are the same,
 EXPRESSIONS: Mapping[str, Expression] = {
     "backend": Expression(
         Verdict.EXACT,
-        "fsdp, deepspeed",
+        "fsdp",
         to=_backend,
         when=(Case("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", Verdict.EXACT, "DistributedDataParallel"),),
     ),
@@ -165,6 +166,7 @@ def written(reading: Reading, topology: Topology) -> Expressed:
     """
     own_words = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
-    document = merge(own_words.document, engine.document)
-    words: dict[str, Word] = {**own_words.words, **engine.words}
+    lengths = lengths_of(reading)
+    document = merge(merge(own_words.document, engine.document), lengths.document)
+    words: dict[str, Word] = {**own_words.words, **engine.words, **lengths.words}
     return Expressed(document, words)

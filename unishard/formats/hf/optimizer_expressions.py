@@ -112,7 +112,7 @@ OPTIMIZING: Mapping[str, Expression] = {
     "optimizer.groups": _script(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
     "scheduler.name": Expression(
         Verdict.EXACT,
-        "lr_scheduler_type, lr_scheduler_kwargs",
+        "lr_scheduler_type",
         "",
         _schedule,
     ),
