@@ -71,6 +71,21 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "deepspeed": 1,
         "max_grad_norm": 1,
         "gradient_accumulation_steps": 1,
+        "optim": 2,
+        "lr_scheduler_kwargs": 2,
+        # A file that `fsdp_config` names holds its keys alone.
+        "fsdp_transformer_layer_cls_to_wrap": 2,
+        "transformer_layer_cls_to_wrap": 2,
+        "fsdp_sharding_strategy": 2,
+        "fsdp_auto_wrap_policy": 2,
+        "auto_wrap_policy": 2,
+        "fsdp_state_dict_type": 2,
+        "fsdp_offload_params": 1,
+        "reshard_after_forward": 2,
+        "fsdp_reshard_after_forward": 2,
+        "cpu_ram_efficient_loading": 2,
+        "xla_fsdp_v2": 2,
+        "xla": 2,
     },
     "lightning": {
         "strategy": 4,
@@ -129,6 +144,12 @@ _LOUD = 3
 _OURS = 10
 """How loudly a file speaks for unishard in which each key is a field of its config."""
 
+_STRANGE: Mapping[str, tuple[str, ...]] = {
+    "Hydra, such as verl's": ("hydra", "_target_", "actor_rollout_ref"),
+    "nanotron": ("data_stages", "lighteval"),
+}
+"""Top-level keys of tools that are trained otherwise, whose configs unishard does not read."""
+
 NAMES = tuple(_SIGNS)
 """The formats, by the word after `--from` and `--to`."""
 
@@ -153,6 +174,10 @@ def recognise(source: Source) -> Format:
     Raises:
         ConfigError: It is in none of them.
     """
+    stranger = _stranger(source.data)
+    if stranger:
+        what = f"is a config of {stranger}, which unishard does not read; write a new config with `unishard init`"
+        raise ConfigError([Problem("", what, source.name)])
     best, loudness = loudest(source)
     if not loudness:
         keys = ", ".join(map(str, list(source.data)[:5])) or "none"
@@ -173,7 +198,7 @@ def loudest(source: Source) -> tuple[str, int]:
     loudness = {name: _loudness(signs, source.data) for name, signs in _SIGNS.items()}
     loudness["unishard"] += _OURS * _is_ours(source.data)
     best = max(loudness, key=lambda name: loudness[name])
-    return best, loudness[best]
+    return best, 0 if _stranger(source.data) else loudness[best]
 
 
 def mentions(text: str) -> bool:
@@ -188,6 +213,13 @@ def _is_ours(data: Mapping[str, Any]) -> bool:
     sections = ((known[key].annotation, value) for key, value in data.items() if key in known and isinstance(value, Mapping))
     inner = all(set(value) <= set(getattr(kind, "model_fields", value)) for kind, value in sections)
     return bool(data) and set(data) <= set(known) and inner
+
+
+def _stranger(data: Mapping[str, Any]) -> str | None:
+    """The tool that a document is for, if it is one that unishard knows not to read."""
+    if isinstance(data.get("defaults"), list):
+        return next(iter(_STRANGE))
+    return next((tool for tool, keys in _STRANGE.items() if any(key in data for key in keys)), None)
 
 
 def _loudness(signs: Mapping[str, int], data: Mapping[str, Any]) -> int:
