@@ -235,7 +235,7 @@ def loudest(source: Source) -> tuple[str, int]:
     """The format that the keys of a document speak for most, and how loudly; 0 for not at all."""
     loudness = _loudnesses(source.data)
     best = max(loudness, key=lambda name: loudness[name])
-    return best, loudness[best]
+    return best, 0 if _stranger(source.data) else loudness[best]
 
 
 def _loudnesses(data: Mapping[str, Any]) -> dict[str, int]:

@@ -34,7 +34,7 @@ def _blocks(rows: Mapping[str, Key]) -> dict[str, Key]:
 
 
 def _all() -> dict[str, Key]:
-    rows = {key: row for section in _SECTIONS for key, row in section.KEYS.items()}
+    rows = {key: row for section in reversed(_SECTIONS) for key, row in section.KEYS.items()}  # the rest yields to the others
     return rows | _blocks(rows)
 
 

@@ -124,7 +124,8 @@ def _betas(value: Any) -> tuple[float, float]:
 def _bias_correction(value: Any, given: Given) -> Meaning:
     if boolean(value) or _name(given) not in ("adamw", "adam"):
         return dropped("is on, as in torch") if boolean(value) else dropped("belongs to Adam and Lamb")
-    raise Unreadable("must be true: torch's Adam always corrects its moments; write true")
+    note = "torch's Adam corrects its moments, so that the first updates (about 1 / (1 - beta2)) have another size; the later are the same"
+    return Meaning(Verdict.APPROXIMATE, note)
 
 
 def _max_grad_norm(value: Any, given: Given) -> Meaning:

@@ -16,7 +16,11 @@ from unishard_deepspeed.arguments.facts import compute, dropped, dtype, only, qu
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 
-_WIDTH = Undecided("the format of precision.compute, in which DeepSpeed reduces and adds up gradients unless told otherwise")
+_WIDTH = Undecided("the format of precision.compute, in which DeepSpeed reduces unless told otherwise")
+_ADDED_UP = (
+    "DeepSpeed adds up the gradients of a window in the format of compute where the key is absent; fp32 is kept, which loses less. Set "
+    "precision.accumulate for DeepSpeed's way"
+)
 _AUTOCAST = "DeepSpeed casts operations (torch.autocast) and keeps parameters in fp32; unishard casts the parameters of each unit"
 
 
@@ -58,18 +62,29 @@ def _autocast(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, given.get("torch_autocast.dtype"), "bf16")})
 
 
-def _format(field: str) -> Key:
-    """A format that is that of compute where the config does not say it."""
+def _reduce(value: Any, given: Given) -> Meaning:
+    if value is not None:
+        return Meaning(fields={"precision.reduce": dtype(value)})
+    found = compute(given)
+    if isinstance(found, Undecided):
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {_WIDTH.who}", {"precision.reduce": _WIDTH})
+    return Meaning(note="DeepSpeed reduces in the format of compute where the key is absent", fields={"precision.reduce": found})
 
-    def read(value: Any, given: Given) -> Meaning:
-        if value is not None:
-            return Meaning(fields={field: dtype(value)})
-        found = compute(given)
-        if isinstance(found, Undecided):
-            return Meaning(Verdict.UNDECIDED, f"the value comes from {_WIDTH.who}", {field: _WIDTH})
-        return Meaning(note="DeepSpeed takes the format of compute where the key is absent", fields={field: found})
 
-    return Key(read, field)
+def _accumulate(value: Any, given: Given) -> Meaning:
+    """Where the key is absent, DeepSpeed adds up in the format of compute: the one default that is not taken over."""
+    if value is not None:
+        return Meaning(fields={"precision.accumulate": dtype(value)})
+    if _pure(given):
+        return Meaning(fields={"precision.accumulate": compute(given)})
+    if quiet(integer(1), given.get("gradient_accumulation_steps")) == 1:
+        return Meaning(note="nothing is added up in a window of one micro-batch", fields={"precision.accumulate": "fp32"})
+    return Meaning(Verdict.APPROXIMATE, _ADDED_UP, {"precision.accumulate": "fp32"})
+
+
+def _pure(given: Given) -> bool:
+    found = compute(given)
+    return quiet(boolean, given.get(f"{found}.{found}_master_weights_and_grads"), False) is True
 
 
 def _masters(name: str) -> Key:
@@ -160,9 +175,9 @@ KEYS: Mapping[str, Key] = {
     "torch_autocast.enabled": Key(_autocast, "precision.compute", Verdict.APPROXIMATE, _AUTOCAST),
     "torch_autocast.dtype": drops("the format that torch_autocast.enabled speaks of"),
     "torch_autocast.lower_precision_safe_modules": drops("which modules' gradients travel in that format; unishard treats all alike"),
-    "communication_data_type": _format("precision.reduce"),
+    "communication_data_type": Key(_reduce, "precision.reduce"),
     "data_types.param_dtype": Key(_param_dtype, "precision.compute"),
-    "data_types.grad_accum_dtype": _format("precision.accumulate"),
+    "data_types.grad_accum_dtype": Key(_accumulate, "precision.accumulate"),
     "data_types.buffer_dtype": Key(_buffers, "precision.buffers"),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from unishard import registry
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
-from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, express
+from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Undecided, express
 from unishard.rules import Native, flat, nested
 from unishard.topology import Topology
 
@@ -16,8 +16,15 @@ __all__ = ["DeepSpeedFormat"]
 
 _BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 """What a script that gives DeepSpeed its config through transformers or Accelerate fills in."""
-_TORCHS_OWN = ("optimizer.params.torch_adam", "zero_force_ds_cpu_optimizer", "zero_optimization.memory_efficient_linear")
+_TORCHS_OWN = (
+    "optimizer.params.torch_adam",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization.memory_efficient_linear",
+    "data_types.grad_accum_dtype",
+)
 """Settings with which DeepSpeed rounds as torch does; a config that was DeepSpeed's own before keeps its kernels."""
+_FOLLOWS = "precision.compute=", "precision.reduce="
+"""DeepSpeed reduces in the format of compute, so whoever decides the one decides the other."""
 
 
 class DeepSpeedFormat:
@@ -37,7 +44,7 @@ class DeepSpeedFormat:
         """
         engine = Entry(("backend",), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
         entries = [*registry.get("deepspeed").parse(source.data, topology=topology), engine]
-        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+        return assemble(self.name, source, entries, overrides=_completed(tuple(overrides), entries), topology=topology)
 
     def write(self, reading: Reading, topology: Topology) -> Expressed:
         """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""
@@ -53,6 +60,14 @@ class DeepSpeedFormat:
     def render(self, document: Native, reading: Reading) -> str:
         """JSON, indented."""
         return json.dumps(document, indent=2) + "\n"
+
+
+def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[str, ...]:
+    """The overrides, and the format of reductions where one of them decides that of compute."""
+    chosen = [text.removeprefix(_FOLLOWS[0]) for text in overrides if text.startswith(_FOLLOWS[0])]
+    open_ = any(isinstance(entry.meaning.fields.get("precision.reduce"), Undecided) for entry in entries)
+    stated = any(text.startswith(_FOLLOWS[1]) for text in overrides)
+    return (*overrides, f"{_FOLLOWS[1]}{chosen[-1]}") if chosen and open_ and not stated else overrides
 
 
 def _left(path: str, reading: Reading) -> bool:

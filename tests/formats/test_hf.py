@@ -1,0 +1,380 @@
+"""TrainingArguments: what each says, what Trainer assumes, and what is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from unishard.config import Config, leaves, value_at
+from unishard.errors import ConfigError
+from unishard.formats import Outcome, read, translate
+from unishard.formats.hf.expressions import written
+from unishard.formats.hf.optimizing import NO_DECAY
+from unishard.meanings import Verdict
+from unishard.topology import Topology
+
+BASE = {"per_device_train_batch_size": 4}
+
+
+def fields(document: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What a document decides, by field."""
+    reading = read(document, "hf", **more)
+    return {path: value_at(reading.config, path) for path in reading.decided if path not in reading.undecided}
+
+
+def item(outcome: Outcome, key: str) -> Any:
+    (found,) = [item for item in outcome.items if item.key == key and not item.assumed]
+    return found
+
+
+def of(document: dict[str, Any], key: str, to: str = "unishard") -> Any:
+    return item(translate(document, to, from_="hf"), key)
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"per_device_train_batch_size": 4}, {"training.micro_batch_size": 4}),
+        ({"gradient_accumulation_steps": "2"}, {"training.gradient_accumulation_steps": 2}),
+        ({"max_grad_norm": 0}, {"training.gradient_clipping": None}),
+        ({"max_grad_norm": 0.5}, {"training.gradient_clipping": 0.5}),
+        ({"learning_rate": "1e-5"}, {"optimizer.lr": 1e-5}),
+        ({"adam_beta1": 0.8, "adam_beta2": 0.9}, {"optimizer.betas": (0.8, 0.9)}),
+        ({"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"}, {"optimizer.momentum": 0.9, "optimizer.nesterov": True}),
+        ({"optim": "adagrad", "optim_args": "eps=1e-6"}, {"optimizer.name": "adagrad", "optimizer.eps": 1e-6}),
+        ({"optim": "paged_adamw_32bit"}, {"optimizer.name": "adamw"}),
+        ({"optim": "lion_32bit"}, {"optimizer.name": "lion", "optimizer.betas": (0.9, 0.999)}),
+        ({"weight_decay": 0.1}, {"optimizer.weight_decay": 0.1, "optimizer.no_decay": [NO_DECAY]}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 10}, {"scheduler.name": "constant", "scheduler.warmup_steps": 0}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10}, {"scheduler.warmup_steps": 10}),
+        ({"max_steps": 200, "warmup_steps": 0.03}, {"scheduler.total_steps": 200, "scheduler.warmup_steps": 6}),
+        ({"max_steps": 200, "warmup_ratio": 0.1}, {"scheduler.warmup_steps": 20}),
+        (
+            {"max_steps": 9, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}, "learning_rate": 1e-4},
+            {"scheduler.name": "cosine", "scheduler.min_lr_ratio": 0.1},
+        ),
+        (
+            {"max_steps": 9, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 2e-5}, "learning_rate": 1e-4},
+            {"scheduler.name": "linear", "scheduler.min_lr_ratio": 0.2},
+        ),
+        ({"bf16": True}, {"precision.compute": "bf16", "sharding.strategy": "no_shard"}),
+        ({"bf16": True, "fsdp": True}, {"precision.compute": "bf16", "precision.reduce": "bf16"}),
+        ({"gradient_checkpointing": True}, {"activation_checkpointing": "full"}),
+        ({"torch_compile_backend": "aot_eager"}, {"compile.mode": "full", "compile.backend": "aot_eager"}),
+        ({"seed": 7}, {"training.seed": 7}),
+        ({"fsdp": "full_shard auto_wrap"}, {"backend": "fsdp", "sharding.strategy": "full_shard"}),
+        ({"fsdp": ["shard_grad_op"]}, {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": False}),
+        ({"fsdp": "full_shard offload"}, {"offload.params": "cpu", "offload.optimizer": "cpu"}),
+        ({"fsdp": "hybrid_shard", "fsdp_config": {"version": 1}}, {"sharding.strategy": "hybrid_shard"}),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, {"sharding.reshard_after_forward": False}),
+        ({"fsdp": True, "fsdp_config": {"fsdp_cpu_offload": "true"}}, {"offload.params": "cpu"}),
+        ({"fsdp": True, "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "T5Block"}}, {"sharding.units": ["T5Block"]}),
+        ({"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "T5Block"}, {"sharding.units": ["T5Block"]}),
+        ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, {"activation_checkpointing": "full"}),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"backend": "deepspeed", "sharding.strategy": "shard_grad_op"}),
+    ],
+)
+def test_an_argument_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = fields(BASE | document)
+    assert {path: found.get(path) for path in expected} == expected
+
+
+def test_trainer_assumes_what_the_file_does_not_say() -> None:
+    assert (
+        fields({"learning_rate": 1e-4, "max_steps": 5}).items()
+        >= {
+            "backend": "fsdp",
+            "sharding.strategy": "no_shard",
+            "training.micro_batch_size": 8,
+            "training.gradient_clipping": 1.0,
+            "training.seed": 42,
+            "optimizer.name": "adamw",
+            "optimizer.weight_decay": 0.0,
+            "scheduler.name": "linear",
+        }.items()
+    )
+
+
+def test_only_the_dataset_knows_how_many_updates_there_are() -> None:
+    reading = read(BASE | {"num_train_epochs": 3, "warmup_ratio": 0.1}, "hf")
+    assert set(reading.undecided) == {"scheduler.total_steps", "scheduler.warmup_steps"}
+    decided = read(BASE | {"num_train_epochs": 3}, "hf", overrides=["scheduler.total_steps=100"])
+    assert not decided.undecided
+    assert decided.config.scheduler.total_steps == 100
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "words"),
+    [
+        ({"optim": "adafactor"}, "optim", "unishard.prepare(optimizer=...)"),
+        ({"optim": "adam"}, "optim", "adamw_torch"),
+        ({"optim": "sgd", "optim_args": "dampening=0.1"}, "optim_args", "dampening"),
+        ({"lr_scheduler_type": "inverse_sqrt"}, "lr_scheduler_type", "no inverse_sqrt schedule"),
+        ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}, "lr_scheduler_type", "does not restart"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs", "takes no power"),
+        ({"per_device_train_batch_size": "many"}, "per_device_train_batch_size", "must be a whole number"),
+        ({"per_device_train_batchsize": 4}, "per_device_train_batchsize", "did you mean 'per_device_train_batch_size'?"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor", "the training script"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size", "write it as per_device_train_batch_size"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config", "divide it by the ranks"),
+        ({"fsdp": "hybrid_shard"}, "fsdp", "version 1 alone"),
+        ({"fsdp": "full_shrad"}, "fsdp", "knows no word 'full_shrad'"),
+        ({"fsdp": True, "fsdp_config": {"xla": True}}, "fsdp_config.xla", "XLA"),
+        ({"fsdp": True, "fsdp_config": [1]}, "fsdp_config", "must be a mapping"),
+        ({"deepspeed": 3}, "deepspeed", "must be a mapping or the path"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_instead(document: dict[str, Any], key: str, words: str) -> None:
+    found = of({**BASE, **document}, key)
+    assert found.verdict is Verdict.REFUSED
+    assert words in found.note
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("offload_params", "transformers 5.23 calls it cpu_offload and overlooks this word"),
+        ("sharding_strategy", "overlooks this key"),
+        ("backward_prefetch", "overlooks it with version 2"),
+        ("frobnicate", "overlooks a key of fsdp_config that it does not know"),
+    ],
+)
+def test_keys_that_transformers_overlooks_are_named(key: str, words: str) -> None:
+    found = of({**BASE, "fsdp": True, "fsdp_config": {f"fsdp_{key}": "FULL_SHARD"}}, f"fsdp_config.fsdp_{key}")
+    assert found.verdict is Verdict.DROPPED
+    assert words in found.note
+
+
+def test_a_config_without_fsdp_counts_for_nothing() -> None:
+    document = {**BASE, "fsdp": "", "fsdp_config": {"reshard_after_forward": False}}
+    assert of(document, "fsdp_config.reshard_after_forward").note == "is read where fsdp is on alone"
+    assert fields(document)["sharding.strategy"] == "no_shard"
+
+
+def test_a_file_that_fsdp_config_names_is_read(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.json").write_text(json.dumps({"fsdp_reshard_after_forward": False}))
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "fsdp": True, "fsdp_config": "fsdp.json"}))
+    outcome = translate(tmp_path / "args.yaml", "unishard")
+    assert outcome.reading.config.sharding.reshard_after_forward is False
+    assert item(outcome, "fsdp_config.fsdp_reshard_after_forward").verdict is Verdict.EXACT
+
+
+def test_such_a_file_can_be_read_alone(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp_config.json"
+    path.write_text(json.dumps({"fsdp_transformer_layer_cls_to_wrap": ["T5Block"], "limit_all_gathers": True}))
+    outcome = translate(path, "unishard")
+    assert outcome.reading.format == "hf"
+    assert outcome.document == {"sharding": {"strategy": "full_shard", "units": ["T5Block"]}} | outcome.document
+    assert "training" not in outcome.document  # the file says nothing of it, and Trainer's defaults are not known to hold
+
+
+AUTO = {
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+}
+
+
+def test_auto_is_filled_in_from_the_arguments() -> None:
+    document = {**BASE, "gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.5, "deepspeed": AUTO}
+    found = fields(document)
+    assert found["training.micro_batch_size"] == 4
+    assert found["training.gradient_clipping"] == 0.5
+    assert found["precision.compute"] == "bf16"
+    outcome = translate(document, "unishard", from_="hf")
+    assert item(outcome, "deepspeed.gradient_clipping").value == "auto"
+    assert not outcome.of(Verdict.REFUSED)
+
+
+def test_auto_in_a_scheduler_is_filled_in_where_max_steps_says_it() -> None:
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    document = {**BASE, "max_steps": 50, "warmup_steps": 5, "deepspeed": {**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}}}
+    reading = read(document, "hf")
+    assert (reading.config.scheduler.total_steps, reading.config.scheduler.warmup_steps) == (50, 5)
+    assert not reading.undecided
+
+
+def test_numbers_that_contradict_the_arguments_stop_transformers() -> None:
+    found = of({**BASE, "deepspeed": {"train_micro_batch_size_per_gpu": 2}}, "deepspeed.train_micro_batch_size_per_gpu")
+    assert found.verdict is Verdict.REFUSED
+    assert "transformers stops here, since per_device_train_batch_size is 4" in found.note
+
+
+def test_max_grad_norm_is_idle_where_the_json_has_no_gradient_clipping() -> None:
+    document = {**BASE, "max_grad_norm": 0.5, "deepspeed": {"zero_optimization": {"stage": 1}}}
+    assert "whatever this says" in of(document, "max_grad_norm").note
+    assert fields(document)["training.gradient_clipping"] == 1.0
+
+
+def test_the_optimizer_of_the_json_counts() -> None:
+    adam = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    document = {**BASE, "optim": "sgd", "weight_decay": 0.1, "learning_rate": 0.01, "deepspeed": {**AUTO, "optimizer": adam}}
+    found = fields(document)
+    assert (found["optimizer.name"], found["optimizer.lr"], found["optimizer.weight_decay"]) == ("adamw", 0.01, 0.1)
+    assert not found.get("optimizer.no_decay")  # DeepSpeed gets one group of parameters
+    assert of(document, "optim").verdict is Verdict.DROPPED
+
+
+def test_a_json_that_is_not_there_is_one_decision(tmp_path: Path) -> None:
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "deepspeed": "examples/ds_z2_config.json"}))
+    outcome = translate(tmp_path / "args.yaml", "unishard")
+    found = item(outcome, "deepspeed")
+    assert found.verdict is Verdict.UNDECIDED
+    assert "is not there" in found.note
+    assert outcome.document["sharding"]["strategy"] == "shard_grad_op"  # as its name says
+    unnamed = translate({**BASE, "deepspeed": "ds.json"}, "unishard", from_="hf")
+    assert unnamed.document["backend"] == "deepspeed"
+    assert unnamed.document["sharding"]["strategy"] == "${sharding.strategy}"
+
+
+def test_the_name_of_an_absent_file_is_kept_in_its_own_format() -> None:
+    assert translate({**BASE, "deepspeed": "ds_z2.json"}, "hf", from_="hf").document["deepspeed"] == "ds_z2.json"
+
+
+def test_a_json_without_a_format_gets_that_of_the_arguments() -> None:
+    found = fields({**BASE, "bf16": True, "deepspeed": {"zero_optimization": {"stage": 2}}})
+    assert (found["precision.compute"], found["precision.reduce"]) == ("bf16", "bf16")
+
+
+def test_version_1_is_translated_as_what_it_asks_for_and_says_what_runs() -> None:
+    found = of({**BASE, "fsdp": "shard_grad_op", "fsdp_config": {"version": 1}}, "fsdp")
+    assert found.verdict is Verdict.APPROXIMATE
+    assert "runs FULL_SHARD" in found.note
+
+
+def test_broken_json_is_one_decision_too(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"a": [}')
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "deepspeed": "ds.json"}))
+    assert item(translate(tmp_path / "args.yaml", "unishard"), "deepspeed").verdict is Verdict.UNDECIDED
+
+
+FACTORY = {
+    "model_name_or_path": "m",
+    "stage": "sft",
+    "finetuning_type": "full",
+    "template": "llama3",
+    "output_dir": "out",
+    "brand_new_key": {"a": {"b": 1}},
+    **BASE,
+}
+
+
+def test_a_file_with_the_keys_of_a_script_around_is_read() -> None:
+    outcome = translate(FACTORY, "unishard")
+    assert outcome.reading.format == "hf"
+    assert not outcome.of(Verdict.REFUSED)
+    assert "the script around" in item(outcome, "brand_new_key").note
+
+
+def test_a_misspelt_argument_is_refused_there_as_well() -> None:
+    found = of({**FACTORY, "gradient_acumulation_steps": 8}, "gradient_acumulation_steps")
+    assert found.verdict is Verdict.REFUSED
+    assert "did you mean 'gradient_accumulation_steps'?" in found.note
+
+
+def test_ms_swift_trains_in_the_format_in_which_it_loads() -> None:
+    assert fields({**FACTORY, "torch_dtype": "bfloat16"})["precision.compute"] == "bf16"
+    assert "precision.compute" not in fields({**FACTORY, "torch_dtype": "bfloat16", "bf16": False})
+
+
+def test_keys_about_nothing_but_the_tool_are_kept_in_its_own_format() -> None:
+    outcome = translate({**BASE, "logging_steps": 5, "fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, "hf", from_="hf")
+    assert outcome.document["logging_steps"] == 5
+    assert outcome.document["fsdp_config"]["state_dict_type"] == "FULL_STATE_DICT"
+    assert "logging_steps" not in translate({**BASE, "logging_steps": 5}, "unishard", from_="hf").text
+
+
+CONFIG = {
+    "backend": "fsdp",
+    "sharding": {"strategy": "full_shard", "units": ["T5Block"], "reshard_after_forward": False},
+    "precision": {"compute": "bf16", "reduce": "bf16"},
+    "offload": "cpu",
+    "activation_checkpointing": "full",
+    "training": {"micro_batch_size": 2, "gradient_clipping": 0.5, "seed": 1},
+    "optimizer": {"lr": 1e-5, "weight_decay": 0.1, "no_decay": [NO_DECAY]},
+    "scheduler": {"name": "cosine", "warmup_steps": 5, "total_steps": 50},
+}
+
+
+def test_what_is_written_for_fsdp() -> None:
+    outcome = translate(CONFIG, "hf")
+    assert outcome.document == {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "reshard_after_forward": False,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["T5Block"],
+            "cpu_offload": True,
+            "activation_checkpointing": True,
+        },
+        "bf16": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 0.5,
+        "seed": 1,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-5,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 5,
+        "max_steps": 50,
+    }
+    assert yaml.safe_load(outcome.text) == outcome.document
+
+
+def test_what_is_written_for_deepspeed_leaves_shared_numbers_to_the_arguments() -> None:
+    document = translate(CONFIG, "hf", overrides=["backend=deepspeed", "sharding.reshard_after_forward=true"]).document
+    assert "fsdp" not in document
+    assert document["activation_checkpointing"] is True
+    config = document["deepspeed"]
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["bf16"]["enabled"] == "auto"
+    shared = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    assert [config[key] for key in shared] == ["auto"] * 4
+    assert not {"optimizer", "scheduler"} & set(config)
+
+
+def test_groups_of_ranks_need_the_script() -> None:
+    outcome = translate({"sharding": {"strategy": "hybrid_shard", "group_size": 2}}, "hf", topology=Topology(4, 4))
+    assert "ParallelismConfig" in item(outcome, "sharding.strategy").note
+    assert item(outcome, "sharding.strategy").verdict is Verdict.UNDECIDED
+    assert outcome.document["fsdp"] is True
+
+
+@pytest.mark.parametrize("name", ["hf", "axolotl"])
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_every_field_of_the_schema_gets_a_word(name: str, backend: str) -> None:
+    outcome = translate({"backend": backend}, name)
+    assert {item.key for item in outcome.items} == {path for path, _ in leaves(Config)} - {"native"}
+    assert not outcome.of(Verdict.REFUSED)
+    assert all(item.becomes for item in outcome.items)
+
+
+def test_a_third_engine_is_refused() -> None:
+    reading = replace(read({"backend": "fsdp"}, "unishard"), config=Config(backend="megatron"))
+    with pytest.raises(ConfigError, match="transformers runs fsdp and deepspeed, not megatron"):
+        written(reading, Topology())
+
+
+def test_what_the_source_leaves_to_its_script_is_left_to_it() -> None:
+    document = translate({"zero_optimization": {"stage": 2}}, "hf", from_="deepspeed", overrides=["backend=fsdp"]).document
+    assert document["fsdp_config"]["reshard_after_forward"] is False
+    assert not {"learning_rate", "optim", "lr_scheduler_type", "seed"} & set(document)
+
+
+@pytest.mark.parametrize("sign", [{"hydra": {}}, {"defaults": ["actor", "_self_"]}, {"actor_rollout_ref": {}}, {"data_stages": []}])
+def test_configs_of_other_tools_are_one_clear_error(sign: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="which unishard does not read"):
+        read({**sign, "trainer": {"n_gpus": 8}, "model": {}, "optim": {}})

@@ -1,0 +1,177 @@
+"""How axolotl says each field of the config (axolotl 0.18.0)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unishard.config import Config
+from unishard.formats.axolotl.keys import NAMES
+from unishard.formats.hf.engine_expressions import decided_of, engine_of
+from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
+from unishard.formats.hf.lengths import lengths_of
+from unishard.formats.hf.switches import SWITCHES, switched_on, without
+from unishard.formats.reading import Reading
+from unishard.grouping import parts
+from unishard.meanings import Case, Expressed, Expression, Verdict, Word, express
+from unishard.rules import Native, merge
+from unishard.topology import Topology
+
+__all__ = ["EXPRESSIONS", "written"]
+
+_WORDS = {argument: name for name, argument in NAMES.items()} | {
+    "fsdp_config.cpu_offload": "fsdp_config.offload_params",
+    "fsdp": "fsdp_version",
+    "lr_scheduler_kwargs": "cosine_min_lr_ratio, lr_scheduler_kwargs",
+    "fsdp_config.pin_memory": "fsdp_config.cpu_offload_pin_memory",
+}
+_WORD = re.compile(r"[a-z_0-9.]+")
+
+
+def _named(key: str) -> str:
+    """A key in words, under axolotl's names."""
+    named = _WORD.sub(lambda found: _WORDS.get(found.group(), found.group()), key)
+    return re.sub(r"\bactivation_checkpointing\b(?!,? *fsdp|\.)", "gradient_checkpointing", named, count=1)
+
+
+def _format(cfg: Config, topology: Topology) -> Native:
+    return {"bf16": cfg.precision.compute == "bf16"} | ({"fp16": True} if cfg.precision.compute == "fp16" else {})
+
+
+def _groups(cfg: Config, topology: Topology) -> Native:
+    if not cfg.sharding.hybrid or not switched_on(cfg):
+        return {}
+    group = parts(cfg, topology)
+    groups = topology.world_size // group
+    return {"dp_replicate_size": groups, "dp_shard_size": group} if groups > 1 else {}
+
+
+def _pinned(cfg: Config, topology: Topology) -> Native:
+    on = switched_on(cfg) and "cpu" in (cfg.offload.params, cfg.offload.optimizer)
+    return {"fsdp_config": {"pin_memory": False}} if on and not cfg.offload.pin_memory else {}
+
+
+def _whole(cfg: Config) -> bool:
+    """Whether no engine keeps fp32 masters beside a model in bf16."""
+    return without(cfg) and cfg.precision.compute == "bf16"
+
+
+_NEAREST = ARGUMENTS["sharding.strategy"].when[-1]
+_LOADED = "axolotl loads the model in bf16 (resolve_dtype), so without an engine weights and optimizer state are bf16"
+_PURE = "axolotl's engines keep fp32 masters beside bf16: more exact, in more memory"
+
+_OWN: Mapping[str, Expression] = {
+    "sharding.strategy": Expression(
+        Verdict.EXACT,
+        "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size",
+        "",
+        _groups,
+        (ARGUMENTS["sharding.strategy"].when[0], _NEAREST),
+    ),
+    "sharding.group_size": Expression(Verdict.EXACT, "dp_shard_size, dp_replicate_size"),
+    "offload.pin_memory": Expression(Verdict.EXACT, "fsdp_config.cpu_offload_pin_memory", "", _pinned),
+    "precision.compute": Expression(
+        Verdict.EXACT,
+        "bf16, fp16",
+        "",
+        _format,
+        (
+            Case(
+                "fp16 and no_shard",
+                lambda cfg: without(cfg) and cfg.precision.compute == "fp16",
+                Verdict.EMULATED,
+                "torch.autocast: some operations run in fp32 there, and all of the model computes in this format here",
+            ),
+        ),
+    ),
+    "precision.master": Expression(
+        Verdict.EXACT,
+        "bf16, fp16",
+        when=(
+            Case("fp32", lambda cfg: not cfg.precision.pure and not _whole(cfg), Verdict.EXACT, ""),
+            Case("bf16 without an engine", lambda cfg: cfg.precision.pure and _whole(cfg), Verdict.EXACT, ""),
+            Case("fp32 without an engine", lambda cfg: not cfg.precision.pure, Verdict.APPROXIMATE, _LOADED),
+            Case("pure", lambda cfg: cfg.precision.pure, Verdict.APPROXIMATE, _PURE),
+        ),
+    ),
+    "precision.reduce": replace(
+        ARGUMENTS["precision.reduce"],
+        when=(
+            Case("bf16 without an engine", lambda cfg: _whole(cfg) and cfg.precision.reduce == "bf16", Verdict.EXACT, ""),
+            Case("fp32 without an engine", _whole, Verdict.APPROXIMATE, _LOADED),
+            *ARGUMENTS["precision.reduce"].when,
+        ),
+    ),
+    "precision.accumulate": replace(
+        ARGUMENTS["precision.accumulate"],
+        when=(
+            Case("bf16 without an engine", lambda cfg: _whole(cfg) and cfg.precision.accumulate == "bf16", Verdict.EXACT, ""),
+            Case("fp32 without an engine", _whole, Verdict.APPROXIMATE, _LOADED),
+            *ARGUMENTS["precision.accumulate"].when,
+        ),
+    ),
+}
+
+EXPRESSIONS: Mapping[str, Expression] = {name: replace(row, key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}
+"""Rows of TrainingArguments under axolotl's names, and its own."""
+
+
+def written(reading: Reading, topology: Topology) -> Expressed:
+    """The keys for a config, and what became of each field.
+
+    Raises:
+        ConfigError: axolotl does not know the engine.
+    """
+    own = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
+    engine = engine_of(reading, topology)
+    mine = _OWN if reading.config.backend in SWITCHES else {}
+    said = {name: word._replace(key=_named(word.key)) for name, word in engine.words.items() if name not in mine}
+    lengths = lengths_of(reading)
+    words: dict[str, Word] = {**own.words, **said, **{name: word._replace(key=_named(word.key)) for name, word in lengths.words.items()}}
+    return Expressed(_renamed(merge(merge(own.document, engine.document), lengths.document)), words)
+
+
+def _renamed(document: Native) -> Native:
+    """The document under axolotl's names."""
+    found: Native = {}
+    for name, value in document.items():
+        found |= _RENAMED.get(name, _plain)(name, value)
+    return found
+
+
+def _plain(name: str, value: Any) -> Native:
+    return {_WORDS.get(name, name): value}
+
+
+def _fsdp(name: str, value: Mapping[str, Any]) -> Native:
+    keys = {_KEYS.get(key, key): item for key, item in value.items()}
+    if isinstance(keys.get("transformer_layer_cls_to_wrap"), list):
+        keys["transformer_layer_cls_to_wrap"] = ",".join(keys["transformer_layer_cls_to_wrap"])
+    return {"fsdp_version": 2, "fsdp_config": {key: item for key, item in keys.items() if key != "version"}}
+
+
+def _kwargs(name: str, value: Mapping[str, Any]) -> Native:
+    return {"cosine_min_lr_ratio": value["min_lr_rate"]} if "min_lr_rate" in value else {name: value}
+
+
+def _shape(name: str, value: str) -> Native:
+    return {"lr_scheduler": "cosine" if value == "cosine_with_min_lr" else value}
+
+
+def _warmup(name: str, value: Any) -> Native:
+    """Axolotl takes whole numbers as `warmup_steps` (schemas/config.py)."""
+    return {"warmup_ratio" if isinstance(value, float) and 0 < value < 1 else name: value}
+
+
+_KEYS = {"cpu_offload": "offload_params", "pin_memory": "cpu_offload_pin_memory"}
+_RENAMED: Mapping[str, Callable[[str, Any], Native]] = {
+    "fsdp": lambda name, value: {},
+    "fsdp_config": _fsdp,
+    "lr_scheduler_kwargs": _kwargs,
+    "lr_scheduler_type": _shape,
+    "warmup_steps": _warmup,
+    "activation_checkpointing": lambda name, value: {"gradient_checkpointing": value},
+    "activation_checkpointing_kwargs": lambda name, value: {"gradient_checkpointing_kwargs": value},
+}

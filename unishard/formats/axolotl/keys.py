@@ -1,0 +1,182 @@
+"""axolotl's keys that say how a model is trained (axolotl 0.18.0, src/axolotl/utils/schemas and core/builders/base.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from unishard.formats.axolotl.idle import IDLE
+from unishard.formats.hf.keys import KEYS as ARGUMENTS
+from unishard.formats.hf.loop import checkpointing, off
+from unishard.formats.hf.optimizing import named
+from unishard.formats.hf.switches import DEEPSPEED, FSDP
+from unishard.formats.hf.wordlists import names
+from unishard.keys import boolean, drops, integer, number, refuses
+from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
+
+__all__ = ["ENGINES", "KEYS", "NAMES", "TOOL"]
+
+TOOL = "axolotl 0.18.0"
+ENGINES = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size")
+"""Keys that hold an engine's own."""
+
+NAMES: Mapping[str, str] = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+}
+"""axolotl's names of TrainingArguments, where they differ."""
+
+_SAME = names(
+    "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim_args "
+    "optim_target_modules lr_scheduler_kwargs seed tf32 fp16 gradient_checkpointing_kwargs torch_compile torch_compile_backend "
+    "torch_compile_mode neftune_noise_alpha auto_find_batch_size accelerator_config warmup_ratio"
+)
+_EIGHT = "8-bit state there, in the format of the masters here: the same algorithm without its rounding, in more memory"
+_TORCH = "torch's AdamW: the same algorithm"
+_OWN = {
+    "optimi_adamw": ("adamw", Verdict.EMULATED, _TORCH),
+    "ao_adamw_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
+    "ao_adamw_4bit": ("adamw", Verdict.APPROXIMATE, _EIGHT.replace("8-bit", "4-bit")),
+    "ao_adamw_fp8": ("adamw", Verdict.APPROXIMATE, _EIGHT.replace("8-bit", "fp8")),
+    "flash_adamw": ("adamw", Verdict.APPROXIMATE, _EIGHT),
+}
+_OTHERS = names("adopt_adamw came_pytorch muon dion sinkgd flash_adam flash_sgd flash_sgdw flash_lion q_galore_adamw8bit")
+
+
+def _optimizer(value: Any, given: Given) -> Meaning:
+    return named("adamw_torch_fused" if value is None else value, _OWN, _OTHERS)
+
+
+def _brain(value: Any, given: Given) -> Meaning:
+    """`bf16`: true, false, `auto` or `full`."""
+    word = str(value).lower()
+    if word == "full":
+        return Meaning(Verdict.DROPPED, "is evaluation in bf16 alone (core/builders/base.py)", kept=True)
+    if off(value) or (word == "auto" and not off(given.get("fp16"))):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    if word != "auto":
+        boolean(value)
+    return _mixed(given, "auto is bf16 where the device has it, and fp16 elsewhere" if word == "auto" else "")
+
+
+def _mixed(given: Given, note: str) -> Meaning:
+    """Computing in bf16. axolotl also loads the model in it (`resolve_dtype`), and only the engines keep fp32 masters then."""
+    fields: dict[str, Any] = {"precision.compute": "bf16"}
+    fsdp = not off(given.get("fsdp")) or not off(given.get("fsdp_config"))
+    if fsdp:
+        fields["precision.reduce"] = "bf16"
+    elif off(given.get("deepspeed")) and off(given.get("adapter")):
+        # DistributedDataParallel of a model in bf16: weights, gradients and optimizer state.
+        fields |= {"precision.master": "bf16", "precision.reduce": "bf16"}
+    elif off(given.get("deepspeed")):
+        note = note or "LoRA's weights are fp32 and the frozen ones bf16 there"
+    return Meaning(Verdict.EMULATED if note else Verdict.EXACT, note, fields)
+
+
+def _pure(value: Any, given: Given) -> Meaning:
+    """`bfloat16`, which switches on what `bf16` does (`_configure_precision_settings`)."""
+    return _mixed(given, "") if not off(value) and boolean(value) else Meaning(Verdict.DROPPED, "is off", kept=True)
+
+
+def _half(value: Any, given: Given) -> Meaning:
+    if off(value):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    return Meaning(Verdict.REFUSED, "loads the model in fp16 and trains it without a loss scale; write fp16 instead")
+
+
+def _checkpointing(value: Any, given: Given) -> Meaning:
+    """True, false, or a way to keep activations elsewhere."""
+    if str(value).lower() in ("offload", "offload_disk", "unsloth"):
+        note = f"{value}: what blocks keep stays in device memory here; losses are the same"
+        return Meaning(Verdict.EMULATED, note, {"activation_checkpointing": "full"})
+    return checkpointing(value, given)
+
+
+def _schedule(value: Any, given: Given) -> Meaning:
+    if str(value).lower() in ("one_cycle", "rex"):
+        why = f"unishard has no {value} schedule; build it in the training script and hand it to unishard.prepare(scheduler=...)"
+        return Meaning(Verdict.REFUSED, why)
+    meaning = ARGUMENTS["lr_scheduler_type"].read("cosine" if value is None else value, given)
+    end = given.get("cosine_min_lr_ratio")
+    if str(value or "cosine").lower() != "cosine" or not end:
+        return meaning
+    return replace(meaning, fields={**meaning.fields, "scheduler.min_lr_ratio": number(0, 1)(end)})
+
+
+def _end(value: Any, given: Given) -> Meaning:
+    if not value:
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    if str(given.get("lr_scheduler_type") or "cosine").lower() != "cosine":
+        return Meaning(Verdict.DROPPED, "is read with the cosine schedule alone", kept=True)
+    return Meaning(fields={"scheduler.min_lr_ratio": number(0, 1)(value)})
+
+
+def _still(value: Any, given: Given) -> Meaning:
+    """`cosine_constant_lr_ratio`: where the rate stops falling."""
+    if not value or not given.get("cosine_min_lr_ratio"):
+        return Meaning(Verdict.DROPPED, "is read beside cosine_min_lr_ratio alone", kept=True)
+    if number(0, 1)(value) == 1 or number(0, 1)(given.get("cosine_min_lr_ratio")) == 1:
+        return Meaning(Verdict.DROPPED, "changes nothing here", kept=True)
+    return Meaning(Verdict.REFUSED, "unishard's cosine falls until the end; build the scheduler in the training script")
+
+
+def _warmup(value: Any, given: Given) -> Meaning:
+    if value is None and given.get("warmup_ratio") is None:
+        return _assumed_warmup(given)
+    return ARGUMENTS["warmup_steps"].read(value or 0, given)
+
+
+def _assumed_warmup(given: Given) -> Meaning:
+    """`_configure_warmup_and_logging`: 3 % of the updates, at most 100."""
+    steps = given.get("max_steps")
+    if str(given.get("lr_scheduler_type")).lower() == "constant":
+        return Meaning(Verdict.DROPPED, "the constant schedule has no warm-up")
+    if steps:
+        return Meaning(fields={"scheduler.warmup_steps": min(int(0.03 * integer(1)(steps)), 100)})
+    who = "0.03 times the number of updates, at most 100, as axolotl assumes"
+    return Meaning(Verdict.UNDECIDED, f"the value is {who}", {"scheduler.warmup_steps": Undecided(who)})
+
+
+def _batch(value: Any, given: Given) -> Meaning:
+    """`batch_size`: samples in one update of a rank (`normalize_config`)."""
+    if off(value) or "gradient_accumulation_steps" in given:
+        return Meaning(Verdict.DROPPED, "gradient_accumulation_steps counts", kept=True)
+    per_step = integer(1)(given.get("per_device_train_batch_size") or 1)
+    if integer(1)(value) < per_step:
+        raise Unreadable(f"must be at least micro_batch_size, which is {per_step}, got {value}; write gradient_accumulation_steps")
+    return Meaning(fields={"training.gradient_accumulation_steps": integer(1)(value) // per_step})
+
+
+def _argument(name: str) -> Key:
+    return ARGUMENTS[NAMES.get(name, name)]
+
+
+def _engine(name: str) -> Key:
+    return Key(lambda value, given: Meaning(fields={"backend": name}), "backend", note=f"what it holds stands in the table of {name}")
+
+
+KEYS: Mapping[str, Key] = {
+    "micro_batch_size": replace(_argument("micro_batch_size"), silent=1),
+    "num_epochs": _argument("num_epochs"),
+    **{name: _argument(name) for name in _SAME},
+    "batch_size": Key(_batch, "training.gradient_accumulation_steps"),
+    "optimizer": Key(_optimizer, "optimizer.name", silent="adamw_torch_fused"),
+    "lr_scheduler": replace(_argument("lr_scheduler"), read=_schedule, silent="cosine"),
+    "cosine_min_lr_ratio": Key(_end, "scheduler.min_lr_ratio"),
+    "cosine_constant_lr_ratio": Key(_still, "", Verdict.REFUSED),
+    "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=None),
+    "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", silent="auto"),
+    "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
+    "float16": Key(_half, "", Verdict.REFUSED),
+    "float32": drops("is what holds without bf16 and fp16"),
+    "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
+    "fp32_norms": refuses("keeps norms in fp32 beside bf16, and unishard computes all of the model in one format; remove it", off),
+    "fp32_norm_classes": drops("names what fp32_norms switches on"),
+    **{name: _engine(FSDP) for name in ENGINES},
+    DEEPSPEED: _engine(DEEPSPEED),
+    **IDLE,
+}
+"""axolotl's keys and what each says."""

@@ -1,0 +1,100 @@
+"""Files that hold TrainingArguments among other keys: LLaMA-Factory's, ms-swift's, TRL's and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from unishard.formats.hf.loop import compute, off
+from unishard.formats.hf.wordlists import names
+from unishard.keys import boolean, drops, refuses
+from unishard.meanings import Given, Key, Meaning, Verdict
+
+__all__ = ["DIALECT", "around", "bare", "wrapped"]
+
+_SIGNS = names(
+    "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template stage "
+    "finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules cutoff_len max_length "
+    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation"
+)
+"""Keys that a file of TrainingArguments alone has not: of them, one shows that a script reads more from the file."""
+
+_GROUPS: Mapping[str, str] = {
+    "names the model and how it is loaded, which the training script does": (
+        "model model_name_or_path model_id_or_path model_type model_id model_revision model_name model_author tokenizer_name "
+        "tokenizer_name_or_path trust_remote_code attn_impl attn_implementation flash_attn use_fast_tokenizer rope_scaling "
+        "resize_vocab low_cpu_mem_usage use_v1_kernels use_unsloth enable_liger_kernel image_max_pixels video_max_pixels video_fps "
+        "video_maxlen visual_inputs disable_gradient_checkpointing use_reentrant_gc upcast_layernorm shift_attn mixture_of_depths"
+    ),
+    "concerns the data, which the training script loads": (
+        "dataset dataset_name dataset_dir datasets eval_dataset val_dataset template cutoff_len max_length max_seq_length max_samples "
+        "overwrite_cache preprocessing_num_workers dataset_num_proc packing neat_packing val_size split_dataset_ratio system "
+        "train_on_prompt mask_history streaming buffer_size tokenized_path"
+    ),
+    "chooses which parameters train (LoRA and the like), which the training script sets up": (
+        "finetuning_type tuner_type train_type sft_type adapter lora_r lora_rank lora_alpha lora_dropout lora_target "
+        "lora_target_modules target_modules lora_bias use_rslora use_dora use_peft adapter_name_or_path freeze_vision_tower "
+        "freeze_multi_modal_projector freeze_language_model freeze_vit freeze_aligner freeze_llm tune_mm_proj modules_to_save "
+        "additional_target quantization_bit quantization_method"
+    ),
+    "names the loss or the method, which the training script computes": (
+        "stage rlhf_type pref_beta pref_loss pref_ftx use_asft_loss asft_alpha use_dft_loss reward_model ref_model beta loss_type"
+    ),
+    "concerns logs alone": "plot_loss print_param_status",
+    "concerns the start of the processes alone": "use_ray device_groups ray_run_name ray_num_workers nproc_per_node",
+    "is a comment": "_description _note _requires _param_docs",
+}
+
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+
+
+def _dtype(value: Any, given: Given) -> Meaning:
+    """`torch_dtype` of ms-swift, which also decides bf16 and fp16 where these are absent."""
+    word = str(value).removeprefix("torch.").lower()
+    if word not in _DTYPES or "bf16" in given or "fp16" in given:
+        return Meaning(Verdict.DROPPED, "is the format in which the training script loads the model", kept=True)
+    meaning = compute(_DTYPES[word]).read(True, given)
+    note = "ms-swift trains in mixed precision of this format where bf16 and fp16 are absent; other scripts only load the model in it"
+    return Meaning(max(Verdict.EMULATED, meaning.verdict, key=lambda verdict: verdict.badness), note, meaning.fields, kept=True)
+
+
+def _pure(value: Any, given: Given) -> Meaning:
+    if not boolean(value):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    return Meaning(fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, kept=True)
+
+
+DIALECT: Mapping[str, Key] = {
+    **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
+    "torch_dtype": Key(_dtype, "precision.compute"),
+    "pure_bf16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
+    "fp8": refuses("unishard has no fp8; write bf16", off),
+    "fp8_backend": drops("names what fp8 switches on"),
+    "fp8_enable_fsdp_float8_all_gather": drops("names what fp8 switches on"),
+    "use_galore": refuses("unishard builds no GaLore; build the optimizer in the training script", off),
+    "use_badam": refuses("unishard builds no BAdam; build the optimizer in the training script", off),
+    "loraplus_lr_ratio": refuses("gives LoRA's B matrices another rate; write optimizer.groups instead", off),
+}
+
+
+def bare(data: Mapping[str, Any], own: Iterable[str]) -> bool:
+    """Whether a document is a file that `fsdp_config` names: its keys with nothing around."""
+    keys = [str(key).removeprefix("fsdp_") for key in data if not str(key).startswith("_")]
+    known = set(own)
+    return bool(keys) and not {"fsdp", "fsdp_config"} & set(data) and sum(key in known for key in keys) * 2 >= len(keys)
+
+
+def wrapped(data: Mapping[str, Any]) -> bool:
+    """Whether a script reads more from the document than TrainingArguments."""
+    return any(key in data for key in _SIGNS) or any(str(key).startswith("_") for key in data)
+
+
+def around(data: Mapping[str, Any], keys: Mapping[str, Key]) -> Mapping[str, Key]:
+    """Rows for the keys of a wrapped document that nobody knows, but for those that only misspell an argument."""
+    strange = [str(key) for key in data if str(key) not in keys]
+    return {
+        key: drops("is none of the TrainingArguments: the script around takes it for itself")
+        for key in strange
+        if not get_close_matches(key, keys, 1, 0.9)
+    }

@@ -1,0 +1,172 @@
+"""How TrainingArguments say each field of the config (transformers 5.23)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unishard.config import Config
+from unishard.formats.hf.engine_expressions import FSDP, decided_of, engine_of
+from unishard.formats.hf.lengths import lengths_of
+from unishard.formats.hf.optimizer_expressions import OPTIMIZING
+from unishard.formats.hf.switches import SWITCHES, switched_on, without
+from unishard.formats.reading import Reading
+from unishard.meanings import Case, Expressed, Expression, Verdict, Word, express
+from unishard.rules import Native, merge
+from unishard.topology import Topology
+
+__all__ = ["EXPRESSIONS", "written"]
+
+
+def _compute(cfg: Config, topology: Topology) -> Native:
+    return {} if cfg.precision.compute == "fp32" else {cfg.precision.compute: True}
+
+
+def _checkpointing(cfg: Config, topology: Topology) -> Native:
+    if cfg.activation_checkpointing == "none":
+        return {}
+    if switched_on(cfg):
+        return {"fsdp_config": {"activation_checkpointing": True}}
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+def _backend(cfg: Config, topology: Topology) -> Native:
+    return SWITCHES[cfg.backend] if switched_on(cfg) else {}
+
+
+def _compiled(cfg: Config, topology: Topology) -> Native:
+    return {} if cfg.compile.mode == "none" else {"torch_compile": True}
+
+
+_NONE = Case("none", lambda cfg: cfg.activation_checkpointing == "none", Verdict.EXACT, "")
+_BLOCKS = "transformers runs the whole of each block again: losses are the same, memory and time differ"
+
+EXPRESSIONS: Mapping[str, Expression] = {
+    "backend": Expression(
+        Verdict.EXACT,
+        "fsdp",
+        to=_backend,
+        when=(Case("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", Verdict.EXACT, "DistributedDataParallel"),),
+    ),
+    **{name: row for name, row in FSDP.items() if not name.startswith(("precision", "offload", "communication"))},
+    "precision.compute": Expression(
+        Verdict.EXACT,
+        "bf16, fp16",
+        "",
+        _compute,
+        (
+            Case(
+                "pure",
+                lambda cfg: cfg.precision.pure and cfg.backend in SWITCHES,
+                Verdict.UNDECIDED,
+                "load the model in this format (dtype=torch.bfloat16) and leave bf16 and fp16 out",
+            ),
+            Case(
+                "no_shard on torch",
+                lambda cfg: cfg.precision.compute != "fp32" and without(cfg),
+                Verdict.EMULATED,
+                "torch.autocast: some operations run in fp32 there, and all of the model computes in this format here",
+            ),
+        ),
+    ),
+    **{name: row for name, row in FSDP.items() if name.startswith(("precision", "offload"))},
+    "activation_checkpointing": Expression(
+        Verdict.EXACT,
+        "activation_checkpointing, fsdp_config.activation_checkpointing",
+        "",
+        _checkpointing,
+        (
+            _NONE,
+            Case("selective", lambda cfg: cfg.activation_checkpointing == "selective", Verdict.EMULATED, _BLOCKS),
+            Case("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Verdict.EMULATED, _BLOCKS),
+        ),
+    ),
+    "training.micro_batch_size": Expression(
+        Verdict.EXACT,
+        "per_device_train_batch_size",
+        to=lambda cfg, topology: {"per_device_train_batch_size": cfg.training.micro_batch_size},
+    ),
+    "training.gradient_accumulation_steps": Expression(
+        Verdict.EXACT,
+        "gradient_accumulation_steps",
+        to=lambda cfg, topology: {"gradient_accumulation_steps": cfg.training.gradient_accumulation_steps},
+    ),
+    "training.global_batch_size": Expression(Verdict.EXACT, "per_device_train_batch_size x gradient_accumulation_steps x ranks"),
+    "training.gradient_clipping": Expression(
+        Verdict.EXACT, "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
+    ),
+    "training.nonfinite": Expression(
+        Verdict.APPROXIMATE,
+        "none",
+        "Trainer does not look: an update with a NaN is made; a callback's on_pre_optimizer_step can stop it",
+        when=(
+            Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
+            Case(
+                "skip in fp16",
+                lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16",
+                Verdict.EMULATED,
+                "torch's GradScaler leaves the update out",
+            ),
+        ),
+    ),
+    "training.last_window": Expression(
+        Verdict.EXACT,
+        "none: Trainer steps at the end of an epoch",
+        when=(
+            Case(
+                "drop",
+                lambda cfg: cfg.training.last_window == "drop",
+                Verdict.UNDECIDED,
+                "Trainer makes the last update of an epoch with the micro-batches that are left; cut the dataset to whole windows",
+            ),
+        ),
+    ),
+    "training.seed": Expression(
+        Verdict.EMULATED,
+        "seed",
+        "the same number; Trainer's sampler draws another order from it than unishard's",
+        lambda cfg, topology: {"seed": cfg.training.seed},
+    ),
+    **OPTIMIZING,
+    **{name: row for name, row in FSDP.items() if name.startswith("communication")},
+    "compile.mode": Expression(
+        Verdict.EXACT,
+        "torch_compile",
+        "",
+        _compiled,
+        (
+            Case(
+                "per_block",
+                lambda cfg: cfg.compile.mode == "per_block",
+                Verdict.EMULATED,
+                "Trainer compiles the whole model: the same results, a longer start",
+            ),
+        ),
+    ),
+    "compile.backend": Expression(
+        Verdict.EXACT,
+        "torch_compile_backend",
+        to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"torch_compile_backend": cfg.compile.backend},
+    ),
+    "strict": Expression(Verdict.EXACT, "none: it is about unishard's own report"),
+    "native": Expression(
+        Verdict.APPROXIMATE,
+        "none",
+        "settings of one engine that TrainingArguments have no word for",
+        when=(Case("empty", lambda cfg: not cfg.native.get(cfg.backend), Verdict.EXACT, ""),),
+    ),
+}
+"""Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
+
+
+def written(reading: Reading, topology: Topology) -> Expressed:
+    """The arguments for a config, and what became of each field.
+
+    Raises:
+        ConfigError: transformers does not know the engine.
+    """
+    own_words = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
+    engine = engine_of(reading, topology)
+    lengths = lengths_of(reading)
+    document = merge(merge(own_words.document, engine.document), lengths.document)
+    words: dict[str, Word] = {**own_words.words, **engine.words, **lengths.words}
+    return Expressed(document, words)

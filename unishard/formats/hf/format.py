@@ -1,0 +1,88 @@
+"""Reads and writes TrainingArguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unishard.formats.hf.dialects import DIALECT, around, bare, wrapped
+from unishard.formats.hf.expressions import EXPRESSIONS, written
+from unishard.formats.hf.keys import ENGINES, KEYS
+from unishard.formats.hf.settling import settled
+from unishard.formats.hf.sharding import BOTH, FIRST, known, sharded, whole_copies
+from unishard.formats.hf.switches import DEEPSPEED, FSDP
+from unishard.formats.hf.text import text_of
+from unishard.formats.hf.zero import partitioned
+from unishard.formats.reading import Reading, assemble
+from unishard.formats.source import Source
+from unishard.meanings import NOTHING, Entry, Expressed, Expression, Key, interpret
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["HfFormat"]
+
+
+class HfFormat:
+    """Implements `unishard.formats.format.Format`."""
+
+    name = "hf"
+    tool = "transformers 5.23"
+    suffix = ".yaml"
+    keys: Mapping[str, Key] = KEYS
+    expressions: Mapping[str, Expression] = EXPRESSIONS
+
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+        """What the arguments say, those of the engine that they choose, and what Trainer assumes.
+
+        Raises:
+            ConfigError: An override cannot be used.
+        """
+        entries = _bare(source, topology) if _is_bare(source) else _entries(source, topology)
+        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+
+    def write(self, reading: Reading, topology: Topology) -> Expressed:
+        """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or `deepspeed`."""
+        return written(reading, topology)
+
+    def render(self, document: Native, reading: Reading) -> str:
+        """YAML."""
+        return text_of(document)
+
+
+def _is_bare(source: Source) -> bool:
+    return bare(source.data, (*BOTH, *FIRST)) or (bool(source.data) and all(known(str(key)) for key in source.data))
+
+
+def _bare(source: Source, topology: Topology | None) -> list[Entry]:
+    """A file that `fsdp_config` names."""
+    return sharded(True, source.data, source, topology, where=(), implied=True)
+
+
+def _entries(source: Source, topology: Topology | None) -> list[Entry]:
+    data = source.data
+    keys = {**KEYS, **DIALECT} if wrapped(data) else KEYS
+    keys = {**keys, **around(data, keys)} if wrapped(data) else keys
+    whole = any(key in KEYS and key not in ENGINES for key in data)
+    if not whole:
+        keys = {name: replace(row, silent=NOTHING) for name, row in keys.items()}
+    entries = interpret(keys, data, tool="transformers 5.23", topology=topology)
+    entries = [entry for entry in entries if entry.path[0] not in ENGINES]
+
+    def argument(key: str) -> Any:
+        silent = keys[key].silent if key in keys else NOTHING
+        return data.get(key, None if silent is NOTHING else silent)
+
+    return settled([*entries, *_engines(source, argument, topology, whole)])
+
+
+def _engines(source: Source, argument: Any, topology: Topology | None, whole: bool) -> list[Entry]:
+    data = source.data
+    entries = []
+    if FSDP in data or "fsdp_config" in data:
+        entries += sharded(data.get(FSDP), data.get("fsdp_config"), source, topology)
+    if DEEPSPEED in data:
+        entries += partitioned(data[DEEPSPEED], source, argument, topology)
+    if whole and not any("backend" in entry.meaning.fields for entry in entries):
+        entries.append(whole_copies())
+    return entries

@@ -1,0 +1,53 @@
+"""Every argument of TrainingArguments (transformers 5.23, training_args.py), those of older versions, and what each says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.formats.hf.idle import IDLE
+from unishard.formats.hf.loop import LOOP, off
+from unishard.formats.hf.optimizing import OPTIMIZER
+from unishard.formats.hf.scheduling import SCHEDULE
+from unishard.keys import listed
+from unishard.meanings import Given, Key, Meaning, Verdict
+
+__all__ = ["ENGINES", "KEYS"]
+
+ENGINES = ("fsdp", "fsdp_config", "deepspeed")
+"""Arguments that hold an engine's own: read by `sharding` and `zero`, since one of them says many things."""
+
+
+def _engine(name: str) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        return Meaning(Verdict.DROPPED, "is off") if off(value) else Meaning(fields={"backend": name})
+
+    return Key(read, "backend", note=f"what it holds stands in the table of {name}")
+
+
+def _classes(value: Any, given: Given) -> Meaning:
+    """Once an argument beside `fsdp`."""
+    if off(value) or off(given.get("fsdp")):
+        return Meaning(Verdict.DROPPED, "is read where fsdp is on alone", kept=True)
+    return Meaning(Verdict.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
+
+
+def _least(value: Any, given: Given) -> Meaning:
+    if off(value) or off(given.get("fsdp")):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    note = "transformers 5 reads it in fsdp_config, for SIZE_BASED_WRAP; write it there"
+    return Meaning(Verdict.REFUSED, note)
+
+
+KEYS: Mapping[str, Key] = {
+    **LOOP,
+    **OPTIMIZER,
+    **SCHEDULE,
+    "fsdp": _engine("fsdp"),
+    "fsdp_config": _engine("fsdp"),
+    "deepspeed": _engine("deepspeed"),
+    "fsdp_transformer_layer_cls_to_wrap": Key(_classes, "sharding.units", note="transformers 5 reads it in fsdp_config"),
+    "fsdp_min_num_params": Key(_least, "", Verdict.REFUSED, "transformers 5 reads it in fsdp_config"),
+    **IDLE,
+}
+"""The arguments and what each says."""

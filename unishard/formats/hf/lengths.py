@@ -1,0 +1,56 @@
+"""How long Trainer trains and warms up, where only the dataset knows the number of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from unishard.formats.hf.loop import off
+from unishard.formats.reading import Reading
+from unishard.meanings import Verdict, Word
+from unishard.rules import Native
+
+__all__ = ["Lengths", "lengths_of"]
+
+
+class Lengths(NamedTuple):
+    """Arguments that stand for numbers of updates."""
+
+    document: Native
+    words: Mapping[str, Word]
+    """By field that they decide."""
+
+
+_EPOCHS: Mapping[str, tuple[str, float]] = {"hf": ("num_train_epochs", 3.0), "axolotl": ("num_epochs", 1.0)}
+"""Formats that Trainer reads in the end: their name of the epochs, and how many they assume."""
+
+_ASSUMED = 0.03
+"""Part of the updates that axolotl warms up over where its file is silent, at most 100 updates (core/builders/base.py)."""
+
+
+def lengths_of(reading: Reading) -> Lengths:
+    """What a document for Trainer says instead of numbers of updates, under transformers' names; nothing of any other document."""
+    if reading.format not in _EPOCHS:
+        return Lengths({}, {})
+    data = reading.source.data
+    epochs, assumed = _EPOCHS[reading.format]
+    document: Native = {}
+    words: dict[str, Word] = {}
+    if "scheduler.total_steps" in reading.undecided:
+        document["num_train_epochs"] = data.get(epochs, assumed)
+        words["scheduler.total_steps"] = Word(Verdict.EXACT, "num_train_epochs", "")
+    elif "scheduler.total_steps" not in reading.decided:
+        document |= {"max_steps": data["max_steps"]} if not off(data.get("max_steps")) else {}
+        document |= {"num_train_epochs": data[epochs]} if not off(data.get(epochs)) else {}
+    if "scheduler.warmup_steps" in reading.undecided:
+        document["warmup_steps"], words["scheduler.warmup_steps"] = _warmup(data)
+    return Lengths(document, words)
+
+
+def _warmup(data: Mapping[str, Any]) -> tuple[Any, Word]:
+    """The part of the updates over which the rate climbs: transformers 5 takes a part as `warmup_steps` below 1."""
+    part = data.get("warmup_steps") or data.get("warmup_ratio")
+    if part:
+        return part, Word(Verdict.EXACT, "warmup_steps", "")
+    note = f"axolotl assumes {_ASSUMED:g} of the updates, at most 100; the limit is lost"
+    return _ASSUMED, Word(Verdict.EMULATED, "warmup_steps", note)

@@ -1,0 +1,127 @@
+"""How TrainingArguments say the optimizer and the schedule (transformers 5.23)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.formats.hf.optimizing import ADAM, NO_DECAY
+from unishard.meanings import Case, Expression, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["OPTIMIZING"]
+
+_SCRIPT = "your training script"
+_NAMES = {"adamw": "adamw_torch", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion_32bit"}
+
+
+def _named(*names: str) -> Callable[[Config], bool]:
+    return lambda cfg: cfg.optimizer.name in names
+
+
+def _arguments(cfg: Config, topology: Topology) -> Native:
+    """`optim_args`, which is one text."""
+    chosen = cfg.optimizer
+    pairs: dict[str, Any] = {}
+    if chosen.name == "sgd" and chosen.momentum:
+        pairs = {"momentum": chosen.momentum, **({"nesterov": "true"} if chosen.nesterov else {})}
+    if chosen.name == "adagrad":
+        pairs = {"eps": chosen.eps}
+    return {"optim_args": ",".join(f"{key}={value}" for key, value in pairs.items())} if pairs else {}
+
+
+def _betas(cfg: Config, topology: Topology) -> Native:
+    one, two = cfg.optimizer.betas
+    return {"adam_beta1": one, "adam_beta2": two} if cfg.optimizer.name in (*ADAM, "lion") else {}
+
+
+def _eps(cfg: Config, topology: Topology) -> Native:
+    return {"adam_epsilon": cfg.optimizer.eps} if cfg.optimizer.name in ADAM else {}
+
+
+def _schedule(cfg: Config, topology: Topology) -> Native:
+    scheduler, end = cfg.scheduler, cfg.scheduler.min_lr_ratio
+    if scheduler.name == "constant" or end == 1:
+        return {"lr_scheduler_type": "constant_with_warmup" if scheduler.warmup_steps else "constant"}
+    if not end:
+        return {"lr_scheduler_type": scheduler.name}
+    if scheduler.name == "cosine":
+        return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": end}}
+    return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 1.0, "lr_end": cfg.optimizer.lr * end}}
+
+
+def _steps(cfg: Config, topology: Topology) -> Native:
+    return {"max_steps": cfg.scheduler.total_steps} if cfg.scheduler.total_steps else {}
+
+
+def _script(note: str, idle: Callable[[Config], bool], case: str) -> Expression:
+    return Expression(Verdict.UNDECIDED, _SCRIPT, note, when=(Case(case, idle, Verdict.EXACT, ""),))
+
+
+_PASS = "pass Trainer(..., optimizers=(optimizer, None)) with"
+_GROUPS = "override Trainer.get_decay_parameter_names, or pass an optimizer with these groups: Trainer(..., optimizers=(optimizer, None))"
+
+_CLIMB = "transformers' schedules climb from 0 in a straight line; build this one: Trainer(..., optimizers=(optimizer, scheduler))"
+
+OPTIMIZING: Mapping[str, Expression] = {
+    "optimizer.name": Expression(
+        Verdict.EXACT,
+        "optim",
+        "",
+        lambda cfg, topology: {"optim": _NAMES[cfg.optimizer.name]} if cfg.optimizer.name in _NAMES else {},
+        (
+            Case(
+                "adam",
+                _named("adam"),
+                Verdict.UNDECIDED,
+                f"transformers has AdamW alone; {_PASS} torch.optim.Adam",
+            ),
+            Case("lion", _named("lion"), Verdict.EMULATED, "bitsandbytes' Lion: the same algorithm"),
+        ),
+    ),
+    "optimizer.lr": Expression(Verdict.EXACT, "learning_rate", to=lambda cfg, topology: {"learning_rate": cfg.optimizer.lr}),
+    "optimizer.betas": Expression(Verdict.EXACT, "adam_beta1, adam_beta2", to=_betas),
+    "optimizer.eps": Expression(Verdict.EXACT, "adam_epsilon, optim_args", to=_eps),
+    "optimizer.amsgrad": _script(
+        f"{_PASS} torch.optim.AdamW(..., amsgrad=True)",
+        lambda cfg: not cfg.optimizer.amsgrad,
+        "false",
+    ),
+    "optimizer.momentum": Expression(Verdict.EXACT, "optim_args", to=_arguments),
+    "optimizer.nesterov": Expression(Verdict.EXACT, "optim_args"),
+    "optimizer.weight_decay": Expression(
+        Verdict.EXACT, "weight_decay", to=lambda cfg, topology: {"weight_decay": cfg.optimizer.weight_decay}
+    ),
+    "optimizer.no_decay": Expression(
+        Verdict.UNDECIDED,
+        _SCRIPT,
+        f"Trainer exempts biases and norms, other names than these; {_GROUPS}",
+        when=(
+            Case("no weight decay", lambda cfg: not cfg.optimizer.weight_decay, Verdict.EXACT, ""),
+            Case("what Trainer exempts", lambda cfg: cfg.optimizer.no_decay == [NO_DECAY], Verdict.EXACT, ""),
+            Case(
+                "empty",
+                lambda cfg: not cfg.optimizer.no_decay,
+                Verdict.APPROXIMATE,
+                f"Trainer exempts biases and norms from weight decay; to decay them, {_GROUPS}",
+            ),
+        ),
+    ),
+    "optimizer.groups": _script(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
+    "scheduler.name": Expression(
+        Verdict.EXACT,
+        "lr_scheduler_type",
+        "",
+        _schedule,
+    ),
+    "scheduler.warmup_steps": Expression(
+        Verdict.EXACT, "warmup_steps", to=lambda cfg, topology: {"warmup_steps": cfg.scheduler.warmup_steps}
+    ),
+    "scheduler.warmup_type": _script(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
+    "scheduler.warmup_start_ratio": _script(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
+    "scheduler.total_steps": Expression(Verdict.EXACT, "max_steps", to=_steps),
+    "scheduler.min_lr_ratio": Expression(Verdict.EXACT, "lr_scheduler_kwargs"),
+}
+"""Rows of the optimizer and the schedule, which stand in TrainingArguments whatever the engine."""

@@ -1,0 +1,188 @@
+"""What TrainingArguments say about the optimizer (transformers 5.23, training_args.py and trainer_optimizer.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.formats.hf.wordlists import names
+from unishard.keys import number, refuses, sets
+from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
+from unishard.wording import shown
+
+__all__ = ["ADAM", "NO_DECAY", "OPTIMIZER", "fields_of_optimizer", "named"]
+
+NO_DECAY = r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
+"""The names that `Trainer.get_decay_parameter_names` exempts (transformers 5.23, trainer.py), as one pattern."""
+
+ADAM = ("adamw", "adam")
+_EIGHT = "8-bit state there, in the format of the masters here: the same algorithm without its rounding, in more memory"
+_FOUR = "4-bit state there, in the format of the masters here: the same algorithm without its rounding, in more memory"
+_PAGED = "the same algorithm; its state lies in device memory and is not paged to the host"
+_BETAS = "bitsandbytes' Lion there, lion-pytorch's here: the same algorithm"
+_NAMES: Mapping[str, tuple[str, Verdict, str]] = {
+    "adamw_torch": ("adamw", Verdict.EXACT, ""),
+    "adamw_torch_fused": ("adamw", Verdict.EXACT, ""),
+    "adamw_torch_xla": ("adamw", Verdict.EMULATED, "torch's AdamW instead of torch_xla's: the same algorithm"),
+    "adamw_torch_npu_fused": ("adamw", Verdict.EMULATED, "torch's AdamW instead of torch_npu's: the same algorithm"),
+    "adamw_hf": ("adamw", Verdict.EMULATED, "torch's AdamW; transformers removed its own, which added eps before the bias correction"),
+    "adamw_apex_fused": ("adamw", Verdict.EMULATED, "torch's AdamW instead of apex's: the same algorithm"),
+    "adamw_anyprecision": ("adamw", Verdict.APPROXIMATE, "state in the format of the masters, without Kahan summation"),
+    "adamw_torch_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
+    "adamw_torch_4bit": ("adamw", Verdict.APPROXIMATE, _FOUR),
+    "adamw_bnb_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
+    "adamw_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
+    "paged_adamw_32bit": ("adamw", Verdict.EMULATED, _PAGED),
+    "paged_adamw_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
+    "sgd": ("sgd", Verdict.EXACT, ""),
+    "adagrad": ("adagrad", Verdict.EXACT, ""),
+    "lion_32bit": ("lion", Verdict.EMULATED, _BETAS),
+    "lion_8bit": ("lion", Verdict.APPROXIMATE, _EIGHT),
+    "paged_lion_32bit": ("lion", Verdict.EMULATED, _PAGED),
+    "paged_lion_8bit": ("lion", Verdict.APPROXIMATE, _EIGHT),
+}
+"""The optimizers of `OptimizerNames` that unishard has by name."""
+
+_OTHERS = names(
+    "adafactor ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit "
+    "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise lomo "
+    "adalomo grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise stable_adamw"
+)
+
+
+def named(value: Any, more: Mapping[str, tuple[str, Verdict, str]] | None = None, others: tuple[str, ...] = ()) -> Meaning:
+    """What the name of an optimizer says.
+
+    Args:
+        value: The name, in any case.
+        more: Names that a tool around transformers adds.
+        others: Names that it adds and unishard has not.
+
+    Raises:
+        Unreadable: No optimizer has this name.
+    """
+    name = str(getattr(value, "value", value)).strip().lower()
+    known = {**_NAMES, **(more or {})}
+    if name in known:
+        found, verdict, note = known[name]
+        return Meaning(verdict, note, {"optimizer.name": found})
+    if name in (*_OTHERS, *others):
+        why = f"unishard builds no {name} from a config; build it in the training script and hand it to unishard.prepare(optimizer=...)"
+        return Meaning(Verdict.REFUSED, why)
+    raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch, sgd, adagrad or lion_32bit")
+
+
+def name_of(given: Given, key: str) -> str:
+    """Unishard's name of the optimizer that a document names; empty for one that it has not."""
+    try:
+        meaning = named(given.get(key) or "adamw_torch")
+    except Unreadable:
+        return ""
+    return str(meaning.fields.get("optimizer.name", ""))
+
+
+def _optim(value: Any, given: Given) -> Meaning:
+    return named(value)
+
+
+def fields_of_optimizer(key: str) -> Mapping[str, Key]:
+    """The rows whose meaning depends on the optimizer.
+
+    Args:
+        key: The document's key that names it.
+    """
+
+    def belongs(field: str, names: tuple[str, ...], convert: Any) -> Any:
+        def read(value: Any, given: Given) -> Meaning:
+            name = name_of(given, key)
+            if name in names:
+                return Meaning(fields={field: convert(value)})
+            convert(value)
+            return Meaning(Verdict.DROPPED, f"{name or given.get(key)} has no such setting", kept=True)
+
+        return read
+
+    def beta(other: str, first: bool) -> Any:
+        def read(value: Any, given: Given) -> Meaning:
+            name = name_of(given, key)
+            this, that = number(0, 1)(value), number(0, 1)(_or(given.get(other), 0.999 if first else 0.9))
+            if name not in (*ADAM, "lion"):
+                return Meaning(Verdict.DROPPED, f"{name or given.get(key)} has no such setting", kept=True)
+            return Meaning(fields={"optimizer.betas": (this, that) if first else (that, this)})
+
+        return read
+
+    return {
+        "adam_beta1": Key(beta("adam_beta2", True), "optimizer.betas", silent=0.9),
+        "adam_beta2": Key(beta("adam_beta1", False), "optimizer.betas", silent=0.999),
+        "adam_epsilon": Key(belongs("optimizer.eps", ADAM, number(0)), "optimizer.eps", silent=1e-8),
+    }
+
+
+def _or(value: Any, otherwise: float) -> Any:
+    return otherwise if value is None else value
+
+
+def _arguments(value: Any, given: Given) -> Meaning:
+    """`optim_args`: text such as `momentum=0.9, nesterov=true`, or a mapping as axolotl takes it."""
+    if value in (None, "", {}):
+        return Meaning(Verdict.DROPPED, "is empty", kept=True)
+    pairs = dict(_pairs(value))
+    name = name_of(given, "optim") or name_of(given, "optimizer")
+    known = {**_ARGUMENTS.get(name, {})}
+    strange = [key for key in pairs if key not in known]
+    if strange:
+        return Meaning(
+            Verdict.REFUSED,
+            f"{', '.join(strange)}: unishard has no such setting of {name or 'this optimizer'}; build the optimizer in the training "
+            "script and hand it to unishard.prepare(optimizer=...)",
+        )
+    return Meaning(fields={known[key][0]: known[key][1](text) for key, text in pairs.items()})
+
+
+def _pairs(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(str(key), item) for key, item in value.items()]
+    if not isinstance(value, str) or any(part.count("=") != 1 for part in value.split(",")):
+        raise Unreadable(f"must be pairs such as momentum=0.9,nesterov=true, got {shown(value)}; write them so")
+    return [(key.strip(), text.strip()) for key, _, text in (part.partition("=") for part in value.split(","))]
+
+
+def _true(text: Any) -> bool:
+    """As transformers reads it (trainer_optimizer.py, `_get_sgd`)."""
+    return str(text).lower() in ("true", "1", "yes")
+
+
+_ARGUMENTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
+    "sgd": {"momentum": ("optimizer.momentum", number(0)), "nesterov": ("optimizer.nesterov", _true)},
+    "adagrad": {"eps": ("optimizer.eps", number(0))},
+}
+
+
+def _decay(value: Any, given: Given) -> Meaning:
+    decay = number(0)(value)
+    fields: dict[str, Any] = {"optimizer.weight_decay": decay}
+    if not decay:
+        return Meaning(fields=fields)
+    note = (
+        "Trainer exempts biases, norms by name and every nn.LayerNorm (trainer.py, get_decay_parameter_names); here names decide, so a "
+        "LayerNorm with another name, such as ln_1, needs a pattern of its own"
+    )
+    return Meaning(Verdict.EMULATED, note, {**fields, "optimizer.no_decay": [NO_DECAY]})
+
+
+OPTIMIZER: Mapping[str, Key] = {
+    "optim": Key(_optim, "optimizer.name", silent="adamw_torch_fused"),
+    "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
+    "learning_rate": sets("optimizer.lr", number(0), silent=5e-5),
+    **fields_of_optimizer("optim"),
+    "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Verdict.EMULATED, silent=0.0),
+    "optim_target_modules": refuses(
+        "chooses modules for GaLore or APOLLO, which unishard does not build; build the optimizer in the training script",
+        lambda value: value in (None, [], ""),
+    ),
+    "adafactor": refuses(
+        "unishard builds no adafactor; build it in the training script and hand it to unishard.prepare(optimizer=...)",
+        lambda value: value in (None, False),
+    ),
+}

@@ -1,0 +1,180 @@
+"""What TrainingArguments say about the learning rate over time (transformers 5.23, optimization.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.keys import integer, number
+from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.wording import shown
+
+__all__ = ["SCHEDULE", "UPDATES", "kwargs_of", "shape_of", "updates", "warmup"]
+
+UPDATES = "the number of updates, which Trainer counts from the dataset and num_train_epochs"
+
+_SHAPES: Mapping[str, str] = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_restarts": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "polynomial": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+_OTHERS = ("inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
+_INSTEAD = "build it in the training script and hand it to unishard.prepare(scheduler=...), or write linear or cosine"
+
+
+def shape_of(value: Any) -> str:
+    """The name of a schedule of transformers as it stands in its enum."""
+    return str(getattr(value, "value", value) or "linear").strip().lower()
+
+
+def kwargs_of(given: Given) -> Mapping[str, Any]:
+    """The extra arguments of the schedule; empty where there are none."""
+    value = given.get("lr_scheduler_kwargs")
+    return value if isinstance(value, Mapping) else {}
+
+
+def _type(value: Any, given: Given) -> Meaning:
+    word = shape_of(value)
+    if word in _SHAPES:
+        return _shaped(word, kwargs_of(given), given)
+    if word in _OTHERS:
+        return Meaning(Verdict.REFUSED, f"unishard has no {word} schedule; {_INSTEAD}")
+    raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear, cosine or constant_with_warmup")
+
+
+def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
+    if word == "cosine_with_restarts" and number()(kwargs.get("num_cycles", 1)) != 1:
+        return Meaning(Verdict.REFUSED, f"unishard's cosine does not restart; {_INSTEAD}")
+    if word in ("cosine", "cosine_with_min_lr") and number()(kwargs.get("num_cycles", 0.5)) != 0.5:
+        return Meaning(Verdict.REFUSED, f"unishard's cosine falls once, over half a wave; {_INSTEAD}")
+    if word == "polynomial" and number()(kwargs.get("power", 1.0)) != 1:
+        return Meaning(Verdict.REFUSED, f"unishard has no polynomial other than the straight line of power 1; {_INSTEAD}")
+    shape = _SHAPES[word]
+    fields: dict[str, Any] = {"scheduler.name": shape}
+    if shape != "constant":
+        fields["scheduler.total_steps"] = updates(given)
+        fields["scheduler.min_lr_ratio"] = _floor(word, kwargs, given)
+    else:
+        fields["scheduler.warmup_steps"] = 0 if word == "constant" else warmup(given)
+    return Meaning(fields=fields)
+
+
+def _floor(word: str, kwargs: Mapping[str, Any], given: Given) -> float:
+    """Where the fall ends, as a part of the learning rate."""
+    rate = number(0)(given.get("learning_rate") or 5e-5)
+    if word == "polynomial":
+        return _part(number(0)(kwargs.get("lr_end", 1e-7)), rate)
+    if word == "cosine_with_min_lr" and kwargs.get("min_lr_rate") is not None:
+        return float(number(0, 1)(kwargs["min_lr_rate"]))
+    if word == "cosine_with_min_lr" and kwargs.get("min_lr") is not None:
+        return _part(number(0)(kwargs["min_lr"]), rate)
+    return 0.0
+
+
+def _part(end: float, rate: float) -> float:
+    if not rate or end > rate:
+        raise Unreadable(f"must end below the learning rate of {rate:g}, got {end:g}; write a smaller end")
+    return float(f"{end / rate:.12g}")
+
+
+def updates(given: Given) -> int | Undecided:
+    """Updates until the end of the training; undecided where the dataset decides them."""
+    steps = given.get("max_steps")
+    total = -1 if steps is None else int(integer()(steps))
+    return total if total > 0 else Undecided(UPDATES)
+
+
+def warmup(given: Given) -> int | Undecided:
+    """Updates of the warm-up."""
+    ratio = given.get("warmup_ratio")
+    steps = number(0)(given.get("warmup_steps") or 0)
+    if not steps and ratio is not None:
+        steps = number(0, 1)(ratio)
+    if steps >= 1 or not steps:
+        return int(steps)
+    total = updates(given)
+    if isinstance(total, Undecided):
+        return Undecided(f"{steps:g} times {UPDATES}")
+    return math.ceil(total * float(steps))
+
+
+def _constant(given: Given) -> bool:
+    return shape_of(given.get("lr_scheduler_type")) == "constant"
+
+
+def _refused(given: Given) -> bool:
+    return shape_of(given.get("lr_scheduler_type")) not in _SHAPES
+
+
+def _warmup(value: Any, given: Given) -> Meaning:
+    number(0)(value or 0)
+    if _refused(given):
+        return Meaning(Verdict.DROPPED, "belongs to the schedule, which the training script builds", kept=True)
+    if _constant(given):
+        note = "is off" if not value else "the constant schedule has no warm-up: transformers overlooks this; write constant_with_warmup"
+        return Meaning(Verdict.DROPPED, note, kept=True)
+    found = warmup(given)
+    if isinstance(found, Undecided):
+        return Meaning(Verdict.UNDECIDED, f"the value is {found.who}", {"scheduler.warmup_steps": found})
+    return Meaning(fields={"scheduler.warmup_steps": found})
+
+
+def _ratio(value: Any, given: Given) -> Meaning:
+    if not number(0, 1)(value or 0):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    if given.get("warmup_steps"):
+        return Meaning(Verdict.DROPPED, "warmup_steps counts more", kept=True)
+    meaning = _warmup(value, given)
+    if meaning.verdict is not Verdict.EXACT:
+        return meaning
+    return Meaning(meaning.verdict, "transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one", meaning.fields)
+
+
+def _max_steps(value: Any, given: Given) -> Meaning:
+    if integer()(value) <= 0:
+        return Meaning(Verdict.DROPPED, "is off: num_train_epochs counts", kept=True)
+    if _SHAPES.get(shape_of(given.get("lr_scheduler_type")), "constant") == "constant":
+        return Meaning(Verdict.DROPPED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True)
+    return Meaning(fields={"scheduler.total_steps": integer(1)(value)})
+
+
+def _epochs(value: Any, given: Given) -> Meaning:
+    number(0)(value)
+    if not isinstance(updates(given), Undecided):
+        return Meaning(Verdict.DROPPED, "max_steps counts more", kept=True)
+    return Meaning(Verdict.DROPPED, "how often the loop goes over the data is the training script's to say", kept=True)
+
+
+def _kwargs(value: Any, given: Given) -> Meaning:
+    if value in (None, {}, ""):
+        return Meaning(Verdict.DROPPED, "is empty", kept=True)
+    if not isinstance(value, Mapping):
+        raise Unreadable(f"must be a mapping, got {shown(value)}; write {{min_lr_rate: 0.1}}")
+    known = {
+        "cosine_with_min_lr": ("min_lr_rate", "min_lr", "num_cycles"),
+        "polynomial": ("lr_end", "power"),
+        "cosine": ("num_cycles",),
+        "cosine_with_restarts": ("num_cycles",),
+    }.get(shape_of(given.get("lr_scheduler_type")), ())
+    strange = [key for key in value if key not in known]
+    if strange:
+        word = shape_of(given.get("lr_scheduler_type"))
+        return Meaning(Verdict.REFUSED, f"the {word} schedule of transformers takes no {', '.join(map(str, strange))}; remove it")
+    meaning = _type(given.get("lr_scheduler_type"), given)
+    fields = {field: value for field, value in meaning.fields.items() if field == "scheduler.min_lr_ratio"}
+    return Meaning(fields=fields) if fields else Meaning(Verdict.DROPPED, "says what the schedule does anyway", kept=True)
+
+
+SCHEDULE: Mapping[str, Key] = {
+    "lr_scheduler_type": Key(_type, "scheduler.name, scheduler.total_steps, scheduler.min_lr_ratio", silent="linear"),
+    "lr_scheduler_kwargs": Key(_kwargs, "scheduler.min_lr_ratio"),
+    "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=0),
+    "warmup_ratio": Key(_ratio, "scheduler.warmup_steps", note="transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one"),
+    "max_steps": Key(_max_steps, "scheduler.total_steps"),
+    "num_train_epochs": Key(_epochs, "", Verdict.DROPPED, "how often the loop goes over the data is the training script's to say"),
+}

@@ -1,0 +1,197 @@
+"""`fsdp` and `fsdp_config` of TrainingArguments, handed on to FSDP's own table (transformers 5.23, `_process_fsdp_args`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from unishard import registry
+from unishard.formats.hf.loop import off
+from unishard.formats.hf.named_files import opened
+from unishard.formats.hf.switches import FSDP
+from unishard.formats.hf.wordlists import names
+from unishard.formats.source import Source
+from unishard.keys import boolean
+from unishard.meanings import Entry, Meaning, Unreadable, Verdict
+from unishard.topology import Topology
+from unishard.wording import shown
+
+__all__ = ["BOTH", "FIRST", "combined", "known", "sharded", "whole_copies", "words_of"]
+
+BOTH = names(
+    "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params cpu_ram_efficient_loading "
+    "state_dict_type activation_checkpointing xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt"
+)
+"""Keys of `fsdp_config` that transformers reads for both versions."""
+
+FIRST = names("forward_prefetch backward_prefetch use_orig_params sync_module_states limit_all_gathers")
+"""Keys that it reads for version 1 alone."""
+
+_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+_DEFAULTS: Mapping[str, Any] = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+_OVERLOOKED: Mapping[str, str] = {
+    "offload_params": "transformers 5.23 calls it cpu_offload and overlooks this word, so that parameters stay on the device",
+    "sharding_strategy": "transformers 5.23 takes the strategy from fsdp or from reshard_after_forward and overlooks this key",
+    "activation_cpu_offload": "ms-swift alone reads it, and it changes no loss: what blocks keep stays on the device",
+    "mixed_precision": "transformers 5.23 takes the format from bf16 and fp16 and overlooks this key",
+    "mixed_precision_policy": "transformers 5.23 takes the format from bf16 and fp16 and overlooks this key",
+}
+_UNKNOWN = "transformers 5.23 overlooks a key of fsdp_config that it does not know"
+_ON_2 = "FSDP2 has no such argument, and transformers 5.23 overlooks it with version 2"
+_DDP = "without fsdp and deepspeed, each rank holds the whole model (DistributedDataParallel), unless the launcher says otherwise"
+
+
+def known(key: str) -> bool:
+    """Whether `fsdp_config` has such a key, with or without its prefix."""
+    return key.removeprefix("fsdp_") in (*BOTH, *FIRST, *_OVERLOOKED)
+
+
+def words_of(value: Any) -> list[str]:
+    """The words of the deprecated spelling of `fsdp`, such as `full_shard auto_wrap`; none for a flag.
+
+    Raises:
+        Unreadable: It is neither.
+    """
+    if isinstance(value, str) and value.strip().lower() not in ("true", "1", "yes", "on"):
+        return value.replace(",", " ").split()
+    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+        return [word.strip() for word in value]
+    boolean(value)
+    return []
+
+
+def sharded(
+    value: Any, config: Any, source: Source, topology: Topology | None, where: tuple[str, ...] = ("fsdp_config",), implied: bool = False
+) -> list[Entry]:
+    """The entries of both arguments.
+
+    Args:
+        value: That of `fsdp`.
+        config: That of `fsdp_config`: a mapping, a path, or None.
+        source: The document.
+        topology: The ranks.
+        where: Path of the mapping in the document.
+        implied: Whether the document has no `fsdp`, but stands for a call that has it.
+    """
+    if off(value):
+        return _without(value, config, source, where)
+    keys, entries = _opened(config, source, where)
+    try:
+        words = words_of(value)
+    except Unreadable as error:
+        return [Entry(("fsdp",), value, Meaning(Verdict.REFUSED, str(error))), *entries, *_idle(where, keys)]
+    return entries + _read(value, words, keys, topology, where, implied)
+
+
+def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mapping[str, Any], list[Entry]]:
+    """The keys of `fsdp_config`, and the entry of what stands there if that is no mapping with keys."""
+    if isinstance(config, Mapping) and config:
+        return config, []
+    if off(config):
+        present = where and where[0] in source.data
+        return {}, [Entry(where, config, Meaning(Verdict.DROPPED, "is empty", kept=True))] if present else []
+    found = config
+    if isinstance(config, str):
+        found = _parsed(config) if config.strip().startswith("{") else opened(config, source)
+    if isinstance(found, Mapping):
+        return found, [Entry(where, config, Meaning(fields={"backend": "fsdp"}))]
+    if isinstance(config, str):
+        return {}, [Entry(where, config, Meaning(Verdict.UNDECIDED, str(found)))]
+    what = f"must be a mapping or a path, got {shown(config)}; write a mapping"
+    return {}, [Entry(where, config, Meaning(Verdict.REFUSED, what))]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        return f"is not JSON ({error}); mend it, or write a mapping"
+
+
+def _idle(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
+    note = "is read where fsdp is on alone"
+    return [Entry((*where, str(key)), item, Meaning(Verdict.DROPPED, note, kept=True)) for key, item in keys.items()]
+
+
+def _without(value: Any, config: Any, source: Source, where: tuple[str, ...]) -> list[Entry]:
+    """Nothing is sharded by FSDP, so nothing that tunes it counts."""
+    entries = [Entry(("fsdp",), value, Meaning(Verdict.DROPPED, "is off", kept=True))] if FSDP in source.data else []
+    if isinstance(config, Mapping) and config:
+        return entries + _idle(where, config)
+    return entries + (_idle((), {where[0]: config}) if where and where[0] in source.data else [])
+
+
+def _read(
+    value: Any, words: Sequence[str], keys: Mapping[str, Any], topology: Topology | None, where: tuple[str, ...], implied: bool
+) -> list[Entry]:
+    plain = {str(key).removeprefix("fsdp_"): (str(key), item) for key, item in keys.items()}
+    second = str(plain.get("version", ("", 2))[1]) != "1"
+    taken = {name: item for name, (_, item) in plain.items() if name in BOTH or (name in FIRST and not second)}
+    asked, refused = _asked(words, second, taken)
+    native = {**asked, **taken}
+    defaults = {**_DEFAULTS, **({} if second else {"sharding_strategy": "FULL_SHARD"})}
+    parsed = {".".join(entry.path): entry for entry in registry.get("fsdp").parse(native, defaults=defaults, topology=topology)}
+    entries = []
+    if not implied:
+        parts = [entry for name, entry in parsed.items() if name.split(".")[0] in asked and name.split(".")[0] not in taken]
+        entries.append(combined(("fsdp",), value, parts, refused))
+    for name, entry in parsed.items():
+        top = name.split(".")[0]
+        if top in taken:
+            written = replace(entry, path=(*where, plain[top][0], *entry.path[1:]))
+            entries.append(replace(written, meaning=replace(entry.meaning, kept=_kept(entry))))
+        elif top not in asked:
+            entries.append(replace(entry, path=("fsdp_config", *entry.path), assumed=True))
+    entries += [_overlooked(where, plain[name], name, second) for name in plain if name not in taken]
+    return entries
+
+
+def _kept(entry: Entry) -> bool:
+    return entry.meaning.verdict is Verdict.DROPPED and not entry.meaning.fields
+
+
+def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """What the words say in FSDP's own, and what is wrong with them."""
+    native: dict[str, Any] = {}
+    wrong = []
+    for word in (word.lower() for word in words):
+        if word == "offload":
+            native.setdefault("cpu_offload", True)
+        elif word in _STRATEGIES and not second:
+            # Accelerate gets it under this name with version 1 as well.
+            native.setdefault("reshard_after_forward", word)
+        elif word in _STRATEGIES[:2]:
+            native.setdefault("reshard_after_forward", word == "full_shard")
+        elif word in _STRATEGIES:
+            wrong.append(f"transformers 5.23 takes {word} with fsdp_config.version 1 alone; write that, or full_shard")
+        elif word != "auto_wrap":
+            wrong.append(f"knows no word {word!r}; write {', '.join((*_STRATEGIES, 'offload', 'auto_wrap'))}")
+    return {key: item for key, item in native.items() if key not in taken}, "; ".join(wrong)
+
+
+def combined(path: tuple[str, ...], value: Any, parts: Sequence[Entry], refused: str = "") -> Entry:
+    """One entry for one key that says several things of an engine."""
+    if refused:
+        return Entry(path, value, Meaning(Verdict.REFUSED, refused))
+    verdict = max((part.meaning.verdict for part in parts), key=lambda verdict: verdict.badness, default=Verdict.EXACT)
+    notes = "; ".join(dict.fromkeys(part.meaning.note for part in parts if part.meaning.verdict is verdict and part.meaning.note))
+    if verdict is Verdict.REFUSED:
+        return Entry(path, value, Meaning(verdict, notes))
+    fields = {"backend": "fsdp"} | {field: item for part in parts for field, item in part.meaning.fields.items()}
+    native = {key: item for part in parts for key, item in part.meaning.native.items()}
+    return Entry(path, value, Meaning(verdict, notes, fields, native))
+
+
+def _overlooked(where: tuple[str, ...], written: tuple[str, Any], name: str, second: bool) -> Entry:
+    key, item = written
+    if key.startswith("_"):
+        return Entry((*where, key), item, Meaning(Verdict.DROPPED, "is a comment", kept=True))
+    note = _ON_2 if name in FIRST and second else _OVERLOOKED.get(name, _UNKNOWN)
+    return Entry((*where, key), item, Meaning(Verdict.DROPPED, note, kept=True))
+
+
+def whole_copies() -> Entry:
+    """What TrainingArguments mean that switch neither engine on."""
+    return Entry(("fsdp",), False, Meaning(Verdict.EXACT, _DDP, {"backend": "fsdp", "sharding.strategy": "no_shard"}), assumed=True)

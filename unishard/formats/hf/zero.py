@@ -1,0 +1,167 @@
+"""`deepspeed` of TrainingArguments, handed on to DeepSpeed's own table (transformers 5.23, integrations/deepspeed.py)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unishard import registry
+from unishard.formats.hf.loop import off
+from unishard.formats.hf.named_files import opened
+from unishard.formats.source import Source
+from unishard.meanings import AUTO, Entry, Meaning, Undecided, Verdict
+from unishard.rules import flat, merge, nested
+from unishard.topology import Topology
+from unishard.wording import shown
+
+__all__ = ["SILENT", "Arguments", "partitioned"]
+
+Arguments = Callable[[str], Any]
+"""What TrainingArguments say or assume for a key; None where the document is no whole set of them."""
+
+_FILL: Mapping[str, tuple[str, Callable[[Arguments], Any]]] = {
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", lambda get: get("per_device_train_batch_size")),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", lambda get: get("gradient_accumulation_steps")),
+    "gradient_clipping": ("max_grad_norm", lambda get: get("max_grad_norm")),
+    "optimizer.params.lr": ("learning_rate", lambda get: get("learning_rate")),
+    "optimizer.params.betas": ("adam_beta1 and adam_beta2", lambda get: [get("adam_beta1"), get("adam_beta2")]),
+    "optimizer.params.eps": ("adam_epsilon", lambda get: get("adam_epsilon")),
+    "optimizer.params.weight_decay": ("weight_decay", lambda get: get("weight_decay")),
+    "scheduler.params.warmup_max_lr": ("learning_rate", lambda get: get("learning_rate")),
+    "scheduler.params.total_num_steps": ("max_steps", lambda get: _total(get)),
+    "scheduler.params.warmup_num_steps": ("warmup_steps", lambda get: _climb(get)),
+    "fp16.enabled": ("fp16 or fp16_full_eval", lambda get: not off(get("fp16")) or not off(get("fp16_full_eval"))),
+    "bf16.enabled": ("bf16 or bf16_full_eval", lambda get: not off(get("bf16")) or not off(get("bf16_full_eval"))),
+}
+"""What transformers writes in place of `"auto"`, and refuses to contradict (`trainer_config_process`)."""
+
+
+def _total(get: Arguments) -> int | None:
+    """The updates, where `max_steps` says them."""
+    steps = get("max_steps")
+    return int(steps) if isinstance(steps, int | float) and steps > 0 else None
+
+
+def _climb(get: Arguments) -> int | None:
+    """The updates of the warm-up, of which transformers hands on at least one; None where the dataset decides."""
+    steps = get("warmup_steps")
+    if not isinstance(steps, int | float) or 0 < steps < 1:
+        total = _total(get)
+        return math.ceil(total * steps) if total and isinstance(steps, float) else None
+    return max(1, int(steps))
+
+
+_STAGES: Mapping[str, str] = {"0": "no_shard", "1": "shard_optimizer", "2": "shard_grad_op", "3": "full_shard"}
+_STAGE = re.compile(r"(?:zero|stage|(?:^|[_/-])z)_?([0-3])")
+
+SILENT: Mapping[str, tuple[str, str]] = {
+    "gradient_clipping": (
+        "max_grad_norm",
+        "the DeepSpeed config has no gradient_clipping, which transformers only fills where it is: DeepSpeed 0.19.8 clips to its own "
+        'default of 1.0, whatever this says; write gradient_clipping: "auto" there',
+    ),
+}
+"""Keys whose absence from DeepSpeed's config makes an argument idle."""
+
+
+def partitioned(value: Any, source: Source, get: Arguments, topology: Topology | None) -> list[Entry]:
+    """The entries of the argument.
+
+    Args:
+        value: A mapping, or the path of a JSON file.
+        source: The document.
+        get: The other arguments.
+        topology: The ranks.
+    """
+    if off(value):
+        return [Entry(("deepspeed",), value, Meaning(Verdict.DROPPED, "is off", kept=True))]
+    config = _config(value, source)
+    if isinstance(config, str):
+        return _absent(value, config)
+    if not isinstance(config, Mapping):
+        note = f"must be a mapping or the path of a JSON file, got {shown(value)}; write one of them"
+        return [Entry(("deepspeed",), value, Meaning(Verdict.REFUSED, note))]
+    on = Meaning(fields={"backend": "deepspeed"})
+    entries = [Entry(("deepspeed",), value if isinstance(value, str) else True, on, assumed=not isinstance(value, str))]
+    return entries + _read(config, get, topology)
+
+
+def _config(value: Any, source: Source) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value.strip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            return f"is not JSON ({error}); mend it, or name a file"
+    return opened(value, source)
+
+
+def _absent(value: Any, why: str) -> list[Entry]:
+    """A config that is not there: what its name tells is assumed, everything else is open."""
+    stage = _STAGE.search(str(value).lower())
+    known = _STAGES[stage.group(1)] if stage else Undecided(f"the DeepSpeed config {value}")
+    fields = {"backend": "deepspeed", "sharding.strategy": known}
+    assumed = Entry(
+        ("deepspeed", "zero_optimization", "stage"),
+        int(stage.group(1)) if stage else None,
+        Meaning(Verdict.EXACT if stage else Verdict.UNDECIDED, "as the name of the file says" if stage else "", fields),
+        assumed=True,
+    )
+    return [Entry(("deepspeed",), value, Meaning(Verdict.UNDECIDED, why, kept=True)), assumed]
+
+
+def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) -> list[Entry]:
+    said = dict(flat(config))
+    whole = get("per_device_train_batch_size") is not None
+    found = {key: fill(get) for key, (_, fill) in _FILL.items() if whole and said.get(key) == AUTO}
+    filled = {key: value for key, value in found.items() if value is not None}
+    if said.get("train_batch_size") == AUTO and whole:
+        # The product of the other two and the ranks says nothing of its own.
+        filled["train_batch_size"] = None
+    mixed = {} if {"bf16", "fp16"} & set(config) else _mixed(get)
+    native = merge(merge(mixed, config), nested({key: item for key, item in filled.items() if item is not None}))
+    if "train_batch_size" in filled:
+        native = {key: item for key, item in native.items() if key != "train_batch_size"}
+    entries = [_checked(entry, said, get, whole) for entry in registry.get("deepspeed").parse(native, topology=topology)]
+    entries = [_at(entry, filled, assumed=entry.assumed or entry.path[0] in mixed) for entry in entries]
+    if "train_batch_size" in filled:
+        note = "transformers fills in the product of the other two and the ranks"
+        entries.append(Entry(("deepspeed", "train_batch_size"), AUTO, Meaning(Verdict.DROPPED, note, kept=True)))
+    return entries
+
+
+def _mixed(get: Arguments) -> dict[str, Any]:
+    """What Accelerate adds where the config names no format (`DeepSpeedPlugin.set_mixed_precision`, accelerate 1.15.0)."""
+    return {name: {"enabled": True} for name in ("bf16", "fp16") if not off(get(name)) and get(name) != AUTO}
+
+
+def _at(entry: Entry, filled: Mapping[str, Any], *, assumed: bool) -> Entry:
+    """The entry at its place in the document, with the word that stands there."""
+    value = AUTO if entry.key in filled else entry.value
+    return replace(entry, path=("deepspeed", *entry.path), value=value, assumed=assumed)
+
+
+def _checked(entry: Entry, said: Mapping[str, Any], get: Arguments, whole: bool) -> Entry:
+    """The entry, refused where transformers stops because it contradicts an argument."""
+    if not whole or entry.assumed or entry.key not in _FILL or said.get(entry.key) in (AUTO, None):
+        return entry
+    name, fill = _FILL[entry.key]
+    argument = fill(get)
+    if argument is None or _same(said[entry.key], argument):
+        return entry
+    note = f'transformers stops here, since {name} is {shown(argument)}; make the two equal, or write "auto" here'
+    return entry.but(Verdict.REFUSED, note)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    try:
+        return float(one) == float(other)
+    except (TypeError, ValueError):
+        return bool(one == other)
