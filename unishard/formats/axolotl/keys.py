@@ -81,10 +81,14 @@ def _pure(value: Any, given: Given) -> Meaning:
     return _mixed(given, "") if not off(value) and boolean(value) else Meaning(Verdict.DROPPED, "is off", kept=True)
 
 
+_FALLS = "unishard's cosine falls until the end; build the scheduler in the training script"
+_UNSCALED = "loads the model in fp16 and trains it without a loss scale; write fp16 instead"
+
+
 def _half(value: Any, given: Given) -> Meaning:
     if off(value):
         return Meaning(Verdict.DROPPED, "is off", kept=True)
-    return Meaning(Verdict.REFUSED, "loads the model in fp16 and trains it without a loss scale; write fp16 instead")
+    return Meaning(Verdict.REFUSED, _UNSCALED)
 
 
 def _checkpointing(value: Any, given: Given) -> Meaning:
@@ -120,7 +124,7 @@ def _still(value: Any, given: Given) -> Meaning:
         return Meaning(Verdict.DROPPED, "is read beside cosine_min_lr_ratio alone", kept=True)
     if number(0, 1)(value) == 1 or number(0, 1)(given.get("cosine_min_lr_ratio")) == 1:
         return Meaning(Verdict.DROPPED, "changes nothing here", kept=True)
-    return Meaning(Verdict.REFUSED, "unishard's cosine falls until the end; build the scheduler in the training script")
+    return Meaning(Verdict.REFUSED, _FALLS)
 
 
 def _warmup(value: Any, given: Given) -> Meaning:
@@ -166,11 +170,11 @@ KEYS: Mapping[str, Key] = {
     "optimizer": Key(_optimizer, "optimizer.name", silent="adamw_torch_fused"),
     "lr_scheduler": replace(_argument("lr_scheduler"), read=_schedule, silent="cosine"),
     "cosine_min_lr_ratio": Key(_end, "scheduler.min_lr_ratio"),
-    "cosine_constant_lr_ratio": Key(_still, "", Verdict.REFUSED),
+    "cosine_constant_lr_ratio": Key(_still, "", Verdict.REFUSED, _FALLS),
     "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=None),
     "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", silent="auto"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
-    "float16": Key(_half, "", Verdict.REFUSED),
+    "float16": Key(_half, "", Verdict.REFUSED, _UNSCALED),
     "float32": drops("is what holds without bf16 and fp16"),
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "fp32_norms": refuses("keeps norms in fp32 beside bf16, and unishard computes all of the model in one format; remove it", off),

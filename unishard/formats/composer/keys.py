@@ -41,11 +41,14 @@ def _seed(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
+_WHOLE = "unishard splits no layer between ranks; remove it and shard with fsdp_config alone"
+
+
 def _tensor_parallel(value: Any, given: Given) -> Meaning:
     degree = value.get(_DEGREE, 1) if isinstance(value, Mapping) else value
     if degree in (None, 1, {}):
         return Meaning(Verdict.DROPPED, "is off")
-    return Meaning(Verdict.REFUSED, "unishard splits no layer between ranks; remove it and shard with fsdp_config alone")
+    return Meaning(Verdict.REFUSED, _WHOLE)
 
 
 def _compiled(value: Any, given: Given) -> Meaning:
@@ -71,8 +74,8 @@ KEYS: Mapping[str, Key] = {
     **FSDP,
     **OPTIMIZATION,
     "seed": Key(_seed, "training.seed"),
-    "tp_config": Key(_tensor_parallel, "", Verdict.REFUSED),
-    "parallelism_config.tp": Key(_tensor_parallel, "", Verdict.REFUSED),
+    "tp_config": Key(_tensor_parallel, "", Verdict.REFUSED, _WHOLE),
+    "parallelism_config.tp": Key(_tensor_parallel, "", Verdict.REFUSED, _WHOLE),
     "compile_config": Key(_compiled, "compile.mode, compile.backend"),
     "deterministic_mode": Key(_deterministic),
     "algorithms": refuses("unishard has no algorithms of Composer's but gradient clipping; remove it", lambda value: not value),

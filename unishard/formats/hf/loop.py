@@ -100,10 +100,13 @@ def _tokens(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.UNDECIDED, note, kept=True)
 
 
+_OBJECT = "holds a ParallelismConfig object; write sharding.strategy and sharding.group_size instead"
+
+
 def _parallel(value: Any, given: Given) -> Meaning:
     if off(value):
         return Meaning(Verdict.DROPPED, "is off", kept=True)
-    return Meaning(Verdict.REFUSED, "holds a ParallelismConfig object; write sharding.strategy and sharding.group_size instead")
+    return Meaning(Verdict.REFUSED, _OBJECT)
 
 
 LOOP: Mapping[str, Key] = {
@@ -137,6 +140,6 @@ LOOP: Mapping[str, Key] = {
     "data_seed": drops("seeds the order of the data alone; unishard draws it from training.seed"),
     "full_determinism": drops("is a switch of torch (torch.use_deterministic_algorithms) for your training script"),
     "accelerator_config": Key(_accelerator, "", Verdict.DROPPED, "concerns how Accelerate hands out the data"),
-    "parallelism_config": Key(_parallel, "", Verdict.REFUSED),
-    "distributed_config": Key(_parallel, "", Verdict.REFUSED),
+    "parallelism_config": Key(_parallel, "", Verdict.REFUSED, _OBJECT),
+    "distributed_config": Key(_parallel, "", Verdict.REFUSED, _OBJECT),
 }

@@ -206,7 +206,9 @@ TRAINER: Mapping[str, Key] = {
     "accelerator": optional(_accelerator, "", Verdict.DROPPED, _LAUNCH),
     "devices": optional(_devices, "", Verdict.DROPPED, _LAUNCH),
     "num_nodes": optional(_nodes, "", Verdict.DROPPED, _LAUNCH),
-    "callbacks": optional(_callbacks, "your training script", Verdict.UNDECIDED),
+    "callbacks": optional(
+        _callbacks, "your training script", Verdict.UNDECIDED, "callbacks that train, not only log, are your loop's to do"
+    ),
     "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
     "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before unishard.prepare"),
     "deterministic": _script("call torch.use_deterministic_algorithms(True) at the start; Lightning's value is {value}"),

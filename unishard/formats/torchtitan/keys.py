@@ -175,13 +175,14 @@ def _deterministic(value: Any, given: Given) -> Meaning:
 
 def _only_1(what: str) -> Key:
     """A degree of a parallelism that unishard does not have."""
+    note = f"unishard has no {what} parallelism; write 1 and shard with data_parallel_shard_degree"
 
     def read(value: Any, given: Given) -> Meaning:
         if degree(value) == 1:
             return Meaning(Verdict.DROPPED, "is off", kept=True)
-        return Meaning(Verdict.REFUSED, f"unishard has no {what} parallelism; write 1 and shard with data_parallel_shard_degree")
+        return Meaning(Verdict.REFUSED, note)
 
-    return Key(read, "", Verdict.REFUSED)
+    return Key(read, "", Verdict.REFUSED, note)
 
 
 def _off(value: Any) -> bool:
