@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_CELL = re.compile(r"\[(?P<backend>[a-z0-9_]+)-(?P<cell>.*-(?P<precision>fp32|bf16|fp16)-\dranks)\]$")
+_CELL = re.compile(r"\[(?P<backend>[a-z0-9_]+)-(?P<cell>.*-(?P<precision>fp32|bf16|fp16)-\dranks)\](@ranks)?$")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -18,7 +18,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             continue
         for field in ("first_losses", "losses", "first_norm", "norms"):
             key = (found["backend"], found["precision"] + (" (declared gap)" if properties["declared gap"] else ""), field)
-            worst[key] = max(worst.get(key, (-1.0, "")), (getattr(deviation, field), found["cell"]))
+            worst[key] = max(worst.get(key, (-1.0, "")), (deviation[field], found["cell"]))
     if worst:
         terminalreporter.section("worst cells: relative deviation from plain torch")
         for (backend, precision, field), (value, cell) in sorted(worst.items()):
