@@ -22,12 +22,19 @@ def leaves_of(data: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
             yield (*above, name)
 
 
+def value_at(data: Any, path: Path) -> Any:
+    """What stands at a path; None where nothing does."""
+    for name in path:
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data
+
+
 def faults_of(outcome: Outcome) -> list[str]:
     """What is wrong with a report: keys in no line or in two, lines for no key, verdicts without a reason."""
     faults = []
     written = [entry for entry in outcome.reading.entries if not entry.assumed]
     said = [entry.path for entry in written]
-    named = {entry.path for entry in written if not isinstance(entry.value, Mapping)}
+    named = {entry.path for entry in written if entry.value != value_at(outcome.reading.source.data, entry.path)}
     leaves = list(leaves_of(outcome.reading.source.data))
     for leaf in leaves:
         # A mapping whose key is a name, as in `optimizer: {adamw: {lr: 1}}`, has a line for the name beside those of what it holds.

@@ -312,9 +312,9 @@ def documents(draw: st.DrawFn, name: str) -> Document:
         path = draw(st.sampled_from(paths or [("x",)]))
         match draw(st.sampled_from(("replace", "known", "unknown", "remove", "rename", "wrap", "move"))):
             case "replace":
-                put(data, path, draw(odd_values))
+                put(data, path, copy.deepcopy(draw(odd_values)))
             case "known" if KNOWN[name]:
-                put(data, tuple(draw(st.sampled_from(KNOWN[name])).split(".")), draw(odd_values))
+                put(data, tuple(draw(st.sampled_from(KNOWN[name])).split(".")), copy.deepcopy(draw(odd_values)))
             case "unknown":
                 put(
                     data,

@@ -166,3 +166,7 @@ def test_a_mapping_becomes_plain_values() -> None:
     loop["loop"] = loop
     with pytest.raises(ConfigError, match="loop: is nested more than 100 levels deep"):
         open_source(loop)
+
+
+def test_an_anchor_may_be_given_anew(tmp_path: Path) -> None:
+    assert opened(tmp_path, "a: &x 1\nb: &x 2\nc: *x\n", "config.yaml").data == {"a": 1, "b": 2, "c": 2}

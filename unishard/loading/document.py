@@ -87,6 +87,7 @@ def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
     """
     document = Document(None, Origins(Place(name, 1)))
     yaml = YAML(typ="safe", pure=True)
+    yaml.composer.warn_double_anchors = False  # YAML lets an anchor be given anew
     try:
         node = yaml.compose(text)
         if node is not None:

@@ -46,7 +46,7 @@ def assumed(given: Given) -> dict[str, Any]:
 
 
 def _type(value: Any, given: Given) -> Meaning:
-    if value not in _SHAPES:
+    if not isinstance(value, str) or value not in _SHAPES:
         near = {name.lower(): name for name in _SHAPES}.get(str(value).lower())
         hint = f"did you mean {near!r}?" if near else _SCRIPT
         raise Unreadable(f"must be {', '.join(_SHAPES)}, got {value!r}; {hint}")

@@ -125,6 +125,7 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
     places: dict[Path, str] = {("version",): "parallelism"}
     native: Native = {"version": 2}
     mesh, broken = _mesh(said)
+    wrong = {entry.key for entry in broken}
     yield from broken
     if mesh:
         native["mesh"] = mesh
@@ -145,7 +146,7 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
         if own == _SHARD:
             yield _at(entry, _REPLICATE, said)
     if not mesh:
-        yield from (_at(Entry((), None, _ALL), key, said) for key in (_SHARD, _REPLICATE) if key in said and not broken)
+        yield from (_at(Entry((), None, _ALL), key, said) for key in (_SHARD, _REPLICATE) if key in said and key not in wrong)
 
 
 _ALL = Meaning(Verdict.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
