@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,14 +152,22 @@ def _refuse(entries: Sequence[Entry], error: ValidationError, document: Document
         ConfigError: None of them is at fault, so an override is.
     """
     faults = {dotted(finding.path): finding.what for finding in findings_of(error, document.data)}
-    refused = []
-    for entry in entries:
-        fields = [f"native.{key}" for key in entry.meaning.native] + list(entry.meaning.fields)
-        fault = next((f"{path}: {what}" for path, what in faults.items() for field in fields if _within(path, field)), None)
-        refused.append(entry.but(Verdict.REFUSED, f"cannot be had together with the rest: {fault}") if fault else entry)
-    if all(new is old for new, old in zip(refused, entries, strict=True)):
-        raise ConfigError([Problem(path, what, "override") for path, what in faults.items()])
-    return refused
+    # A field that is missing has no entry of its own: those of its section ask for it then.
+    for at_fault in (_within, _beside):
+        refused = [_faulty(entry, faults, at_fault) for entry in entries]
+        if any(new is not old for new, old in zip(refused, entries, strict=True)):
+            return refused
+    raise ConfigError([Problem(path, what, "override") for path, what in faults.items()])
+
+
+def _faulty(entry: Entry, faults: Mapping[str, str], at_fault: Callable[[str, str], bool]) -> Entry:
+    fields = [f"native.{key}" for key in entry.meaning.native] + list(entry.meaning.fields)
+    fault = next((f"{path}: {what}" for path, what in faults.items() for field in fields if at_fault(path, field)), None)
+    return entry.but(Verdict.REFUSED, f"cannot be had together with the rest: {fault}") if fault else entry
+
+
+def _beside(path: str, field: str) -> bool:
+    return path.rpartition(".")[0] == field.rpartition(".")[0]
 
 
 def _within(path: str, field: str) -> bool:
