@@ -32,6 +32,7 @@ LOOP: dict[str, Rule] = {
     "scheduler.warmup_steps": loop("moves once for each real update"),
     "scheduler.warmup_type": loop("part of the same formula"),
     "scheduler.warmup_start_ratio": loop("part of the same formula"),
+    "scheduler.delay_steps": loop("counts updates"),
     "scheduler.total_steps": loop("moves once for each real update"),
     "scheduler.min_lr_ratio": loop("part of the same formula"),
 }

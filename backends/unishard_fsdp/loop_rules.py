@@ -33,6 +33,7 @@ LOOP: Mapping[str, Rule] = {
     "scheduler.warmup_steps": loop("counts updates"),
     "scheduler.warmup_type": loop("part of the same formula"),
     "scheduler.warmup_start_ratio": loop("part of the same formula"),
+    "scheduler.delay_steps": loop("counts updates"),
     "scheduler.total_steps": loop("counts updates"),
     "scheduler.min_lr_ratio": loop("factor of `optimizer.lr`"),
 }

@@ -101,6 +101,7 @@ SCRIPT: Mapping[str, Expression] = {
     "scheduler.warmup_steps": _write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "0"),
     "scheduler.warmup_type": _write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
     "scheduler.warmup_start_ratio": _write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
+    "scheduler.delay_steps": _write("part of the schedule", lambda cfg: not cfg.scheduler.delay_steps, "0"),
     "scheduler.total_steps": _write("part of the schedule", _constant, "constant"),
     "scheduler.min_lr_ratio": _write("part of the schedule", _constant, "constant"),
     "communication.reduce_bucket_size": _time("time alone; FSDP2 reduces the gradients of a unit together"),

@@ -1,4 +1,4 @@
-"""The schedule is transformers' own, one step for each real update."""
+"""The schedule is transformers' own or DeepSpeed's, one step for each real update."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import (
 
 from unishard.config import Scheduler
 from unishard.engine.schedule import Schedule
+from unishard_deepspeed.start import hushed
 
 
 def optimizer(lr: float = 0.1) -> torch.optim.Optimizer:
@@ -69,3 +70,21 @@ def test_a_constant_schedule_leaves_a_rate_that_the_user_sets() -> None:
     steps.param_groups[0]["lr"] = 0.5
     schedule.advance()
     assert schedule.lr == 0.5
+
+
+@pytest.mark.parametrize("climb", ["log", "linear"])
+def test_equals_deepspeed(climb: str) -> None:
+    """As DeepSpeed's engine drives its schedules: made before the first update, stepped after each."""
+    with hushed():
+        from deepspeed.runtime import lr_schedules
+
+    warm = {"warmup_steps": 4, "warmup_type": climb, "warmup_start_ratio": 0.25, "delay_steps": 1}
+    for section, theirs_, params in (
+        ({"name": "constant"}, lr_schedules.WarmupLR, {}),
+        ({"name": "linear", "total_steps": 9, "min_lr_ratio": 0.25}, lr_schedules.WarmupDecayLR, {"total_num_steps": 9}),
+    ):
+        mine = [row[0] for row in ours(section | warm, 13)]
+        peak = optimizer().param_groups[0]["lr"]
+        settings = {"warmup_min_lr": peak / 4, "warmup_max_lr": peak, "warmup_num_steps": 4, "warmup_type": climb}
+        other = theirs(lambda steps, make=theirs_, params=params, settings=settings: make(steps, **settings, **params), 13)
+        assert mine == pytest.approx([row[0] for row in other], rel=1e-12)

@@ -123,7 +123,7 @@ def _schedulers(draw: st.DrawFn) -> dict[str, Any]:
     climb: dict[str, Any] = {"warmup_steps": warmup}
     if warmup:
         kinds = ("linear", "log") if warmup > 1 else ("linear",)
-        climb |= draw(some(warmup_type=st.sampled_from(kinds), warmup_start_ratio=st.floats(0, 1)))
+        climb |= draw(some(warmup_type=st.sampled_from(kinds), warmup_start_ratio=st.floats(0, 1), delay_steps=st.integers(0, 3)))
     if draw(st.booleans()):
         return {"name": "constant", **climb}
     name = draw(st.sampled_from(("linear", "cosine")))

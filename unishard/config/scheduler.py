@@ -30,8 +30,10 @@ class Scheduler(Section):
     way, as DeepSpeed's schedules)."""
     warmup_start_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where the climb begins, as a part of `optimizer.lr`."""
+    delay_steps: int = Field(default=0, ge=0)
+    """Updates that the schedule waits at its first rate before it begins. DeepSpeed's `WarmupLR` and `WarmupDecayLR` wait for one."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Updates until the end of the fall, warm-up included; needed by `linear` and `cosine`."""
+    """Updates until the end of the fall, warm-up included, not counting `delay_steps`; needed by `linear` and `cosine`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where the fall ends, as a part of `optimizer.lr`."""
 
@@ -56,5 +58,7 @@ class Scheduler(Section):
             ]
         elif self.warmup_steps == 1 and self.warmup_type == "log":
             problems.append(("warmup_type", "log needs a warm-up of at least 2 updates; set scheduler.warmup_steps to 2 or write linear"))
+        if self.name == "constant" and not self.warmup_steps and "delay_steps" in self.model_fields_set:
+            problems.append(("delay_steps", "has no meaning with a constant rate; remove it or set scheduler.warmup_steps"))
         refuse(problems)
         return self

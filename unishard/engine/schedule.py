@@ -16,6 +16,7 @@ def factor(cfg: Scheduler, updates: int) -> float:
     The same closed forms as `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup` of transformers 5.23
     with `min_lr_ratio` as floor; the logarithm is that of `WarmupLR` and `WarmupDecayLR` of DeepSpeed 0.19.8.
     """
+    updates = max(0, updates - cfg.delay_steps)
     if updates < cfg.warmup_steps:
         linear = cfg.warmup_type == "linear"
         climbed = updates / cfg.warmup_steps if linear else math.log(updates + 1) / math.log(cfg.warmup_steps)

@@ -11,7 +11,6 @@ from unishard.rules import flat
 from unishard.topology import Topology
 from unishard.wording import shown
 from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
-from unishard_deepspeed.arguments.facts import dropped
 
 __all__ = ["EXPRESSIONS", "KEYS", "TOOL", "arguments", "parse"]
 
@@ -23,7 +22,7 @@ _STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.param
 
 def _block(value: Any, given: Given) -> Meaning:
     if value is None or value == {}:
-        return dropped("is empty")
+        return Meaning(Verdict.DROPPED, "is empty")
     raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it")
 
 

@@ -26,8 +26,8 @@ def assumed(given: Given) -> dict[str, Any]:
     train, micro, window = (quiet(integer(1), given.get(key)) for key in (_TRAIN, _MICRO, _WINDOW))
     ranks = given.topology.world_size if given.topology else None
     found: dict[str, Any] = {}
-    if _WINDOW not in given and _MICRO in given:
-        found[_WINDOW] = 1 if not train else _quotient(train, micro, ranks) or _WINDOW_OF_RANKS
+    if _WINDOW not in given and (train or _MICRO in given):
+        found[_WINDOW] = 1 if not train or _MICRO not in given else _quotient(train, micro, ranks) or _WINDOW_OF_RANKS
     if _MICRO not in given and train:
         found[_MICRO] = _quotient(train, window or (None if _WINDOW in given else 1), ranks) or _MICRO_OF_RANKS
     return found

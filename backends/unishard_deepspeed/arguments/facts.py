@@ -53,8 +53,12 @@ def unless_auto(key: Key, otherwise: str) -> Key:
 
 
 def spelt(key: Key, name: str) -> Key:
-    """A row for another spelling of a key."""
-    return replace(key, note=f"another spelling of {name}")
+    """A row for another spelling of a key, which is not repeated beside the one that is written (DeepSpeed refuses both)."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        return replace(key.read(value, given), kept=False)
+
+    return replace(key, read=read, note=f"another spelling of {name}")
 
 
 def stage(given: Given) -> int:

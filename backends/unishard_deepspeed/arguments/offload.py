@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.keys import boolean, drops, one_of, text
-from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Unreadable, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_deepspeed import fields
@@ -34,6 +34,8 @@ def _place(what: str) -> Key:
         place = "none" if value is None else _PLACES(value)
         if place != "none" and device(given, what) == "none":
             return dropped(_LOW[what])
+        if place == "nvme" and not quiet(text, given.get(f"{_Z}offload_{what}.nvme_path")):
+            raise Unreadable("must have an nvme_path beside it, got nvme without; write a directory on a local disk")
         return Meaning(fields={_FIELDS[what]: place})
 
     return Key(read, _FIELDS[what])

@@ -81,7 +81,7 @@ def peak_of(given: Given) -> Any:
 def _type(value: Any, given: Given) -> Meaning:
     word = str(value).strip().lower()
     if word in _REFUSED:
-        raise Unreadable(f"must be an optimizer that the config has: {value} {_REFUSED[word]}")
+        return Meaning(Verdict.REFUSED, f"{value} {_REFUSED[word]}")
     name = _name(given)
     if name is None:
         raise Unreadable(f"must be Adam, AdamW, SGD, Adagrad or Lion, got {value!r}; build it yourself for unishard.prepare(optimizer=...)")

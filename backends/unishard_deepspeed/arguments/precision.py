@@ -126,8 +126,9 @@ def _hysteresis(value: Any, given: Given) -> Meaning:
 
 
 def _overflow(value: Any, given: Given) -> Meaning:
-    if boolean(value) or compute(given) != "bf16" or stage(given) not in (1, 2):
-        return dropped("stages 1 and 2 in bf16 alone read a false here")
+    read = (compute(given), stage(given)) in (("bf16", 1), ("bf16", 2), ("fp32", 0))  # the last checks nothing either way
+    if boolean(value) or not read:
+        return dropped("is on, or read at stages 1 and 2 in bf16 alone")
     return Meaning(fields={"training.nonfinite": "ignore"})
 
 

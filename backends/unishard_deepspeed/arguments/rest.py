@@ -64,6 +64,19 @@ def _own(key: str) -> Key:
     return Key(read, "", row.verdict, note)
 
 
+def _log(key: str) -> Key:
+    """A key about logs and times, whose value is looked at all the same, since DeepSpeed fails on one of another type."""
+    convert = _converter(ACCEPTED[key])
+
+    def read(value: Any, given: Given) -> Meaning:
+        if value is None or value == AUTO:
+            return Meaning(Verdict.DROPPED, "logs or times alone")
+        convert(value)
+        return dropped("logs or times alone")
+
+    return Key(read, "", Verdict.DROPPED, "logs or times alone")
+
+
 def _settings() -> dict[str, Key]:
     """Rows of the settings that `native.deepspeed` takes."""
     rows = {key: _own(key) for key in ACCEPTED if key not in _LOGS and key != "activation_checkpointing"}
@@ -129,13 +142,33 @@ def _degrees(value: Any) -> Any:
 
 _RANKS = "splits ranks in other ways than data parallelism, which the config has no field for; remove it"
 _COMPILE = "acts where the training script calls engine.compile() alone; set compile.mode for torch.compile"
+_COMPILES = frozenset(
+    (
+        *("deepcompile", "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation", "passes"),
+        *("offload_activation_pin_memory", "offload_opt_states", "double_buffer", "symmetric_memory", "debug_log", "offload_parameters"),
+        *("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather", "keep_int_input_tensors"),
+        "keep_all_input_tensors",
+    )
+)
 _CHECKPOINTING = (
     "configures deepspeed.checkpointing, which a model must call: on its own it recomputes nothing. Set activation_checkpointing "
     "in unishard to do so"
 )
 
+
+def _tensor_parallel(value: Any, given: Given) -> Meaning:
+    return Meaning(Verdict.DROPPED, "is off") if _size(value) else Meaning(Verdict.REFUSED, _RANKS)
+
+
+def _compile(value: Any, given: Given) -> Meaning:
+    old = sorted(set(value) - _COMPILES) if isinstance(value, Mapping) else []
+    if not old:
+        return dropped(_COMPILE)
+    return Meaning(Verdict.DROPPED, f"{_COMPILE}; DeepSpeed 0.19.8 refuses {', '.join(old)}")
+
+
 KEYS: Mapping[str, Key] = {
-    **{key: drops("logs or times alone") for key in sorted(_LOGS)},
+    **{key: _log(key) for key in sorted(_LOGS)},
     **_settings(),
     **{key: _removed(key) for key in REMOVED if not key.startswith(_Z)},
     "activation_checkpointing": drops(_CHECKPOINTING),
@@ -148,12 +181,12 @@ KEYS: Mapping[str, Key] = {
     "sequence_parallel_size": refuses(_RANKS, _size),
     "data_parallel_size": drops("follows from the ranks"),
     "seq_parallel_communication_data_type": drops("acts with sequence parallelism alone"),
-    "tensor_parallel": refuses(_RANKS, _size),
+    "tensor_parallel": Key(_tensor_parallel, "", Verdict.REFUSED, _RANKS),
     "expert_parallel": refuses(_RANKS, _off),
     "use_data_before_expert_parallelism": drops("acts with expert parallelism alone"),
     "pipeline": drops("acts on a PipelineModule alone"),
     "hybrid_engine": refuses("replaces the engine by one for generation; remove it, and call engine.generate", _off),
-    "compile": drops(_COMPILE),
+    "compile": Key(_compile, "", Verdict.DROPPED, _COMPILE),
     "autotuning": drops("belongs to the deepspeed launcher's --autotuning"),
     "weight_quantization": drops("belongs to inference"),
     "data_efficiency": refuses(

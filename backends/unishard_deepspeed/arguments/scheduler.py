@@ -10,7 +10,8 @@ from unishard.keys import drops, integer, number
 from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
-from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped
+from unishard_deepspeed import fields
+from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
 from unishard_deepspeed.arguments.optimizer import peak_of
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
@@ -24,8 +25,9 @@ _SHAPES = {
     "CosineAnnealingLR": "cosine",
 }
 _WARM = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_NEEDS = {"WarmupDecayLR": "total_num_steps", "WarmupCosineLR": "total_num_steps", "LinearLR": "total_iters", "CosineAnnealingLR": "T_max"}
 _SCRIPT = "build it in your script and pass it to unishard.prepare(scheduler=...), or choose linear or cosine"
-_ONE_LATER = "DeepSpeed's cosine is one update ahead: its first update after the warm-up is already below the peak"
+_BEHIND = "DeepSpeed begins at a rate of 0, its warm-up is one update behind and misses the peak; from there on the cosine is the same"
 
 
 def _kind(given: Given) -> str:
@@ -42,6 +44,8 @@ def assumed(given: Given) -> dict[str, Any]:
         found |= {"warmup_max_lr": 0.001}
     if kind == "WarmupCosineLR":
         found |= {"cos_min_ratio": 0.0001}
+    if kind == "LinearLR":  # torch 2.13
+        found |= {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
     return {f"{_P}{name}": value for name, value in found.items()}
 
 
@@ -50,9 +54,15 @@ def _type(value: Any, given: Given) -> Meaning:
         near = {name.lower(): name for name in _SHAPES}.get(str(value).lower())
         hint = f"did you mean {near!r}?" if near else _SCRIPT
         raise Unreadable(f"must be {', '.join(_SHAPES)}, got {value!r}; {hint}")
-    cosine = value == "WarmupCosineLR"
-    verdict, note = (Verdict.APPROXIMATE, _ONE_LATER) if cosine else (Verdict.EXACT, "")
-    return Meaning(verdict, note, {"scheduler.name": _SHAPES[value]})
+    total = _NEEDS.get(value)
+    if total and given.get(f"{_P}{total}") != AUTO and quiet(integer(1), given.get(f"{_P}{total}")) is None:
+        raise Unreadable(f"must have {total} among its params, the number of updates, got {value} without; write it")
+    said: dict[str, Any] = {"scheduler.name": _SHAPES[value]}
+    if value == "WarmupCosineLR":
+        return Meaning(Verdict.APPROXIMATE, _BEHIND, said)
+    if value in _WARM:
+        return Meaning(note="DeepSpeed's first two updates both use its first rate", fields=said | {"scheduler.delay_steps": 1})
+    return Meaning(fields=said)
 
 
 def _of(kinds: tuple[str, ...], read: Callable[[Any, Given], Meaning], field: str) -> Key:
@@ -88,12 +98,12 @@ def _bottom(value: Any, given: Given) -> Meaning:
     """The rate at which warm-up begins, and at which WarmupDecayLR ends."""
     found = 0.0 if value == AUTO else number(0)(value)
     peak = peak_of(given)
-    fields = ["scheduler.warmup_start_ratio"] + ["scheduler.min_lr_ratio"] * (_kind(given) == "WarmupDecayLR")
+    ends = ["scheduler.warmup_start_ratio"] + ["scheduler.min_lr_ratio"] * (_kind(given) == "WarmupDecayLR")
     if found and not isinstance(peak, float | int):
         undecided = Undecided(f"{found:g} / optimizer.lr, which the training script decides")
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", dict.fromkeys(fields, undecided))
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", dict.fromkeys(ends, undecided))
     note = "transformers fills in 0" if value == AUTO else ""
-    return Meaning(note=note, fields=dict.fromkeys(fields, found / peak if found and peak else 0.0))
+    return Meaning(note=note, fields=dict.fromkeys(ends, found / peak if found and peak else 0.0))
 
 
 def _ratio(field: str) -> Callable[[Any, Given], Meaning]:
@@ -124,7 +134,7 @@ _TOTAL = _steps("scheduler.total_steps", "the number of updates, max_steps or nu
 _MOVED = ("cycle_min_lr", "cycle_max_lr", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count")
 
 KEYS: Mapping[str, Key] = {
-    "scheduler.type": Key(_type, "scheduler.name"),
+    "scheduler.type": Key(_type, "scheduler.name, scheduler.delay_steps"),
     f"{_P}warmup_num_steps": _of(_WARM, _steps("scheduler.warmup_steps", "warmup_steps", 2), "scheduler.warmup_steps"),
     f"{_P}warmup_type": _of(_WARM, _climb, "scheduler.warmup_type"),
     f"{_P}warmup_max_lr": _of(_WARM[:2], _top, "optimizer.lr"),
@@ -142,8 +152,16 @@ KEYS: Mapping[str, Key] = {
 }
 
 
+def _takes_torchs(cfg: Config) -> bool:
+    """DeepSpeed hands ZeRO's own optimizer to torch's schedules, which refuse it ("is not an Optimizer", DeepSpeed 0.19.8)."""
+    return fields.stage(cfg) == 0 and cfg.precision.compute == "fp32"
+
+
 def _type_of(cfg: Config) -> str | None:
+    """The class that says the schedule; None for a constant rate, and where only a script can build it."""
     name, warms = cfg.scheduler.name, bool(cfg.scheduler.warmup_steps)
+    if not warms and not _takes_torchs(cfg):
+        return None
     return {
         ("constant", True): "WarmupLR",
         ("linear", True): "WarmupDecayLR",
@@ -166,8 +184,13 @@ def _name_of(cfg: Config, topology: Topology) -> Native:
     return {"scheduler": {"type": kind, "params": {"start_factor": 1.0} if kind == "LinearLR" else {}}}
 
 
+def _least(cfg: Config) -> int:
+    """DeepSpeed's warm-ups last at least two updates."""
+    return max(2, cfg.scheduler.warmup_steps)
+
+
 def _warmup_of(cfg: Config, topology: Topology) -> Native:
-    steps = ("warmup_num_steps", max(2, cfg.scheduler.warmup_steps))
+    steps = ("warmup_num_steps", _least(cfg))
     return _params(cfg, WarmupLR=steps, WarmupDecayLR=steps, WarmupCosineLR=steps)
 
 
@@ -183,7 +206,7 @@ def _start_of(cfg: Config, topology: Topology) -> Native:
 
 def _total_of(cfg: Config, topology: Topology) -> Native:
     total = cfg.scheduler.total_steps
-    warm = ("total_num_steps", total)
+    warm = ("total_num_steps", total and max(total, _least(cfg) + 1))
     return _params(cfg, WarmupDecayLR=warm, WarmupCosineLR=warm, LinearLR=("total_iters", total), CosineAnnealingLR=("T_max", total))
 
 
@@ -202,7 +225,20 @@ _AHEAD = Case(
     "cosine with a warm-up",
     lambda cfg: _type_of(cfg) == "WarmupCosineLR",
     Verdict.APPROXIMATE,
-    _ONE_LATER,
+    _BEHIND,
+)
+_BUILT = Case(
+    "linear or cosine without a warm-up, but with no_shard in fp32",
+    lambda cfg: cfg.scheduler.name != "constant" and _type_of(cfg) is None,
+    Verdict.UNDECIDED,
+    "DeepSpeed has no schedule without a warm-up, and of torch's it takes none by name with ZeRO; pass deepspeed.initialize(lr_scheduler="
+    "lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, min_lr_ratio, total_steps)), or CosineAnnealingLR",
+)
+_TOO_SHORT = Case(
+    "2 with a warm-up of 1",
+    lambda cfg: (cfg.scheduler.warmup_steps, cfg.scheduler.total_steps) == (1, 2),
+    Verdict.APPROXIMATE,
+    "DeepSpeed's warm-up alone lasts two updates, so one more is written",
 )
 _TWO_ENDS = Case(
     "linear with warm-up, and warmup_start_ratio is not min_lr_ratio",
@@ -212,7 +248,7 @@ _TWO_ENDS = Case(
 )
 
 EXPRESSIONS: Mapping[str, Expression] = {
-    "scheduler.name": Expression(Verdict.EXACT, "scheduler.type", to=_name_of, when=(_AHEAD,)),
+    "scheduler.name": Expression(Verdict.EXACT, "scheduler.type", to=_name_of, when=(_BUILT, _AHEAD)),
     "scheduler.warmup_steps": Expression(
         Verdict.EXACT,
         f"{_P}warmup_num_steps",
@@ -224,6 +260,31 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "scheduler.warmup_type": Expression(Verdict.EXACT, f"{_P}warmup_type", to=_climb_of),
     "scheduler.warmup_start_ratio": Expression(Verdict.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_TWO_ENDS,)),
-    "scheduler.total_steps": Expression(Verdict.EXACT, f"{_P}total_num_steps, {_P}total_iters, {_P}T_max", to=_total_of, auto=True),
-    "scheduler.min_lr_ratio": Expression(Verdict.EXACT, f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", to=_floor_of),
+    "scheduler.delay_steps": Expression(
+        Verdict.EXACT,
+        "scheduler.type",
+        "DeepSpeed's warm-ups always wait for one update",
+        when=(
+            Case("constant without warm-up", lambda cfg: _type_of(cfg) is None, Verdict.EXACT, ""),
+            _AHEAD,
+            Case(
+                "not 1 with a warm-up",
+                lambda cfg: bool(cfg.scheduler.warmup_steps) and cfg.scheduler.delay_steps != 1,
+                Verdict.APPROXIMATE,
+                "DeepSpeed's warm-ups wait for one update: its first two use the first rate, and the rest is one update later",
+            ),
+            Case(
+                "not 0 without a warm-up",
+                lambda cfg: not cfg.scheduler.warmup_steps and bool(cfg.scheduler.delay_steps),
+                Verdict.APPROXIMATE,
+                "the schedule begins at once; torch's classes do not wait",
+            ),
+        ),
+    ),
+    "scheduler.total_steps": Expression(
+        Verdict.EXACT, f"{_P}total_num_steps, {_P}total_iters, {_P}T_max", to=_total_of, when=(_BUILT, _TOO_SHORT), auto=True
+    ),
+    "scheduler.min_lr_ratio": Expression(
+        Verdict.EXACT, f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", to=_floor_of, when=(_BUILT,)
+    ),
 }

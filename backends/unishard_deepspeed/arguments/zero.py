@@ -43,7 +43,7 @@ def _whole(value: Any, given: Given) -> Meaning:
     if isinstance(value, bool):
         return Meaning(note="true means stage 1, and false stage 0", fields={"sharding.strategy": _STAGES[value]})
     if value is None or isinstance(value, Mapping):
-        return dropped("is empty: stage 0")
+        return Meaning(note="is empty: stage 0", fields={"sharding.strategy": "no_shard"})
     found = quiet(integer(0, 3), value)
     if found is None:
         raise Unreadable(f'must be a mapping of keys, got {value!r}; write {{"stage": 3}} or another stage')
@@ -125,7 +125,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}stage3_max_live_parameters": _LIVE,
     f"{_Z}max_live_parameters": spelt(_LIVE, "stage3_max_live_parameters"),
     f"{_Z}stage3_module_granularity_threshold": _at_3(_granularity, "sharding.min_unit_params"),
-    f"{_Z}module_granularity_threshold": _at_3(_granularity, "sharding.min_unit_params"),
+    f"{_Z}module_granularity_threshold": spelt(_at_3(_granularity, "sharding.min_unit_params"), "stage3_module_granularity_threshold"),
     f"{_Z}leaf_module.classes": _at_3(_leaves, "sharding.units"),
     f"{_Z}leaf_module.names": _at_3(_leaf_names),
     f"{_Z}leaf_module.name_suffixes": _at_3(_leaf_names),
@@ -136,8 +136,6 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}load_from_fp32_weights": _CHECKPOINT,
     f"{_Z}pipeline_loading_checkpoint": _CHECKPOINT,
     f"{_Z}save_muon_momentum_buffer_in_memory": _CHECKPOINT,
-    f"{_Z}stage3_gather_16bit_weights_on_model_save": _CHECKPOINT,
-    f"{_Z}gather_16bit_weights_on_model_save": _CHECKPOINT,
     f"{_Z}stage3_gather_fp16_weights_on_model_save": _CHECKPOINT,
     f"{_Z}zenflow": refuses(_ZENFLOW, lambda value: value is None),
     f"{_Z}zeropp_loco_param": refuses(
@@ -250,7 +248,6 @@ EXPRESSIONS: Mapping[str, Expression] = {
         Verdict.DROPPED,
         "",
         "a check of unishard's loop, which changes nothing in training",
-        when=(Case("false", lambda cfg: not cfg.communication.desync_check, Verdict.EXACT, ""),),
     ),
     "communication.desync_timeout": Expression(Verdict.DROPPED, "", "belongs to a check of unishard's loop"),
 }

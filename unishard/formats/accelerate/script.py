@@ -92,6 +92,7 @@ SCRIPT: Mapping[str, Expression] = {
     "scheduler.warmup_steps": write(_SCHEDULE, lambda cfg: not cfg.scheduler.warmup_steps, "0"),
     "scheduler.warmup_type": write(_SCHEDULE, lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
     "scheduler.warmup_start_ratio": write(_SCHEDULE, lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
+    "scheduler.delay_steps": write(_SCHEDULE, lambda cfg: not cfg.scheduler.delay_steps, "0"),
     "scheduler.total_steps": write(_SCHEDULE, _constant, "constant"),
     "scheduler.min_lr_ratio": write(_SCHEDULE, _constant, "constant"),
     "communication.overlap": none("time alone", lambda cfg: cfg.communication.overlap, "true"),

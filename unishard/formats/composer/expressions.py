@@ -294,6 +294,12 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "Composer climbs from 0",
         when=(_idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio),),
     ),
+    "scheduler.delay_steps": Expression(
+        Verdict.APPROXIMATE,
+        "none: always 0",
+        "Composer begins at once",
+        when=(_idle("0", lambda cfg: not cfg.scheduler.delay_steps),),
+    ),
     "scheduler.total_steps": Expression(
         Verdict.EXACT, "scheduler.t_max, max_duration", "", _total, (_idle("constant", _constant, "the loop decides how long"),)
     ),

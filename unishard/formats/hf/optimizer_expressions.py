@@ -121,6 +121,7 @@ OPTIMIZING: Mapping[str, Expression] = {
     ),
     "scheduler.warmup_type": _script(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
     "scheduler.warmup_start_ratio": _script(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
+    "scheduler.delay_steps": _script(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),
     "scheduler.total_steps": Expression(Verdict.EXACT, "max_steps", to=_steps),
     "scheduler.min_lr_ratio": Expression(Verdict.EXACT, "lr_scheduler_kwargs"),
 }

@@ -144,6 +144,7 @@ RECIPE: Mapping[str, Expression] = {
     "scheduler.warmup_steps": _schedule(f"{_SCHEDULE} (num_warmup_steps)"),
     "scheduler.warmup_type": _schedule(f"{_SCHEDULE}, that climbs in this shape"),
     "scheduler.warmup_start_ratio": _schedule(f"{_SCHEDULE}, that begins at this part of the rate"),
+    "scheduler.delay_steps": _schedule(f"{_SCHEDULE}, that waits for these updates"),
     "scheduler.total_steps": _schedule(f"{_SCHEDULE} (num_training_steps)"),
     "scheduler.min_lr_ratio": Expression(
         Verdict.UNDECIDED,

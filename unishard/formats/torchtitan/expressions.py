@@ -296,6 +296,12 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "torchtitan climbs from one part of the warm-up",
         when=(_idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio), _idle("the same climb", _climbs_alike)),
     ),
+    "scheduler.delay_steps": Expression(
+        Verdict.APPROXIMATE,
+        "none: always 0",
+        "torchtitan begins at once",
+        when=(_idle("0", lambda cfg: not cfg.scheduler.delay_steps),),
+    ),
     "scheduler.total_steps": Expression(
         Verdict.EXACT,
         "training.steps",

@@ -1,0 +1,133 @@
+"""DeepSpeed itself takes what is written, and understands by it what the config says."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+
+from unishard import registry
+from unishard.config import Config
+from unishard.formats import translate
+from unishard.rules import merge
+from unishard.topology import Topology
+from unishard_deepspeed.start import hushed
+
+with hushed(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from deepspeed.runtime.config import DeepSpeedConfig
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+BASE = {"backend": "deepspeed", "training": {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}}
+
+
+def understood(document):
+    """What DeepSpeed makes of a document that unishard wrote."""
+    return DeepSpeedConfig(document)
+
+
+def written(**sections):
+    config = merge(BASE, sections)
+    Config.model_validate(config)
+    return understood(translate(config, "deepspeed", from_="unishard").document)
+
+
+@pytest.mark.parametrize(("strategy", "stage"), [("no_shard", 0), ("shard_optimizer", 1), ("shard_grad_op", 2), ("full_shard", 3)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_strategies_and_formats(strategy, stage, precision):
+    found = written(sharding=strategy, precision=precision)
+    assert found.zero_config.stage == stage
+    assert (found.bfloat16_config.enabled, found.float16_config.enabled) == (precision == "bf16", precision == "fp16")
+    assert str(found.communication_data_type) == "torch.float32"
+    assert (found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps, found.train_batch_size) == (2, 3, 6)
+    assert found.gradient_clipping == 0.5
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"sharding": "hybrid_shard"},
+        {"sharding": {"strategy": "full_shard", "units": ["Block"], "whole_units": ["Expert"], "reshard_after_forward": False}},
+        {"offload": "cpu"},
+        {"offload": {"params": "nvme", "optimizer": "cpu", "nvme_path": "/local", "pin_memory": False}},
+        {"precision": {"compute": "fp16", "loss_scale": 512.0}},
+        {"precision": {"compute": "bf16", "master": "bf16"}, "sharding": "zero2"},
+        {"optimizer": {"name": "sgd", "momentum": 0.9, "nesterov": True}},
+        {"optimizer": {"name": "adagrad"}},
+        {"optimizer": "lion"},
+        {"scheduler": {"warmup_steps": 5}},
+        {"scheduler": {"name": "linear", "warmup_steps": 5, "total_steps": 9}},
+        {"scheduler": {"name": "cosine", "warmup_steps": 5, "total_steps": 9, "min_lr_ratio": 0.1}},
+        {"scheduler": {"name": "cosine", "total_steps": 9, "min_lr_ratio": 0.1}, "sharding": "ddp"},
+        {"training": {"gradient_clipping": None, "nonfinite": "ignore"}, "precision": "bf16"},
+        {"native": {"deepspeed": {"zero_optimization": {"sub_group_size": 10**8}}}},
+    ],
+)
+def test_every_section_is_taken(sections):
+    found = written(**sections)
+    clip = merge(BASE, sections)["training"]["gradient_clipping"]
+    assert found.gradient_clipping == (clip or 0.0)
+
+
+DOCUMENTS = (
+    {"train_batch_size": 6, "zero_optimization": {"stage": 3, "cpu_offload": True, "max_live_parameters": 0}, "fp16": {"enabled": True}},
+    {"train_batch_size": 6, "zero_optimization": True, "allgather_size": 1000, "gradient_clipping": 0},
+    {"train_batch_size": 6, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e6, "overlap_comm": True}, "bf16": {"enabled": True}},
+    {
+        "train_micro_batch_size_per_gpu": 6,
+        "steps_per_print": 3,
+        "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.9]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 3, "total_num_steps": 30}},
+    },
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("through", ["deepspeed", "unishard"])
+def test_a_config_keeps_its_meaning_for_deepspeed(document, through):
+    before = understood(document)
+    between = translate(document, through, from_="deepspeed", topology=Topology()).document
+    after = understood(translate(between, "deepspeed", from_=through, topology=Topology()).document)
+    assert after.zero_config.stage == before.zero_config.stage
+    assert (after.zero_config.offload_optimizer or None) == (before.zero_config.offload_optimizer or None)
+    assert after.zero_config.reduce_bucket_size in (before.zero_config.reduce_bucket_size, 25_000_000)
+    for name in ("gradient_clipping", "train_batch_size", "gradient_accumulation_steps", "gradient_allreduce_op"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert (after.bfloat16_config.enabled, after.float16_config.enabled) == (before.bfloat16_config.enabled, before.float16_config.enabled)
+    assert (after.float16_config.loss_scale_window, after.float16_config.initial_scale_power) == (1000, 16)
+    if before.optimizer_params:
+        assert after.optimizer_name in (before.optimizer_name, "adamw")
+        assert {name: after.optimizer_params[name] for name in before.optimizer_params} == before.optimizer_params
+    if before.scheduler_params:
+        assert (after.scheduler_name, after.scheduler_params["warmup_num_steps"]) == (before.scheduler_name, 3)
+        assert after.scheduler_params["warmup_max_lr"] == 3e-4
+
+
+def test_every_key_of_deepspeed_has_a_row():
+    with hushed():
+        from deepspeed.runtime import constants
+        from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
+        from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+        from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+        from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+
+    blocks = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+    }
+    keys = {
+        f"{block}.{name}"
+        for block, model in blocks.items()
+        for field, info in model.model_fields.items()
+        for name in (field, info.alias or field)
+    }
+    keys |= {f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS} | {*_REMOVED_TOP_LEVEL_CONFIG_KEYS}
+    top = ("TRAIN_BATCH_SIZE", "GRADIENT_CLIPPING", "COMMUNICATION_DATA_TYPE", "PRESCALE_GRADIENTS", "DATALOADER_DROP_LAST", "DUMP_STATE")
+    keys |= {getattr(constants, name) for name in top}
+    assert not keys - registry.get("deepspeed").keys.keys()
