@@ -38,7 +38,8 @@ def faults_of(outcome: Outcome) -> list[str]:
     leaves = list(leaves_of(outcome.reading.source.data))
     for leaf in leaves:
         # A mapping whose key is a name, as in `optimizer: {adamw: {lr: 1}}`, has a line for the name beside those of what it holds.
-        covering = [path for path in said if path == leaf[: len(path)] and (path == leaf or path not in named or leaf not in said)]
+        covering = [path for path in said if path == leaf[: len(path)]]
+        covering = [path for path in covering if path not in named or path == leaf or len(covering) == 1]
         below = [path for path in said if path[: len(leaf)] == leaf]
         if len(covering) != 1 and not (not covering and below):
             faults.append(f"{'.'.join(leaf)} is in {len(covering)} lines of the report")

@@ -319,7 +319,7 @@ def documents(draw: st.DrawFn, name: str) -> Document:
                 put(
                     data,
                     (*path[:-1], draw(st.sampled_from(("stagee", "zero", "a.b", "optimizer.type", "", "1", "ä", "type")))),
-                    draw(odd_values),
+                    copy.deepcopy(draw(odd_values)),
                 )
             case "rename" if path in paths:
                 put(data, (*path[:-1], path[-1][:-1]), take(data, path))
