@@ -17,10 +17,10 @@ from unishard_fsdp.precision_keys import PRECISION
 __all__ = ["KEYS", "STRATEGIES", "strategy_of"]
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
-    "FULL_SHARD": {"sharding.strategy": "full_shard"},
+    "FULL_SHARD": {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": True},
     "SHARD_GRAD_OP": {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": False},
     "NO_SHARD": {"sharding.strategy": "no_shard"},
-    "HYBRID_SHARD": {"sharding.strategy": "hybrid_shard"},
+    "HYBRID_SHARD": {"sharding.strategy": "hybrid_shard", "sharding.reshard_after_forward": True},
     "HYBRID_SHARD_ZERO2": {"sharding.strategy": "hybrid_shard", "sharding.reshard_after_forward": False},
 }
 """FSDP1's strategies in the order of their numbers, from 1 (torch.distributed.fsdp.ShardingStrategy), in the config's words."""
@@ -81,8 +81,8 @@ def strategy_of(given: Given) -> Mapping[str, Any]:
     if _version(given) == 1:
         return STRATEGIES[_asked(given)]
     fields: dict[str, Any] = {"sharding.strategy": _within(given)}
-    if fields["sharding.strategy"] != "no_shard" and not _reshards(given.get("reshard_after_forward")):
-        fields["sharding.reshard_after_forward"] = False
+    if fields["sharding.strategy"] != "no_shard":
+        fields["sharding.reshard_after_forward"] = _reshards(given.get("reshard_after_forward"))
     return fields
 
 

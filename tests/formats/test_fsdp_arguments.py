@@ -15,6 +15,8 @@ from unishard.topology import Topology
 FSDP = registry.get("fsdp")
 EIGHT = Topology(world_size=8, local_world_size=4)
 NO_SHARD = {"sharding.strategy": "no_shard"}
+RESHARDED = {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": True}
+GROUPS = {"sharding.strategy": "hybrid_shard", "sharding.reshard_after_forward": True}
 WITHOUT_RESHARD = {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": False}
 
 
@@ -29,10 +31,10 @@ def fields(native, **options):
 @pytest.mark.parametrize(
     ("word", "number", "said"),
     [
-        ("FULL_SHARD", 1, {"sharding.strategy": "full_shard"}),
+        ("FULL_SHARD", 1, RESHARDED),
         ("SHARD_GRAD_OP", 2, WITHOUT_RESHARD),
         ("NO_SHARD", 3, NO_SHARD),
-        ("HYBRID_SHARD", 4, {"sharding.strategy": "hybrid_shard"}),
+        ("HYBRID_SHARD", 4, GROUPS),
         ("HYBRID_SHARD_ZERO2", "5", {"sharding.strategy": "hybrid_shard", "sharding.reshard_after_forward": False}),
     ],
 )
@@ -48,7 +50,7 @@ def test_a_word_of_another_tool_is_no_strategy(value):
     assert "FULL_SHARD" in meaning.note
 
 
-@pytest.mark.parametrize(("value", "reshards"), [(True, None), ("false", False), (None, None), (1, False)])
+@pytest.mark.parametrize(("value", "reshards"), [(True, True), ("false", False), (None, True), (1, False)])
 def test_reshard_after_forward_of_version_2(value, reshards):
     said = fields({"version": 2, "reshard_after_forward": value})
     assert (said["sharding.strategy"], said.get("sharding.reshard_after_forward")) == ("full_shard", reshards)
@@ -94,11 +96,11 @@ def test_version_2_has_no_strategy_word():
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        ({"replicate": 2, "shard": 4}, {"sharding.strategy": "hybrid_shard", "sharding.group_size": 4}),
-        ({"replicate": 2, "shard": -1}, {"sharding.strategy": "hybrid_shard", "sharding.group_size": 4}),
-        ({"shard": 4}, {"sharding.strategy": "hybrid_shard", "sharding.group_size": 4}),
-        ({"replicate": 1, "shard": 8}, {"sharding.strategy": "full_shard"}),
-        ({"shard": -1}, {"sharding.strategy": "full_shard"}),
+        ({"replicate": 2, "shard": 4}, GROUPS | {"sharding.group_size": 4}),
+        ({"replicate": 2, "shard": -1}, GROUPS | {"sharding.group_size": 4}),
+        ({"shard": 4}, GROUPS | {"sharding.group_size": 4}),
+        ({"replicate": 1, "shard": 8}, RESHARDED),
+        ({"shard": -1}, RESHARDED),
         ({"replicate": 8, "shard": 1}, NO_SHARD),
         ({"replicate": 8}, NO_SHARD),
     ],
