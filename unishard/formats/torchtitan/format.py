@@ -48,7 +48,7 @@ class TorchtitanFormat:
         topology = topology or _ranks(source.data)
         broken = [Entry((name,), source.data[name], _NO_TABLE) for name in _TABLES if not _is_table(source.data.get(name, {}))]
         whole = {key: value for key, value in source.data.items() if key not in {entry.path[0] for entry in broken}}
-        said = dict(flat({name: value for name, value in whole.items() if "." not in name}))
+        said = dict(flat({name: value for name, value in whole.items() if "." not in name and value != {}}))
         entries = [*interpret(KEYS, _rest(whole), tool=_TOOL, topology=topology), *broken, *_parallel(said, topology)]
         entries += open_end(entries, ("training", "steps"))
         order = _order(said)
