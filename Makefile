@@ -40,8 +40,9 @@ corpus: $(READY) ## Translate every config in a folder of yours to every format:
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
 	$(BIN)/python -m unishard.testing.parity docs/parity.md
 
-bench: $(READY) ## Measure what a step costs beyond the same loop written by hand.
+bench: $(READY) ## Measure what a step costs beyond the same loop written by hand, and what a translation costs.
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/translate.py
 
 clean: ## Remove .venv and everything else the targets made.
 	rm -rf $(VENV) dist build demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
