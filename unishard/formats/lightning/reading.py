@@ -116,12 +116,19 @@ class Document:
 
     def _beside_class(self) -> Iterator[Entry]:
         """Keys beside a class and its arguments, which jsonargparse refuses, and sections of arguments that are empty."""
-        found, value = built(self._value()), self._value()
+        found, value = self._built(), self._value()
         if found is None or not isinstance(value, Mapping):
             return
         for name in ("init_args", "dict_kwargs"):
             if name in value and not (isinstance(value[name], Mapping) and value[name]):
                 yield Entry((*self.shape.strategy, name), value[name], _section(value[name]))
+        for name in CLASS:
+            if name in value and found.key not in ("", name):
+                note = f"names a class beside {found.key}, which is {shown(found.path)}; keep one of the two"
+                yield Entry((*self.shape.strategy, name), value[name], Meaning(Verdict.REFUSED, note))
+        if self.shape.bare and "strategy" in value and found.inside.get("strategy") != ():
+            note = f"stands beside {found.key}, which names the strategy; keep one of the two"
+            yield Entry((*self.shape.strategy, "strategy"), value["strategy"], Meaning(Verdict.REFUSED, note))
         if not self.shape.bare:
             for name in found.others:
                 note = f"{TOOL} does not know this key beside {found.key}; write it below init_args"
@@ -133,7 +140,7 @@ class Document:
         said = dict(self.shape.trainer_in(self.source.data))
         if self.shape.bare:
             found = self._built()
-            theirs = found.arguments if found else {}
+            theirs = {name for name in found.arguments if not found.inside[name]} if found else set()
             said = {name: item for name, item in said.items() if name not in (*CLASS, "init_args", "dict_kwargs") and name not in theirs}
         said["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
         rows = {**TRAINER, "strategy": _ELSEWHERE}

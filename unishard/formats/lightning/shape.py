@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         root = next((word for word in _ROOTS if _section(inner.get(word))), None)
         if root:
             return cls(top, (*top, root), (*top, root, "strategy"))
-        named = next((str(inner[word]) for word in CLASS if word in inner), "")
+        named = next((inner[word] for word in CLASS if isinstance(inner.get(word), str)), "")
         if named and short(named) not in ("Trainer", "Fabric"):
             return cls(top, top, top)
         return cls(top, top, (*top, "strategy"))
