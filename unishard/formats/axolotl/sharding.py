@@ -71,12 +71,13 @@ def _idle(data: Mapping[str, Any]) -> list[Entry]:
 
 def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
     plain = {str(key).removeprefix("fsdp_"): str(key) for key in config}
-    version = data.get("fsdp_version") or next((config[plain[key]] for key in ("version",) if key in plain), None) or 1
+    empty = [key for key in ("fsdp_config", "fsdp_version") if key in data and (off(data[key]) or not data[key])]
+    stated = None if "fsdp_version" in empty else data.get("fsdp_version")
+    version = stated or next((config[plain[key]] for key in ("version",) if key in plain), None) or 1
     native: dict[str, Any] = {"version": version}
     places: dict[str, tuple[str, ...]] = {}
-    if data.get("fsdp_version"):
+    if stated:
         places["version"] = ("fsdp_version",)
-    empty = [key for key in ("fsdp_config", "fsdp_version") if key in data and (off(data[key]) or data[key] == "")]
     entries = [Entry((key,), data[key], Meaning(Verdict.DROPPED, "is empty", kept=True)) for key in empty]
     for name, key in plain.items():
         value, path = config[key], ("fsdp_config", key)
