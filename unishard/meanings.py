@@ -173,6 +173,7 @@ def interpret(
     ignores_unknown: bool | Callable[[str], bool] = False,
     defaults: Mapping[str, Any] | None = None,
     topology: Topology | None = None,
+    accepts: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> list[Entry]:
     """What a document says, one entry for each of its keys, and one for each default of its tool that must be said.
 
@@ -183,6 +184,8 @@ def interpret(
         ignores_unknown: Whether the tool overlooks a key that it does not know (it is dropped then, otherwise refused).
         defaults: What a tool around this one assumes, by dotted key; counts more than `Key.silent`.
         topology: The ranks.
+        accepts: What the tool itself takes for a key, by dotted key; raises `Unreadable` for a value that it refuses. Asked about what is
+            repeated as it is, or handed on, where the tool looks at the value although it means nothing here.
     """
     blocks = _blocks(keys)
     values = dict(_values(keys, blocks, document))
@@ -192,7 +195,7 @@ def interpret(
     for path, value in values.items():
         key = _key(path)
         if key in keys:
-            meaning = _read(keys[key], value, given)
+            meaning = _taken(_read(keys[key], value, given), value, tool, (accepts or {}).get(key))
         elif key in blocks:
             meaning = _not_a_block(key, value, keys)
         else:
@@ -240,6 +243,19 @@ def _read(row: Key, value: Any, given: Given) -> Meaning:
         return row.read(value, given)
     except Unreadable as error:
         return Meaning(Verdict.REFUSED, str(error))
+
+
+def _taken(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any] | None) -> Meaning:
+    """The meaning, refused where the tool would not take back what is repeated; null, which says nothing, is left out instead."""
+    if accepts is None or meaning.verdict is Verdict.REFUSED or not (meaning.kept or meaning.native):
+        return meaning
+    try:
+        accepts(value)
+    except Unreadable as error:
+        if value is None:
+            return replace(meaning, note=f"is null, which {tool} refuses here, so it is left out", kept=False)
+        return Meaning(Verdict.REFUSED, str(error))
+    return meaning
 
 
 def _unknown(key: str, keys: Mapping[str, Key], tool: str, overlooked: bool) -> Meaning:

@@ -10,7 +10,7 @@ from unishard.meanings import Entry, Expressed, Expression, Given, Key, Meaning,
 from unishard.rules import flat
 from unishard.topology import Topology
 from unishard.wording import shown
-from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
+from unishard_deepspeed.arguments import accepted, batch, offload, optimizer, precision, rest, scheduler, zero
 
 __all__ = ["EXPRESSIONS", "KEYS", "TOOL", "arguments", "parse"]
 
@@ -50,7 +50,7 @@ def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None, topo
     given = Given(dict(flat(native)), defaults or {}, topology)
     silent = {key: value for section in _SECTIONS for key, value in section.assumed(given).items()}
     known = {**silent, **(defaults or {})}
-    entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology)
+    entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology, accepts=accepted.VALUES)
     return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
 
 

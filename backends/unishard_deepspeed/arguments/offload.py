@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.keys import boolean, drops, one_of, text
+from unishard.keys import boolean, drops, number, one_of, text
 from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Unreadable, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import device, dropped, quiet
+from unishard_deepspeed.arguments.facts import device, dropped, quiet, stage
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 
@@ -82,6 +82,15 @@ def _pin_both(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"offload.pin_memory": boolean(value)})
 
 
+_PART = "the part of the optimizer that is offloaded; unishard offloads all of it. About memory alone"
+
+
+def _part(value: Any, given: Given) -> Meaning:
+    if stage(given) == 3 or value == AUTO or number(0, 1)(value) == 1:
+        return dropped(_PART)
+    return Meaning(Verdict.DROPPED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 at stage 3 alone")
+
+
 _PIPELINE = drops("how an optimizer in files is read and written; about time alone")
 
 KEYS: Mapping[str, Key] = {
@@ -91,7 +100,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}offload_optimizer.pipeline_read": _PIPELINE,
     f"{_Z}offload_optimizer.pipeline_write": _PIPELINE,
     f"{_Z}offload_optimizer.fast_init": _PIPELINE,
-    f"{_Z}offload_optimizer.ratio": drops("the part of the optimizer that is offloaded; unishard offloads all of it. About memory alone"),
+    f"{_Z}offload_optimizer.ratio": Key(_part, "", Verdict.DROPPED, _PART),
     f"{_Z}offload_optimizer.super_offload": drops("another way to offload the same; about time alone"),
     f"{_Z}offload_optimizer.cpuadam_cores_perc": drops("belongs to super_offload"),
     f"{_Z}cpu_offload": _switch("optimizer", "deprecated; DeepSpeed means offload_optimizer"),

@@ -125,6 +125,12 @@ def _hysteresis(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.APPROXIMATE, note)
 
 
+def _least(value: Any, given: Given) -> Meaning:
+    if _dynamic(given) and value not in (None, AUTO):
+        integer(1)(value)
+    return dropped(_LEAST)
+
+
 def _overflow(value: Any, given: Given) -> Meaning:
     read = (compute(given), stage(given)) in (("bf16", 1), ("bf16", 2), ("fp32", 0))  # the last checks nothing either way
     if boolean(value) or not read:
@@ -134,6 +140,7 @@ def _overflow(value: Any, given: Given) -> Meaning:
 
 _OFF = "fp16 is off"
 _STATIC = "fp16 is off, or its loss scale stays"
+_LEAST = "unishard's loss scale stops with an error of its own where halving does not mend an overflow"
 _IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
 
 
@@ -171,7 +178,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "fp16.hysteresis": _scaling(_hysteresis),
     "fp16.consecutive_hysteresis": drops("when a tolerated overflow is forgiven; unishard tolerates none"),
-    "fp16.min_loss_scale": drops("unishard's loss scale stops with an error of its own where halving does not mend an overflow"),
+    "fp16.min_loss_scale": Key(_least, "", Verdict.DROPPED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
     "torch_autocast.enabled": Key(_autocast, "precision.compute", Verdict.APPROXIMATE, _AUTOCAST),
     "torch_autocast.dtype": drops("the format that torch_autocast.enabled speaks of"),

@@ -83,6 +83,13 @@ def _leaf_names(value: Any, given: Given) -> Meaning:
     return dropped(note)
 
 
+def _norm(value: Any, given: Given) -> Meaning:
+    note = "unishard always reports the norm"
+    if boolean(value) or stage(given) in (1, 2):
+        return dropped(note)
+    return Meaning(Verdict.DROPPED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3")
+
+
 def _bucket(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"communication.reduce_bucket_size": integer(1)(value)})
 
@@ -130,7 +137,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}leaf_module.names": _at_3(_leaf_names),
     f"{_Z}leaf_module.name_suffixes": _at_3(_leaf_names),
     f"{_Z}round_robin_gradients": drops("which rank copies which gradient first; about time alone, and unishard leaves it off"),
-    f"{_Z}compute_grad_norm": drops("unishard always reports the norm"),
+    f"{_Z}compute_grad_norm": Key(_norm, "", Verdict.DROPPED, "unishard always reports the norm"),
     f"{_Z}legacy_stage1": drops("an implementation that has left DeepSpeed"),
     f"{_Z}elastic_checkpoint": _CHECKPOINT,
     f"{_Z}load_from_fp32_weights": _CHECKPOINT,

@@ -68,6 +68,21 @@ def _use_cpu(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.APPROXIMATE, note, kept=True)
 
 
+def _gpus(value: Any, given: Given) -> Meaning:
+    if value is not None and not isinstance(value, str):
+        raise Unreadable(f"must be all, or indices with commas between them, got {shown(value)}; write them in quotes")
+    several = str(given.get("distributed_type")).startswith("MULTI_") and given.get("num_machines") in (None, 1)
+    if several and value not in (None, "all") and "," not in value:
+        raise Unreadable(f"must name two GPUs for {given.get('distributed_type')}, got {shown(value)}; write all, or distributed_type: NO")
+    return Meaning(Verdict.DROPPED, _LAUNCHER, kept=True)
+
+
+def _port(value: Any, given: Given) -> Meaning:
+    if value is not None:
+        integer(0, 65535)(value)
+    return Meaning(Verdict.DROPPED, _LAUNCHER, kept=True)
+
+
 def _fp16(value: Any, given: Given) -> Meaning:
     # Its meaning, where it has one, is that of mixed_precision, which the reader adds.
     if "mixed_precision" in given:
@@ -219,15 +234,15 @@ KEYS: Mapping[str, Key] = {
         name: drops(_LAUNCHER)
         for name in (
             "machine_rank",
-            "gpu_ids",
             "main_process_ip",
-            "main_process_port",
             "rdzv_backend",
             "same_network",
             "enable_cpu_affinity",
             "mpirun_config",
         )
     },
+    "gpu_ids": Key(_gpus, "", Verdict.DROPPED, _LAUNCHER),
+    "main_process_port": Key(_port, "", Verdict.DROPPED, _LAUNCHER),
     "debug": drops("only makes Accelerate check its own collectives; unishard has communication.desync_check"),
     **{
         name: drops(_TPU)

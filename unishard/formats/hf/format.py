@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.dialects import DIALECT, around, bare, wrapped
 from unishard.formats.hf.expressions import EXPRESSIONS, written
 from unishard.formats.hf.keys import ENGINES, KEYS
@@ -66,7 +67,7 @@ def _entries(source: Source, topology: Topology | None) -> list[Entry]:
     whole = any(key in KEYS and key not in ENGINES for key in data)
     if not whole:
         keys = {name: replace(row, silent=NOTHING) for name, row in keys.items()}
-    entries = interpret(keys, data, tool="transformers 5.23", topology=topology)
+    entries = interpret(keys, data, tool="transformers 5.23", topology=topology, accepts=VALUES)
     entries = [entry for entry in entries if entry.path[0] not in ENGINES]
 
     def argument(key: str) -> Any:

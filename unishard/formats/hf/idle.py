@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.wordlists import names
 from unishard.keys import drops, refuses
-from unishard.meanings import Key
+from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
+from unishard.wording import shown
 
 __all__ = ["IDLE"]
 
@@ -52,8 +54,26 @@ _GROUPS: Mapping[str, str] = {
 _NOISE = "adds noise to the embeddings in forward; add it in the training script (transformers' Trainer does it with a forward hook)"
 _SMOOTHING = "changes the loss, which the training script computes; smooth the labels there"
 
+_LOGS = "concerns logs alone"
+_DATA = "concerns the DataLoader, which the training script builds"
+
+
+def _logged(value: Any, given: Given) -> Meaning:
+    if value == 0 and given.get("logging_strategy") not in ("no", "epoch"):
+        raise Unreadable('must be above 0 where logging_strategy is steps, got 0; write a number, or logging_strategy: "no"')
+    return Meaning(Verdict.DROPPED, _LOGS, kept=True)
+
+
+def _prefetched(value: Any, given: Given) -> Meaning:
+    if value is not None and not given.get("dataloader_num_workers"):
+        raise Unreadable(f"must be null without dataloader_num_workers, got {shown(value)}; write how many workers, or remove it")
+    return Meaning(Verdict.DROPPED, _DATA, kept=True)
+
+
 IDLE: Mapping[str, Key] = {
     **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
+    "logging_steps": Key(_logged, "", Verdict.DROPPED, _LOGS),
+    "dataloader_prefetch_factor": Key(_prefetched, "", Verdict.DROPPED, _DATA),
     "label_smoothing_factor": refuses(_SMOOTHING, off),
     "neftune_noise_alpha": refuses(_NOISE, off),
     "sharded_ddp": refuses("transformers removed fairscale's sharded DDP; write fsdp: true", off),

@@ -54,7 +54,8 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
 
 def _idle(entry: Entry, note: str) -> list[Entry]:
     """Nothing where it is only assumed, which nobody would miss."""
-    return [] if entry.assumed else [replace(entry, meaning=Meaning(Verdict.DROPPED, note, kept=True))]
+    kept = entry.meaning.verdict is not Verdict.REFUSED  # transformers might refuse its value even so
+    return [] if entry.assumed else [replace(entry, meaning=Meaning(Verdict.DROPPED, note, kept=kept))]
 
 
 def _checkpointed(entries: Sequence[Entry]) -> list[Entry]:
