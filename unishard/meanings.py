@@ -250,7 +250,8 @@ def _taken(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any
     if accepts is None or meaning.verdict is Verdict.REFUSED or not (meaning.kept or meaning.native):
         return meaning
     try:
-        accepts(value)
+        for handed_on in meaning.native.values() or (value,):
+            accepts(handed_on)
     except Unreadable as error:
         if value is None:
             return replace(meaning, note=f"is null, which {tool} refuses here, so it is left out", kept=False)

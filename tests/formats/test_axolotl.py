@@ -216,3 +216,15 @@ def test_deepspeed_is_written_in_place() -> None:
     assert document["deepspeed"]["zero_optimization"]["stage"] == 2
     assert document["bf16"] is True
     assert not {"fsdp", "fsdp_config", "fsdp_version"} & set(document)
+
+
+@pytest.mark.parametrize("version", ["none", "", 0, None, {}])
+def test_an_empty_version_is_none(version: Any) -> None:
+    found = translate(BASE | {"fsdp_version": version, "fsdp_config": {"reshard_after_forward": "FULL_SHARD"}}, "unishard")
+    assert item(found, "fsdp_version").verdict is Verdict.DROPPED
+
+
+def test_a_name_of_transformers_does_not_count() -> None:
+    outcome = translate(BASE | {"micro_batch_size": 2, "per_device_train_batch_size": 3}, "unishard")
+    assert outcome.reading.config.training.micro_batch_size == 2
+    assert "did you mean 'micro_batch_size'?" in item(outcome, "per_device_train_batch_size").note

@@ -10,8 +10,10 @@ import pytest
 from unishard import registry
 from unishard.config import Config
 from unishard.formats import translate
-from unishard.rules import merge
+from unishard.meanings import Unreadable
+from unishard.rules import merge, nested
 from unishard.topology import Topology
+from unishard_deepspeed.arguments import accepted
 from unishard_deepspeed.start import hushed
 
 with hushed(), warnings.catch_warnings():
@@ -131,3 +133,18 @@ def test_every_key_of_deepspeed_has_a_row():
     top = ("TRAIN_BATCH_SIZE", "GRADIENT_CLIPPING", "COMMUNICATION_DATA_TYPE", "PRESCALE_GRADIENTS", "DATALOADER_DROP_LAST", "DUMP_STATE")
     keys |= {getattr(constants, name) for name in top}
     assert not keys - registry.get("deepspeed").keys.keys()
+
+
+ODD = (None, True, -1, 2, 1e9, "1e-5", "5", "no", "x", [], {}, ["a"], [1], {"enabled": 3}, {"job_name": None}, {"x": 1}, "fp16")
+NEEDS_ANOTHER = ("zero_optimization.compute_grad_norm", "bf16.bf16_optimizer_states", "bfloat16.bf16_optimizer_states")
+"""Keys that DeepSpeed takes beside another alone, which their own rows look at."""
+
+
+@pytest.mark.parametrize("key", [key for key in accepted.VALUES if key not in NEEDS_ANOTHER and not key.endswith("device")])
+def test_deepspeed_takes_every_value_that_is_repeated(key):
+    for value in ODD:
+        try:
+            accepted.VALUES[key](value)
+        except Unreadable:
+            continue
+        understood(merge({"train_batch_size": 1, "zero_optimization": {"stage": 3}}, nested({key: value})))

@@ -584,3 +584,28 @@ def test_groups_without_a_number_of_ranks_need_a_decision() -> None:
     assert "device_mesh=(copies, 8)" in found["sharding.group_size"].note
     outcome = translating.translate({"sharding": sharding}, "lightning", topology=Topology(world_size=16, local_world_size=8))
     assert outcome.document["trainer"]["strategy"]["init_args"]["device_mesh"] == [2, 8]
+
+
+@pytest.mark.parametrize(
+    ("beside", "key"),
+    [
+        ({"strategy": {}}, "strategy"),
+        ({"strategy": "ddp"}, "strategy"),
+        ({"_target_": "DDPStrategy"}, "_target_"),
+    ],
+)
+def test_a_second_strategy_beside_a_class_is_refused(beside: dict[str, Any], key: str) -> None:
+    found = item({"class_path": "FSDPStrategy", "init_args": {"cpu_offload": True}, **beside}, key)
+    assert found.verdict is Verdict.REFUSED
+    assert "keep one of the two" in found.note
+
+
+def test_an_argument_of_the_class_hides_none_of_the_trainers() -> None:
+    document = {"class_path": "FSDPStrategy", "init_args": {"devices": 2}, "devices": 4}
+    keys = [item.key for item in translating.translate(document, "unishard", from_="lightning").items]
+    assert {"devices", "init_args.devices"} <= set(keys)
+
+
+@pytest.mark.parametrize("class_", [5, None, {}, [1]])
+def test_a_class_without_a_name_is_refused(class_: Any) -> None:
+    assert item({"class_path": class_, "strategy": "ddp"}, "class_path").verdict is Verdict.REFUSED

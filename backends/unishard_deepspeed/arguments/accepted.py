@@ -160,7 +160,19 @@ VALUES: Mapping[str, Accepts] = {
             "max_out_tokens": _whole(1),
         }
     ),
-    "compile": _mapping,
+    "compile": _block(
+        {
+            **_below(
+                "",
+                "deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory offload_opt_states "
+                "double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
+                "sync_after_allgather keep_int_input_tensors keep_all_input_tensors",
+                _SWITCH,
+            ),
+            "free_activation_threshold": _whole(),
+            "passes": _or_null(_list),
+        }
+    ),
     **dict.fromkeys(("activation_checkpointing", "flops_profiler", "autotuning", "aio", "pipeline", "data_efficiency"), _mapping),
     "checkpoint": _block({"tag_validation": one_of(dict.fromkeys(("ignore", "warn", "fail")))}, strict=False),
 }

@@ -57,7 +57,8 @@ class AxolotlFormat:
 
 def _entries(source: Source, topology: Topology | None) -> list[Entry]:
     named = {key: value for key, value in source.data.items() if isinstance(value, str) and _VARIABLE.fullmatch(value.strip())}
-    plain = replace(source, data={key: value for key, value in source.data.items() if key not in named})
+    foreign = {key: value for key, value in source.data.items() if key in _BACK and key not in KEYS and key not in named}
+    plain = replace(source, data={key: value for key, value in source.data.items() if key not in named and key not in foreign})
     data = plain.data
     keys = {NAMES.get(name, name): row for name, row in KEYS.items()}
     keys |= {name: replace(row, silent=NOTHING) for name, row in keys.items() if _BACK.get(name, name) in named}
@@ -71,12 +72,18 @@ def _entries(source: Source, topology: Topology | None) -> list[Entry]:
         silent = keys[key].silent if key in keys else NOTHING
         return document.get(key, None if silent is NOTHING else silent)
 
-    return [_back(entry) for entry in settled([*entries, *_engines(plain, argument, topology)])]
+    found = [_back(entry) for entry in settled([*entries, *_engines(plain, argument, topology)])]
+    return found + [_foreign(key, value) for key, value in foreign.items()]
 
 
 def _back(entry: Entry) -> Entry:
     """The entry under axolotl's name."""
     return replace(entry, path=(_BACK.get(entry.path[0], entry.path[0]), *entry.path[1:]))
+
+
+def _foreign(key: str, value: Any) -> Entry:
+    note = f"{TOOL} does not know this name of transformers' and ignores it; did you mean {_BACK[key]!r}?"
+    return Entry((key,), value, Meaning(Verdict.DROPPED, note, kept=True))
 
 
 def _variable(key: str, value: str) -> Entry:
