@@ -94,6 +94,7 @@ def test_deepspeed_takes_what_is_repeated(number: int, key: str, value: Any, kep
         ("accelerator_config", [1]),
         ("ddp_backend", "no"),
         ("debug", "everything"),
+        ("load_best_model_at_end", True),
     ],
 )
 def test_transformers_refuses_a_value_about_logs_and_files(key: str, value: Any) -> None:
@@ -106,6 +107,7 @@ def test_transformers_refuses_a_value_about_logs_and_files(key: str, value: Any)
     [
         {"logging_steps": 0, "logging_strategy": "epoch"},
         {"dataloader_prefetch_factor": 2, "dataloader_num_workers": 1},
+        {"load_best_model_at_end": True, "save_strategy": "epoch", "eval_strategy": "epoch"},
         {"eval_steps": None, "save_steps": 0.1, "save_strategy": "best", "debug": "underflow_overflow"},
     ],
 )

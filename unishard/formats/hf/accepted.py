@@ -60,7 +60,7 @@ VALUES: Mapping[str, Accepts] = {
     "hub_strategy": _word("end", "every_save", "checkpoint", "all_checkpoints"),
     "debug": _or_null(_options),
     **dict.fromkeys(names("logging_steps save_steps"), _number),
-    "eval_steps": _or_null(_number),
+    **dict.fromkeys(names("eval_steps max_steps warmup_steps warmup_ratio"), _or_null(_number)),
     "dataloader_num_workers": integer(0),
     "dataloader_prefetch_factor": _or_null(integer(1)),
     "torch_empty_cache_steps": _or_null(integer(1)),

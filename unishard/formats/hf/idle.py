@@ -55,6 +55,7 @@ _NOISE = "adds noise to the embeddings in forward; add it in the training script
 _SMOOTHING = "changes the loss, which the training script computes; smooth the labels there"
 
 _LOGS = "concerns logs alone"
+_FILES = "concerns checkpoints alone"
 _DATA = "concerns the DataLoader, which the training script builds"
 
 
@@ -70,9 +71,18 @@ def _prefetched(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.DROPPED, _DATA, kept=True)
 
 
+def _best(value: Any, given: Given) -> Meaning:
+    evaluated, saved = given.get("eval_strategy") or given.get("evaluation_strategy") or "no", given.get("save_strategy") or "steps"
+    if value and saved not in ("best", evaluated):
+        strategies = f"eval_strategy ({evaluated}) and save_strategy ({saved})"
+        raise Unreadable(f"must be false where {strategies} differ, got {shown(value)}; make the two equal")
+    return Meaning(Verdict.DROPPED, _FILES, kept=True)
+
+
 IDLE: Mapping[str, Key] = {
     **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
     "logging_steps": Key(_logged, "", Verdict.DROPPED, _LOGS),
+    "load_best_model_at_end": Key(_best, "", Verdict.DROPPED, _FILES),
     "dataloader_prefetch_factor": Key(_prefetched, "", Verdict.DROPPED, _DATA),
     "label_smoothing_factor": refuses(_SMOOTHING, off),
     "neftune_noise_alpha": refuses(_NOISE, off),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import SILENT
-from unishard.meanings import Entry, Meaning, Verdict
+from unishard.meanings import Entry, Meaning, Unreadable, Verdict
 
 __all__ = ["settled"]
 
@@ -54,8 +55,16 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
 
 def _idle(entry: Entry, note: str) -> list[Entry]:
     """Nothing where it is only assumed, which nobody would miss."""
-    kept = entry.meaning.verdict is not Verdict.REFUSED  # transformers might refuse its value even so
-    return [] if entry.assumed else [replace(entry, meaning=Meaning(Verdict.DROPPED, note, kept=kept))]
+    return [] if entry.assumed else [replace(entry, meaning=Meaning(Verdict.DROPPED, note, kept=_taken(entry)))]
+
+
+def _taken(entry: Entry) -> bool:
+    """Whether transformers takes the value, which it looks at even where another place decides."""
+    try:
+        VALUES.get(entry.key, bool)(entry.value)
+    except Unreadable:
+        return False
+    return entry.meaning.verdict is not Verdict.REFUSED
 
 
 def _checkpointed(entries: Sequence[Entry]) -> list[Entry]:
