@@ -12,9 +12,11 @@ from accounting import FORMATS, faults_of
 from documents import SEEDS, documents, odd_values, reordered
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from unishard.cli import app
 from unishard.errors import ConfigError
-from unishard.formats import Outcome, translate
+from unishard.formats import Outcome, catalog, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
 from unishard.meanings import Verdict
@@ -103,5 +105,103 @@ def test_broken_files(tmp_path: Path, examples: int) -> None:
         outcome = outcome_of(path, "unishard", None)
         if isinstance(outcome, Outcome):
             assert faults_of(outcome) == []
+
+    holds()
+
+
+TOKENS = (
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b": ",
+    b",",
+    b'"',
+    b"'",
+    b"\n",
+    b"\t",
+    b"#",
+    b"&a ",
+    b"*a",
+    b"<<: ",
+    b"- ",
+    b"---\n",
+    b"%YAML 1.1\n",
+    b"|",
+)
+TOKENS += (
+    b"\x00",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"\xc3",
+    b".nan",
+    b"1e999",
+    b"${x}",
+    b"? ",
+    b"//",
+    b"/*",
+    b"\r",
+    b"=",
+    b"[[a]]",
+    b"9" * 5000,
+)
+TOKENS += (b"|", b"9" * 5000, b"[" * 3000, b'{"a":' * 500, b"- " * 500, b"!!python/object:os.system ", b"2001-01-01", b"12:30:45", b"NaN")
+COMMANDS = ("translate {0} --to deepspeed", "diff {0} {0}", "set {0} training.seed=7", "init --yes --from {0} -o {1}", "migrate {2}")
+
+
+@st.composite
+def broken_texts(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A file of any format, and its text with up to six things wrong."""
+    name = draw(st.sampled_from(FORMATS))
+    outcome = translate(draw(st.sampled_from(SEEDS[name])), name, from_=name)
+    python = name == "lightning"
+    text = json.dumps(outcome.reading.source.data, indent=1).encode() if python else outcome.text.encode()
+    for _ in range(draw(st.integers(1, 6))):
+        at = draw(st.integers(0, len(text)))
+        match draw(st.sampled_from(("flip", "cut", "begin", "remove", "repeat", "indent", "insert"))):
+            case "flip" if at < len(text):
+                text = text[:at] + bytes([text[at] ^ (1 << draw(st.integers(0, 7)))]) + text[at + 1 :]
+            case "cut":
+                text = text[:at]
+            case "begin":
+                text = text[at:]
+            case "remove":
+                text = text[:at] + text[at + draw(st.integers(1, 30)) :]
+            case "repeat":
+                lines = text.split(b"\n")
+                text = b"\n".join([*lines, draw(st.sampled_from(lines))])
+            case "indent":
+                text = text[:at].rpartition(b"\n")[0] + b"\n  " + text[at:]
+            case _:
+                text = text[:at] + draw(st.sampled_from(TOKENS)) + text[at:]
+    return ".json" if python else catalog.get(name).suffix, text
+
+
+def test_broken_texts(tmp_path: Path, examples: int) -> None:
+    @settings(max_examples=max(examples // 4, 1), derandomize=examples < 1000)
+    @given(broken_texts(), st.sampled_from(FORMATS), st.sampled_from((None, *FORMATS)))
+    def holds(file: tuple[str, bytes], to: str, name: str | None) -> None:
+        path = tmp_path / f"config{file[0]}"
+        path.write_bytes(file[1])
+        outcome = outcome_of(path, to, name)
+        if isinstance(outcome, Outcome):
+            assert faults_of(outcome) == []
+
+    holds()
+
+
+def test_no_command_fails_on_a_broken_file(tmp_path: Path, examples: int) -> None:
+    written = tmp_path / "written.yaml"
+
+    @settings(max_examples=max(examples // 10, 1), derandomize=examples < 1000)
+    @given(broken_texts(), st.sampled_from(COMMANDS))
+    def holds(file: tuple[str, bytes], command: str) -> None:
+        path = tmp_path / f"config{file[0]}"
+        path.write_bytes(file[1])
+        result = CliRunner().invoke(app, command.format(path, written, tmp_path).split())
+        written.unlink(missing_ok=True)
+        path.unlink()
+        assert isinstance(result.exception, SystemExit | None), result.exception
+        assert result.exit_code in (0, 1, 2)
 
     holds()
