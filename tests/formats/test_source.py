@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from enum import Enum
 from pathlib import Path
 
@@ -153,6 +154,15 @@ def test_a_file_that_is_not_there_names_one_that_is(tmp_path: Path) -> None:
 
 class Interval(Enum):
     STEPS = "steps"
+
+
+@pytest.mark.parametrize("name", ["a", '"a b"', "'a'", "a ", "\u00e9"])
+@pytest.mark.parametrize("around", ["{}b = 1", "[{}b]", "a = {{ {}b = 1 }}"])
+def test_a_key_of_very_many_names_is_refused_at_once(tmp_path: Path, name: str, around: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ConfigError, match="has a key of more than 100 names"):
+        opened(tmp_path, around.format(f"{name}." * 20000), "config.toml")
+    assert time.process_time() - start < 0.5
 
 
 def test_a_mapping_becomes_plain_values() -> None:

@@ -23,6 +23,7 @@ _DEEPEST = 100
 _MOST_LINES = 10_000
 _BRACKET = re.compile(r"[][{}]")
 _DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
+_DOTTED = re.compile(rf"""(?<![\w"'.-])(?:(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
 _LARGEST = 10**400
 _STRICT = (
     "transformers 5.23 and Accelerate 1.15.0 read strict JSON and refuse it (DeepSpeed 0.19.8 itself reads its config with hjson, which "
@@ -102,6 +103,9 @@ def _yaml(content: str, path: Path) -> tuple[Any, Origins]:
 
 
 def _toml(content: str, path: Path) -> dict[str, Any]:
+    # The parser's time grows with the square of a key's length.
+    if _DOTTED.search(content):
+        raise _whole(path, f"has a key of more than {_DEEPEST} names, which no config has; write it shorter")
     try:
         return tomllib.loads(content)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits

@@ -11,7 +11,7 @@ from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Unrea
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import device, dropped, quiet, stage
+from unishard_deepspeed.arguments.facts import device, dropped, quiet, spelt, stage
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 
@@ -105,7 +105,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}offload_optimizer.cpuadam_cores_perc": drops("belongs to super_offload"),
     f"{_Z}cpu_offload": _switch("optimizer", "deprecated; DeepSpeed means offload_optimizer"),
     f"{_Z}cpu_offload_param": _switch("param", "deprecated; DeepSpeed means offload_param"),
-    f"{_Z}cpu_offload_params": _switch("param", "a name of older versions, which DeepSpeed 0.19.8 refuses; it means offload_param"),
+    f"{_Z}cpu_offload_params": spelt(_switch("param", "a name of older versions, which DeepSpeed 0.19.8 refuses"), "cpu_offload_param"),
     f"{_Z}cpu_offload_use_pin_memory": Key(_pin_both, "offload.pin_memory"),
 }
 
