@@ -122,6 +122,13 @@ def test_transformers_takes_what_is_repeated(arguments: dict[str, Any]) -> None:
     assert {key: outcome.document.get(key) for key in arguments} == arguments
 
 
+@pytest.mark.parametrize("config", [{"version": 2, "activation_checkpointing": None}, {"auto_wrap_policy": None}, "no"])
+def test_what_transformers_would_refuse_of_fsdp_config_is_left_out(config: Any) -> None:
+    found = again({**ARGUMENTS, "fsdp": True, "fsdp_config": config}, "hf").document["fsdp_config"]
+    assert isinstance(found, dict)
+    assert None not in found.values()
+
+
 def test_an_argument_that_deepspeed_decides_is_not_repeated_where_it_is_wrong() -> None:
     deepspeed = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}
     assert again({**ARGUMENTS, "optim": "adamm", "deepspeed": deepspeed}, "hf").document["optim"] == "adamw_torch"

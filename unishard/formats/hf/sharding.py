@@ -91,7 +91,8 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
         return config, []
     if off(config):
         present = where and where[0] in source.data
-        return {}, [Entry(where, config, Meaning(Verdict.DROPPED, "is empty", kept=True))] if present else []
+        # A word such as `no` would be the path of a file to transformers.
+        return {}, [Entry(where, config, Meaning(Verdict.DROPPED, "is empty", kept=not config))] if present else []
     found = config
     if isinstance(config, str):
         found = _parsed(config) if config.strip().startswith("{") else opened(config, source)
@@ -149,7 +150,8 @@ def _read(
 
 
 def _kept(entry: Entry) -> bool:
-    return entry.meaning.verdict is Verdict.DROPPED and not entry.meaning.fields
+    """Whether a key says nothing in the config's words; null, which transformers refuses for many, is as good as none."""
+    return entry.meaning.verdict is Verdict.DROPPED and not entry.meaning.fields and entry.value is not None
 
 
 def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
