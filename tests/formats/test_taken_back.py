@@ -129,6 +129,10 @@ def test_what_transformers_would_refuse_of_fsdp_config_is_left_out(config: Any) 
     assert None not in found.values()
 
 
+def test_text_for_a_number_is_written_as_one() -> None:
+    assert again({**ARGUMENTS, "warmup_steps": "1e-2"}, "hf").document["warmup_steps"] == 0.01
+
+
 def test_an_argument_that_deepspeed_decides_is_not_repeated_where_it_is_wrong() -> None:
     deepspeed = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}
     assert again({**ARGUMENTS, "optim": "adamm", "deepspeed": deepspeed}, "hf").document["optim"] == "adamw_torch"

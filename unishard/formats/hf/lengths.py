@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from unishard.formats.hf.loop import off
 from unishard.formats.reading import Reading
-from unishard.meanings import Verdict, Word
+from unishard.keys import number
+from unishard.meanings import Unreadable, Verdict, Word
 from unishard.rules import Native
 
 __all__ = ["Lengths", "lengths_of"]
@@ -47,10 +48,18 @@ def lengths_of(reading: Reading) -> Lengths:
     return Lengths(document, words)
 
 
+def _as_number(value: Any) -> Any:
+    """Text such as `1e-5`, as YAML 1.1 reads it, as the number that transformers wants."""
+    try:
+        return number()(value) if isinstance(value, str) else value
+    except Unreadable:
+        return value
+
+
 def _warmup(data: Mapping[str, Any]) -> tuple[Any, Word]:
     """The part of the updates over which the rate climbs: transformers 5 takes a part as `warmup_steps` below 1."""
     part = data.get("warmup_steps") or data.get("warmup_ratio")
     if part:
-        return part, Word(Verdict.EXACT, "warmup_steps", "")
+        return _as_number(part), Word(Verdict.EXACT, "warmup_steps", "")
     note = f"axolotl assumes {_ASSUMED:g} of the updates, at most 100; the limit is lost"
     return _ASSUMED, Word(Verdict.EMULATED, "warmup_steps", note)
