@@ -120,6 +120,7 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "trainer.accumulate_grad_batches": 4,
         "trainer.gradient_clip_val": 4,
         "fit.trainer": 5,
+        "lightning.trainer": 5,
         "fabric.strategy": 5,
         "seed_everything": 3,
         "gradient_clip_val": 3,
@@ -158,6 +159,8 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "callbacks": 2,
         "algorithms": 2,
         "loggers": 2,
+        "scheduler.t_warmup": 3,
+        "scheduler.alpha_f": 2,
         "parameters.max_duration": 9,
         "parameters.train_loader": 9,
         "parameters.fsdp_config": 9,
@@ -178,11 +181,16 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
 }
 """Dotted keys that speak for a format, and how loudly. The format with the largest sum is the one."""
 
+_HYDRA = "Hydra, such as verl's"
 _STRANGE: Mapping[str, tuple[str, ...]] = {
-    "Hydra, such as verl's": ("hydra", "_target_", "actor_rollout_ref"),
+    _HYDRA: ("hydra", "_target_", "actor_rollout_ref"),
     "nanotron": ("data_stages", "lighteval"),
+    "LLaMA-Factory 1": ("dist_config", "kernel_config"),
 }
 """Top-level keys of tools that are trained otherwise, whose configs unishard does not read."""
+
+_LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")
+"""Arguments of Lightning's Trainer that no other trainer has."""
 
 _OURS = 10
 """How loudly a file speaks for unishard in which each key is a field of its config."""
@@ -254,9 +262,28 @@ def _is_ours(data: Mapping[str, Any]) -> bool:
 
 def _stranger(data: Mapping[str, Any]) -> str | None:
     """The tool that a document is for, if it is one that unishard knows not to read."""
-    if isinstance(data.get("defaults"), list):
-        return next(iter(_STRANGE))
+    if _composes(data):
+        return _HYDRA
+    if _trains_with_lightning(data):
+        return None
     return next((tool for tool, keys in _STRANGE.items() if any(key in data for key in keys)), None)
+
+
+def _composes(data: Mapping[str, Any]) -> bool:
+    """Whether Hydra builds the config of this file and of others, which the file alone does not hold."""
+    defaults = data.get("defaults")
+    return isinstance(defaults, list) and any(not str(_group(item)).startswith(("_self_", "override ")) for item in defaults)
+
+
+def _group(item: Any) -> Any:
+    return next(iter(item), "") if isinstance(item, Mapping) else item
+
+
+def _trains_with_lightning(data: Mapping[str, Any]) -> bool:
+    """Whether Hydra makes a Trainer of Lightning's from the file, or of its `trainer`."""
+    named = str(data.get("_target_", "")).rpartition(".")[2]
+    trainer = data.get("trainer")
+    return named in ("Trainer", "Fabric") or (isinstance(trainer, Mapping) and any(key in trainer for key in _LIGHTNING))
 
 
 def mentions(text: str) -> bool:

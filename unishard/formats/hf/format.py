@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unishard.formats.hf.assumed import assumed
 from unishard.formats.hf.dialects import DIALECT, around, bare, wrapped
 from unishard.formats.hf.expressions import EXPRESSIONS, written
 from unishard.formats.hf.keys import ENGINES, KEYS
@@ -62,7 +63,7 @@ def _bare(source: Source, topology: Topology | None) -> list[Entry]:
 def _entries(source: Source, topology: Topology | None) -> list[Entry]:
     data = source.data
     keys = {**KEYS, **DIALECT} if wrapped(data) else KEYS
-    keys = {**keys, **around(data, keys)} if wrapped(data) else keys
+    keys = {**assumed(keys, data), **around(data, keys, KEYS)} if wrapped(data) else keys
     whole = any(key in KEYS and key not in ENGINES for key in data)
     if not whole:
         keys = {name: replace(row, silent=NOTHING) for name, row in keys.items()}
