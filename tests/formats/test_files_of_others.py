@@ -181,6 +181,14 @@ def test_llama_factory_checkpoints_unless_it_is_told_not_to() -> None:
     assert read({**factory, "disable_gradient_checkpointing": True}, "hf").config.activation_checkpointing == "none"
 
 
+@pytest.mark.parametrize(("steps", "name"), [(10, "constant"), (11, "cosine")])
+def test_a_warm_up_as_long_as_the_run_of_trainer_never_falls(steps: int, name: str) -> None:
+    document = {**ARGUMENTS, "lr_scheduler_type": "cosine", "warmup_steps": 10, "max_steps": steps}
+    assert not translated(document, "hf").of(Verdict.REFUSED)
+    scheduler = read(document, "hf").config.scheduler
+    assert (scheduler.name, scheduler.warmup_steps) == (name, 10)
+
+
 # Composer
 
 TRAINING = {
@@ -231,3 +239,18 @@ def test_a_warm_up_as_long_as_the_training_never_falls() -> None:
 def test_null_in_axolotl_is_not_set(key: str) -> None:
     document = {"base_model": "m", "datasets": [{"path": "d"}], "sequence_len": 8, "learning_rate": 1e-4, key: None}
     assert not translated(document, "axolotl").of(Verdict.REFUSED)
+
+
+def test_arguments_in_a_section_of_a_scripts_own_file() -> None:
+    document = {"model": {"name": "m"}, "training": {**ARGUMENTS, "bf16": True, "early_stopping": 3}, "data": {"path": "d"}}
+    assert recognise(open_source(document)).name == "hf"
+    assert not translated(document, "hf").of(Verdict.REFUSED)
+    cfg = read(document, "hf").config
+    assert (cfg.training.micro_batch_size, cfg.optimizer.lr, cfg.precision.compute) == (2, 1e-5, "bf16")
+    assert "training" not in translated(document, "hf", "hf").document
+
+
+def test_modules_for_galore_matter_with_it_alone() -> None:
+    document = {**ARGUMENTS, "optim_target_modules": ["q"]}
+    assert item(document, "hf", "optim_target_modules").verdict is Verdict.DROPPED
+    assert item({**document, "optim": "galore_adamw"}, "hf", "optim_target_modules").verdict is Verdict.REFUSED

@@ -12,6 +12,7 @@ from typing import Any, cast
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.formats.format import Format
+from unishard.formats.sections import ARGUMENTS, SURE
 from unishard.formats.source import Source
 
 __all__ = ["NAMES", "get", "loudest", "mentions", "recognise"]
@@ -88,6 +89,7 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "fsdp": 2,
         "fsdp_config": 1,
         "deepspeed": 1,
+        **{f"{name}.{SURE}": 9 for name in ARGUMENTS},
         "max_grad_norm": 1,
         "gradient_accumulation_steps": 1,
         "optim": 2,
@@ -186,8 +188,9 @@ _STRANGE: Mapping[str, tuple[str, ...]] = {
     _HYDRA: ("hydra", "_target_", "actor_rollout_ref"),
     "nanotron": ("data_stages", "lighteval"),
     "LLaMA-Factory 1": ("dist_config", "kernel_config"),
+    "LitGPT": ("train.lr_warmup_steps", "train.max_tokens", "train.tie_embeddings"),
 }
-"""Top-level keys of tools that are trained otherwise, whose configs unishard does not read."""
+"""Dotted keys of tools that are trained otherwise, whose configs unishard does not read."""
 
 _LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")
 """Arguments of Lightning's Trainer that no other trainer has."""
@@ -266,7 +269,7 @@ def _stranger(data: Mapping[str, Any]) -> str | None:
         return _HYDRA
     if _trains_with_lightning(data):
         return None
-    return next((tool for tool, keys in _STRANGE.items() if any(key in data for key in keys)), None)
+    return next((tool for tool, keys in _STRANGE.items() if any(_has(data, key.split(".")) for key in keys)), None)
 
 
 def _composes(data: Mapping[str, Any]) -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.hf.wordlists import names
+from unishard.formats.sections import ARGUMENTS, SURE
 from unishard.keys import boolean, drops, refuses
 from unishard.meanings import Given, Key, Meaning, Verdict
 
-__all__ = ["DIALECT", "around", "bare", "wrapped"]
+__all__ = ["DIALECT", "around", "bare", "section_in", "wrapped"]
 
 _SIGNS = names(
     "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template stage "
@@ -124,6 +125,12 @@ def bare(data: Mapping[str, Any], own: Iterable[str]) -> bool:
     keys = [str(key).removeprefix("fsdp_") for key in data if not str(key).startswith("_")]
     known = set(own)
     return bool(keys) and not {"fsdp", "fsdp_config"} & set(data) and sum(key in known for key in keys) * 2 >= len(keys)
+
+
+def section_in(data: Mapping[str, Any]) -> str | None:
+    """The section of a script's own file that holds TrainingArguments; None where they stand at the top, or nowhere."""
+    found = [name for name in ARGUMENTS if isinstance(data.get(name), Mapping) and SURE in data[name]]
+    return found[0] if len(found) == 1 and SURE not in data else None
 
 
 def wrapped(data: Mapping[str, Any]) -> bool:
