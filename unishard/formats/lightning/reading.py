@@ -147,7 +147,8 @@ class Document:
             said = {name: item for name, item in said.items() if name not in (*CLASS, "init_args", "dict_kwargs") and name not in theirs}
         said["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
         rows = {**TRAINER, **OLDER, "strategy": _ELSEWHERE}
-        said.pop(self._formerly(), None)
+        if formerly := self._formerly():
+            said.pop(formerly)
         elsewhere = ["strategy"]
         if self.shape.trainer == self.shape.top:
             elsewhere += _RECIPES

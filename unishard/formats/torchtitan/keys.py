@@ -216,7 +216,7 @@ def _early(value: Any, given: Given) -> Meaning:
 
 
 def _sharded(value: Any) -> bool:
-    return str(value).lower() == "fsdp"
+    return str(value).lower() != "ddp"
 
 
 _FLOAT8 = refuses("it computes products in float8, which unishard does not; remove it", _off)
