@@ -119,7 +119,16 @@ def test_a_trainer_of_lightning_that_hydra_makes_is_read(document: dict[str, Any
     assert not translated(document, "lightning").of(Verdict.REFUSED)
 
 
-@pytest.mark.parametrize("document", [{"defaults": ["default"], "strategy": "ddp"}, {"_target_": "x.Net", "lr": 1}, {"dist_config": {}}])
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"defaults": ["default"], "strategy": "ddp"},
+        {"defaults": [{"override /trainer": "ddp"}], "trainer": {"devices": 2, "accelerator": "gpu"}},
+        {"_target_": "x.Net", "lr": 1},
+        {"dist_config": {}},
+        {"train": {"max_tokens": 1}, "out_dir": "o"},
+    ],
+)
 def test_what_the_file_alone_does_not_hold_is_not_read(document: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="which unishard does not read"):
         recognise(open_source(document))

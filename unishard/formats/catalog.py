@@ -183,14 +183,16 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
 }
 """Dotted keys that speak for a format, and how loudly. The format with the largest sum is the one."""
 
-_HYDRA = "Hydra, such as verl's"
 _STRANGE: Mapping[str, tuple[str, ...]] = {
-    _HYDRA: ("hydra", "_target_", "actor_rollout_ref"),
+    "Hydra, such as verl's": ("hydra", "_target_", "actor_rollout_ref"),
     "nanotron": ("data_stages", "lighteval"),
     "LLaMA-Factory 1": ("dist_config", "kernel_config"),
     "LitGPT": ("train.lr_warmup_steps", "train.max_tokens", "train.tie_embeddings"),
 }
 """Dotted keys of tools that are trained otherwise, whose configs unishard does not read."""
+
+_OF_HYDRA = ("_self_", "hydra/", "override hydra/", "override /hydra/")
+"""What a list of defaults may name without another file of the user's."""
 
 _LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")
 """Arguments of Lightning's Trainer that no other trainer has."""
@@ -226,6 +228,9 @@ def recognise(source: Source) -> Format:
     Raises:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
+    if _composes(source.data):
+        what = "is a config of Hydra in parts (defaults), which unishard does not read; translate what the script prints with --cfg job"
+        raise ConfigError([Problem("", what, source.name)])
     if stranger := _stranger(source.data):
         what = f"is a config of {stranger}, which unishard does not read; write a new config with `unishard init`"
         raise ConfigError([Problem("", what, source.name)])
@@ -266,7 +271,7 @@ def _is_ours(data: Mapping[str, Any]) -> bool:
 def _stranger(data: Mapping[str, Any]) -> str | None:
     """The tool that a document is for, if it is one that unishard knows not to read."""
     if _composes(data):
-        return _HYDRA
+        return "Hydra"
     if _trains_with_lightning(data):
         return None
     return next((tool for tool, keys in _STRANGE.items() if any(_has(data, key.split(".")) for key in keys)), None)
@@ -275,7 +280,7 @@ def _stranger(data: Mapping[str, Any]) -> str | None:
 def _composes(data: Mapping[str, Any]) -> bool:
     """Whether Hydra builds the config of this file and of others, which the file alone does not hold."""
     defaults = data.get("defaults")
-    return isinstance(defaults, list) and any(not str(_group(item)).startswith(("_self_", "override ")) for item in defaults)
+    return isinstance(defaults, list) and any(not str(_group(item)).startswith(_OF_HYDRA) for item in defaults)
 
 
 def _group(item: Any) -> Any:
