@@ -228,7 +228,7 @@ def recognise(source: Source) -> Format:
     Raises:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
-    if _composes(source.data):
+    if _composes(source.data) and (_trains_with_lightning(source.data) or any(key in source.data for key in _LIGHTNING)):
         what = "is a config of Hydra in parts (defaults), which unishard does not read; translate what the script prints with --cfg job"
         raise ConfigError([Problem("", what, source.name)])
     if stranger := _stranger(source.data):
@@ -271,7 +271,7 @@ def _is_ours(data: Mapping[str, Any]) -> bool:
 def _stranger(data: Mapping[str, Any]) -> str | None:
     """The tool that a document is for, if it is one that unishard knows not to read."""
     if _composes(data):
-        return "Hydra"
+        return next(iter(_STRANGE))
     if _trains_with_lightning(data):
         return None
     return next((tool for tool, keys in _STRANGE.items() if any(_has(data, key.split(".")) for key in keys)), None)
