@@ -255,6 +255,12 @@ def test_keys_of_older_versions_that_concern_nothing_here():
     assert items({**FSDP2, "tp_config": {"tp_size": 2}})["tp_config.tp_size"].verdict is Verdict.REFUSED
 
 
+@pytest.mark.parametrize(("policy", "verdict"), [("SIZE_BASED_WRAP", "DROPPED"), ("TRANSFORMER_BASED_WRAP", "REFUSED")])
+def test_a_class_without_a_name_matters_where_classes_are_looked_for(policy, verdict):
+    document = block(FSDP2, fsdp_auto_wrap_policy=policy, fsdp_transformer_layer_cls_to_wrap="")
+    assert items(document)["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].verdict is Verdict[verdict]
+
+
 def test_groups_count_the_ranks_of_a_model_that_is_split():
     found = items(groups(2, 2, tp_size=2))
     assert found["parallelism_config.parallelism_config_tp_size"].verdict is Verdict.REFUSED

@@ -37,6 +37,7 @@ NAMES: Mapping[str, str] = {
 }
 """FSDP's argument by the name that Accelerate gives it. The prefix may be left out (commands/launch.py)."""
 
+_CLASSES = "fsdp_transformer_layer_cls_to_wrap"
 _NULLABLE = (
     "fsdp_auto_wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap",
@@ -69,6 +70,9 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     version = _version(block)
     entries = list(_twice(document, block))
     for full, (name, value) in block.items():
+        if full == _CLASSES and value == "" and not _by_class(block):
+            entries.append(dropped(("fsdp_config", str(name)), value, "is only read with fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"))
+            continue
         entries += _argument(arguments, full, ("fsdp_config", str(name)), value)
     entries += _groups(arguments, document, version, topology)
     if precision in _DTYPES:
@@ -76,6 +80,11 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     said = registry.get("fsdp").parse(arguments.native, defaults=_assumed(arguments.native), topology=topology)
     placed = arguments.placed(said)
     return [*entries, *placed, *_replicas(document, placed)]
+
+
+def _by_class(block: Mapping[str, tuple[Any, Any]]) -> bool:
+    _, policy = block.get("fsdp_auto_wrap_policy", ("", ""))
+    return str(policy).upper() == "TRANSFORMER_BASED_WRAP"
 
 
 def _full(name: Any) -> str:
