@@ -263,7 +263,8 @@ def _unknown(key: str, keys: Mapping[str, Key], tool: str, overlooked: bool) -> 
     where, _, name = key.rpartition(".")
     beside = [other.rpartition(".")[2] for other in keys if other.rpartition(".")[0] == where]
     near = get_close_matches(name, beside, 1, 0.75)
-    elsewhere = [other for other in keys if other.rpartition(".")[2] == name]
+    nested_there = [other for other in keys if other.endswith(f".{key}")]
+    elsewhere = nested_there or [other for other in keys if other.rpartition(".")[2] == name]
     hint = f"; did you mean {near[0]!r}?" if near else f"; did you mean {elsewhere[0]!r}?" if elsewhere else ""
     if overlooked:
         return Meaning(Verdict.DROPPED, f"{tool} does not know this key and ignores it{hint}", kept=True)

@@ -30,21 +30,45 @@ COUNTED = ("deepspeed", "accelerate")
 """Formats whose files must translate to both engines."""
 
 CAUSES: Mapping[str, str] = {
-    "the file's own tool refuses it too: a key that it does not know": r"does not know this key",
-    "the file's own tool refuses it too: keys that exclude each other or are missing": (
-        r"Accelerate 1\.15\.0 (refuses|needs)|^deepspeed_config: must be"
+    "the file's own tool refuses it too: a key that it does not know": (
+        r"^\S+: (DeepSpeed 0\.19\.8|Accelerate 1\.15\.0) does not know this key; (remove it$|did you mean '\S+'\?$)"
     ),
-    "has left DeepSpeed 0.19.8": r"has left DeepSpeed",
-    "an optimizer that no other engine has (LAMB, 1-bit Adam)": r"optimizer\.type: (must be an optimizer that the config has|Lamb )",
-    "a schedule that the config has no shape for (OneCycle, LRRangeTest)": r"scheduler\.type: .*got '(OneCycle|LRRangeTest)'",
-    "training in files (NVMe)": r"offload to files|through files",
+    "the file's own tool refuses it too: keys that exclude each other or are missing": (
+        r"^(deepspeed_config\.\S+|mixed_precision): Accelerate 1\.15\.0 refuses this beside deepspeed_config_file"
+        r"|^\S+: Accelerate 1\.15\.0 refuses a file with(out)? "
+        r"|^distributed_type: is missing, and Accelerate 1\.15\.0 needs it"
+        r"|^parallelism_config\.\S+: makes \d+ ranks of the \d+ that there are"
+        r"|^deepspeed_config: must be a mapping of keys to values, got '"
+    ),
+    "the file's own tool refuses it too: a class that it cannot find": (
+        r"optimizer\.type: must be Adam, .*, got '[A-Za-z_]+(\.[A-Za-z_]+)+';"
+    ),
+    "has left DeepSpeed 0.19.8": r"^\S+: (\w+ sends compressed gradients, and )?has left DeepSpeed 0\.19\.8[ ;]",
+    "an optimizer that shards do not see whole (LAMB, Muon)": (
+        r"optimizer\.type: \S+ (scales the rate of each tensor by its norm|works on whole matrices), which sharded engines do not see"
+    ),
+    "an optimizer of torch that the config has no name for": (
+        r"optimizer\.type: must be Adam, .*, got '(RMSprop|Adadelta|Adamax|NAdam|RAdam|ASGD|Rprop|Adafactor|SparseAdam|LBFGS)';"
+    ),
+    "a schedule that the config has no shape for (OneCycle, LRRangeTest)": r"scheduler\.type: must be .*, got '(OneCycle|LRRangeTest)';",
+    "training in files (NVMe)": (
+        r"(device|nvme_path): (PyTorch has no offload to files|DeepSpeed 0\.19\.8 swaps the state of torch's \w+ and \w+ through files)"
+    ),
     "parameters on the host without the optimizer": r"offload_param\S*: FSDP2's sharded parameters are the fp32 masters",
-    "other parallelism than over data": r"parallelism|tensor_parallel|pipeline|sequence_parallel|Megatron|MEGATRON",
-    "data efficiency, curricula, random-LTD": r"^data_efficiency",
-    "ZenFlow": r"zenflow",
-    "fp8": r"fp8",
-    "XLA": r"XLA",
-    "another launcher than the local machine's": r"^compute_environment: ",
+    "gradients that add up in another format than the parameters'": (
+        r"grad_accum_dtype: FSDP2 keeps a gradient in the format of its parameter"
+    ),
+    "other parallelism than over data": (
+        r"^\S+: (splits ranks in other ways than data parallelism|(tensor|context|sequence) parallelism is more than data parallelism)"
+        r"|^distributed_type: Megatron-LM's tensor and pipeline parallelism"
+        r"|^\S+: unishard (shards data-parallel ranks and has no parallelism within a model|has no \w+ parallelism)"
+    ),
+    "data efficiency, curricula, random-LTD": r"^(\S+\.)?data_efficiency: drops tokens and samples",
+    "ZenFlow": r"zero_optimization\.zenflow: ZenFlow updates",
+    "DeepSpeed's engine for generation": r"^(\S+\.)?hybrid_engine: replaces the engine by one for generation",
+    "fp8": r"^\S*fp8\S*: unishard has no fp8",
+    "XLA": r"^\S+: unishard (runs on PyTorch's own devices, not on XLA|does not train on TPUs)",
+    "another launcher than the local machine's": r"^compute_environment: (must be LOCAL_MACHINE, got 'SLURM'|SageMaker jobs)",
 }
 """What truly has no counterpart on an engine, and the key or the reason by which its refusal is known."""
 

@@ -244,6 +244,29 @@ def groups(replicate, shard, **others):
     return {**FSDP2, "parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
 
 
+def test_a_compiler_that_deepspeeds_launcher_never_hears_of_is_not_judged():
+    assert items({**DEEPSPEED, "dynamo_backend": "yes"})["dynamo_backend"].verdict is Verdict.DROPPED
+
+
+def test_keys_of_older_versions_that_concern_nothing_here():
+    older = {"ipex_config": {"ipex": False, "use_xpu": False}, "tpu_cluster": False, "num_machines": None, "tp_config": {"tp_size": 1}}
+    found = items({**FSDP2, **older})
+    assert {found[key].verdict for key in ("ipex_config", "tpu_cluster", "num_machines", "tp_config.tp_size")} == {Verdict.DROPPED}
+    assert items({**FSDP2, "tp_config": {"tp_size": 2}})["tp_config.tp_size"].verdict is Verdict.REFUSED
+
+
+@pytest.mark.parametrize(("policy", "verdict"), [("SIZE_BASED_WRAP", "DROPPED"), ("TRANSFORMER_BASED_WRAP", "REFUSED")])
+def test_a_class_without_a_name_matters_where_classes_are_looked_for(policy, verdict):
+    document = block(FSDP2, fsdp_auto_wrap_policy=policy, fsdp_transformer_layer_cls_to_wrap="")
+    assert items(document)["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].verdict is Verdict[verdict]
+
+
+def test_groups_count_the_ranks_of_a_model_that_is_split():
+    found = items(groups(2, 2, tp_size=2))
+    assert found["parallelism_config.parallelism_config_tp_size"].verdict is Verdict.REFUSED
+    assert "ranks of the" not in found["parallelism_config.parallelism_config_dp_shard_size"].note
+
+
 def test_replicas_of_shards_are_hybrid_and_both_sizes_say_it():
     found = config(groups(2, 4))
     assert (found.sharding.strategy, found.sharding.group_size) == ("hybrid_shard", 4)

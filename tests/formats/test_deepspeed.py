@@ -134,6 +134,42 @@ def test_offload_of_every_age(zero, places):
     assert (offload.params, offload.optimizer) == places
 
 
+def test_a_place_that_accelerate_fills_in_is_undecided_where_deepspeed_offloads_at_all():
+    zero = {"stage": 2, "offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}}
+    found = outcome({"zero_optimization": zero}, "unishard")
+    assert set(found.reading.undecided) == {"offload.optimizer"}
+    assert "DeepSpeedPlugin" in item({"zero_optimization": zero}, "zero_optimization.offload_optimizer.device").note
+    assert config({"zero_optimization": zero}, "offload.optimizer=cpu").offload.optimizer == "cpu"
+
+
+def test_a_stage_that_accelerate_fills_in_is_undecided():
+    assert set(outcome({"zero_optimization": {"stage": "auto"}}).reading.undecided) == {"sharding.strategy"}
+
+
+def test_an_offload_outside_its_section_is_told_where_it_belongs():
+    note = item({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer.device").note
+    assert "did you mean 'zero_optimization.offload_optimizer.device'" in note
+
+
+def test_a_bucket_of_nothing_reduces_each_gradient_by_itself():
+    assert config({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}).communication.reduce_bucket_size == 1
+
+
+def test_the_first_name_of_a_reduction_in_fp32():
+    assert config({**FP16, "fp32_allreduce": True}).precision.reduce == "fp32"
+    assert config({**FP16, "fp32_allreduce": False}).precision.reduce == "fp16"
+
+
+def test_accelerate_silences_deepspeeds_log():
+    assert item({"steps_per_print": float("inf")}, "steps_per_print").verdict is Verdict.DROPPED
+
+
+@pytest.mark.parametrize("section", ["fp16", "bf16"])
+def test_amps_level_says_nothing_in_another_section(section):
+    found = item({section: {"enabled": True, "opt_level": "O2"}}, f"{section}.opt_level")
+    assert (found.verdict, "belongs to amp" in found.note) == (Verdict.DROPPED, True)
+
+
 def test_two_pins_that_differ_are_no_contradiction():
     zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     assert config({"zero_optimization": zero}).offload.pin_memory
@@ -187,6 +223,13 @@ def test_a_warm_up_is_logarithmic_and_its_top_is_the_rate():
     scheduler = found.scheduler
     assert (scheduler.name, scheduler.warmup_steps, scheduler.warmup_type) == ("constant", 10, "log")
     assert (scheduler.warmup_start_ratio, scheduler.delay_steps) == (0.25, 1)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_the_shortest_warm_up_lasts_two_updates(steps):
+    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.5, "warmup_max_lr": 1.0, "warmup_num_steps": steps}}
+    found = config({**ADAM, "scheduler": scheduler}).scheduler
+    assert (found.warmup_steps, found.warmup_start_ratio, found.delay_steps) == (2, 0.5, 1)
 
 
 def test_what_transformers_fills_in():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from unishard import formats
 from unishard.errors import ConfigError
 from unishard.formats.source import Source, open_source
 
@@ -113,13 +114,30 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line_with_its_place(tmp_path: 
         ("a: 0x" + "f" * 1000, "has more than 400 digits"),
         ("a: !!python/object:os.system x", "has the YAML tag"),
         ("---\na: 1\n---\nb: 2\n", "keep one document in the file"),
-        ("a: 1\na: 2\n", "is written twice, first on line 1"),
     ],
     ids=lambda value: value[:12],
 )
 def test_yaml_that_no_config_is(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         opened(tmp_path, text, "config.yaml")
+
+
+def test_of_a_yaml_key_that_is_written_twice_the_last_counts_as_in_the_tools_that_read_it(tmp_path: Path) -> None:
+    source = opened(tmp_path, "a: 1\nb: {c: 1, d: 2}\na: 3\nb: {c: 4}\n", "config.yaml")
+    assert source.data == {"a": 3, "b": {"c": 4}}
+    assert source.origins.of("a").line == 3
+    assert [str(repeat).partition("config.yaml:")[2] for repeat in source.repeats] == [
+        "3: a: is written twice, first on line 1; keep one of the two",
+        "4: b: is written twice, first on line 2; keep one of the two",
+    ]
+    assert "take the last" in source.warnings[0]
+
+
+def test_unishards_own_file_may_not_say_a_key_twice(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("backend: fsdp\nbackend: deepspeed\n")
+    with pytest.raises(ConfigError, match="2: backend: is written twice, first on line 1"):
+        formats.read(path, "unishard")
 
 
 def test_yaml_of_other_tools_may_merge_and_hold_variables(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.formats.format import Format
+from unishard.formats.sections import ARGUMENTS, SURE
 from unishard.formats.source import Source
 
 __all__ = ["NAMES", "get", "loudest", "mentions", "recognise"]
@@ -88,6 +89,7 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "fsdp": 2,
         "fsdp_config": 1,
         "deepspeed": 1,
+        **{f"{name}.{SURE}": 9 for name in ARGUMENTS},
         "max_grad_norm": 1,
         "gradient_accumulation_steps": 1,
         "optim": 2,
@@ -120,6 +122,7 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "trainer.accumulate_grad_batches": 4,
         "trainer.gradient_clip_val": 4,
         "fit.trainer": 5,
+        "lightning.trainer": 5,
         "fabric.strategy": 5,
         "seed_everything": 3,
         "gradient_clip_val": 3,
@@ -158,6 +161,8 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
         "callbacks": 2,
         "algorithms": 2,
         "loggers": 2,
+        "scheduler.t_warmup": 3,
+        "scheduler.alpha_f": 2,
         "parameters.max_duration": 9,
         "parameters.train_loader": 9,
         "parameters.fsdp_config": 9,
@@ -181,8 +186,16 @@ _SIGNS: Mapping[str, Mapping[str, int]] = {
 _STRANGE: Mapping[str, tuple[str, ...]] = {
     "Hydra, such as verl's": ("hydra", "_target_", "actor_rollout_ref"),
     "nanotron": ("data_stages", "lighteval"),
+    "LLaMA-Factory 1": ("dist_config", "kernel_config"),
+    "LitGPT": ("train.lr_warmup_steps", "train.max_tokens", "train.tie_embeddings"),
 }
-"""Top-level keys of tools that are trained otherwise, whose configs unishard does not read."""
+"""Dotted keys of tools that are trained otherwise, whose configs unishard does not read."""
+
+_OF_HYDRA = ("_self_", "hydra/", "override hydra/", "override /hydra/")
+"""What a list of defaults may name without another file of the user's."""
+
+_LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")
+"""Arguments of Lightning's Trainer that no other trainer has."""
 
 _OURS = 10
 """How loudly a file speaks for unishard in which each key is a field of its config."""
@@ -215,6 +228,9 @@ def recognise(source: Source) -> Format:
     Raises:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
+    if _composes(source.data) and (_trains_with_lightning(source.data) or any(key in source.data for key in _LIGHTNING)):
+        what = "is a config of Hydra in parts (defaults), which unishard does not read; translate what the script prints with --cfg job"
+        raise ConfigError([Problem("", what, source.name)])
     if stranger := _stranger(source.data):
         what = f"is a config of {stranger}, which unishard does not read; write a new config with `unishard init`"
         raise ConfigError([Problem("", what, source.name)])
@@ -254,9 +270,28 @@ def _is_ours(data: Mapping[str, Any]) -> bool:
 
 def _stranger(data: Mapping[str, Any]) -> str | None:
     """The tool that a document is for, if it is one that unishard knows not to read."""
-    if isinstance(data.get("defaults"), list):
+    if _composes(data):
         return next(iter(_STRANGE))
-    return next((tool for tool, keys in _STRANGE.items() if any(key in data for key in keys)), None)
+    if _trains_with_lightning(data):
+        return None
+    return next((tool for tool, keys in _STRANGE.items() if any(_has(data, key.split(".")) for key in keys)), None)
+
+
+def _composes(data: Mapping[str, Any]) -> bool:
+    """Whether Hydra builds the config of this file and of others, which the file alone does not hold."""
+    defaults = data.get("defaults")
+    return isinstance(defaults, list) and any(not str(_group(item)).startswith(_OF_HYDRA) for item in defaults)
+
+
+def _group(item: Any) -> Any:
+    return next(iter(item), "") if isinstance(item, Mapping) else item
+
+
+def _trains_with_lightning(data: Mapping[str, Any]) -> bool:
+    """Whether Hydra makes a Trainer of Lightning's from the file, or of its `trainer`."""
+    named = str(data.get("_target_", "")).rpartition(".")[2]
+    trainer = data.get("trainer")
+    return named in ("Trainer", "Fabric") or (isinstance(trainer, Mapping) and any(key in trainer for key in _LIGHTNING))
 
 
 def mentions(text: str) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path
@@ -15,9 +15,12 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
 from unishard.loading import Origins, Place
 from unishard.loading.document import from_text, text_of
+from unishard.loading.findings import Finding
 
 __all__ = ["Source", "open_source"]
 
+_Parsed = tuple[Any, Origins, list[str], list[Problem]]
+"""The data, the place of each key, what the file's own tool may not accept, and the keys that are written twice."""
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\t', re.DOTALL)
 _DEEPEST = 100
 _MOST_LINES = 10_000
@@ -44,6 +47,8 @@ class Source:
     """What its own tool may not accept."""
     folder: Path | None = None
     """Where relative paths in it start; None for a mapping."""
+    repeats: tuple[Problem, ...] = ()
+    """Keys of a YAML file that are written twice; the last counts, as in PyYAML, which most tools read with."""
 
 
 def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
@@ -60,37 +65,38 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
         return _checked(Source("", source, Origins(Place(""))))
     path = Path(source)
     content = text_of(path)
-    data, origins, warnings = _parsed(content, path)
+    data, origins, warnings, repeats = _parsed(content, path)
     if not isinstance(data, dict):
         kind = "empty" if data is None else "a list" if isinstance(data, list) else "a single value"
         raise _whole(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
-    return _checked(Source(str(path), data, origins, tuple(warnings), path.parent))
+    warnings += [f"{repeat}; read as most YAML readers do, which take the last" for repeat in repeats]
+    return _checked(Source(str(path), data, origins, tuple(warnings), path.parent, tuple(repeats)))
 
 
-def _parsed(content: str, path: Path) -> tuple[Any, Origins, list[str]]:
+def _parsed(content: str, path: Path) -> _Parsed:
     if path.suffix.lower() == ".toml":
-        return _toml(content, path), Origins(Place(str(path))), []
+        return _toml(content, path), Origins(Place(str(path))), [], []
     if not looks_like_json(content):
-        return *_yaml(content, path), []
+        return _yaml(content, path)
     try:
         data, origins, leniencies = parse(content, str(path))
     except BrokenJson as error:
         return _nearly_json(content, path, error)
-    return data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else []
+    return data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else [], []
 
 
-def _nearly_json(content: str, path: Path, error: BrokenJson) -> tuple[Any, Origins, list[str]]:
+def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:
     """What begins like JSON and is none: YAML's flow style, such as `{a: b}`, or a mistake."""
     if path.suffix.lower() in (".yaml", ".yml"):
-        return *_yaml(content, path), []
+        return _yaml(content, path)
     try:
-        found = _yaml(_COMMENT.sub(_blank, content), path)
+        data, origins, _, repeats = _yaml(_COMMENT.sub(_blank, content), path)
     except ConfigError:
         raise _whole(path, f"is not JSON: {error.what}", error.line) from None
-    return *found, [f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but tools that read JSON refuse it"]
+    return data, origins, [f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but tools that read JSON refuse it"], repeats
 
 
-def _yaml(content: str, path: Path) -> tuple[Any, Origins]:
+def _yaml(content: str, path: Path) -> _Parsed:
     # The parser's time grows with the square of the depth of brackets, and is a tenth of a millisecond for a line.
     if content.count("\n") > _MOST_LINES:
         raise _whole(path, f"has more than {_MOST_LINES} lines, which no config has; name another file")
@@ -98,8 +104,12 @@ def _yaml(content: str, path: Path) -> tuple[Any, Origins]:
         raise _whole(path, f"opens more than {_DEEPEST} brackets in each other, which no config does; name another file")
     document = from_text(content, str(path), foreign=True)
     if document.findings:
-        raise ConfigError([Problem(".".join(map(str, f.path)), f.what, str(f.place or path)) for f in document.findings])
-    return document.data, document.origins
+        raise ConfigError(_problems(document.findings, path))
+    return document.data, document.origins, [], _problems(document.repeats, path)
+
+
+def _problems(findings: Iterable[Finding], path: Path) -> list[Problem]:
+    return [Problem(".".join(map(str, one.path)), one.what, str(one.place or path)) for one in findings]
 
 
 def _toml(content: str, path: Path) -> dict[str, Any]:
@@ -127,7 +137,7 @@ def _checked(source: Source) -> Source:
     data = _plain(source.data, (), source, problems)
     if problems:
         raise ConfigError(problems)
-    return Source(source.name, data, source.origins, source.warnings, source.folder)
+    return replace(source, data=data)
 
 
 def _plain(value: Any, keys: tuple[str | int, ...], source: Source, problems: list[Problem]) -> Any:

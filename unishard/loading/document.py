@@ -50,6 +50,8 @@ class Document:
     data: Any
     origins: Origins
     findings: list[Finding] = field(default_factory=list)
+    repeats: list[Finding] = field(default_factory=list)
+    """Keys of another tool's file that are written twice, of which its reader takes the last."""
 
 
 def from_mapping(source: Mapping[str, Any]) -> Document:
@@ -186,6 +188,12 @@ class _Builder:
                 merged |= self._merged(value_node, keys)
             elif key_node.tag == f"{_TAG}merge":
                 self._find(here, "merge keys are not part of YAML 1.2; write the fields out", key_node)
+            elif key in found and self._foreign:
+                first = self._document.origins.of(here).line
+                what = f"is written twice, first on line {first}; keep one of the two"
+                self._document.repeats.append(Finding(here, what, self._place(key_node)))
+                self._document.origins.put(here, self._place(key_node))
+                found[key] = self.build(value_node, here)
             elif key in found:
                 self._find(here, f"is written twice, first on line {self._document.origins.of(here).line}; keep one of the two", key_node)
             else:

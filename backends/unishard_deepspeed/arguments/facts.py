@@ -9,9 +9,11 @@ from typing import Any
 from unishard.keys import boolean, integer, one_of
 from unishard.meanings import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
 
-__all__ = ["ARGUMENTS", "compute", "device", "dropped", "dtype", "only", "quiet", "spelt", "stage", "unless_auto"]
+__all__ = ["ARGUMENTS", "LEAST_STAGE", "compute", "device", "dropped", "dtype", "only", "quiet", "spelt", "stage", "unless_auto"]
 
 ARGUMENTS = "of the TrainingArguments"
+LEAST_STAGE = {"param": 3, "optimizer": 1}
+"""The stage of ZeRO from which on DeepSpeed offloads parameters, and an optimizer."""
 
 dtype = one_of(
     {
@@ -62,16 +64,17 @@ def spelt(key: Key, name: str) -> Key:
 
 
 def stage(given: Given) -> int:
-    """ZeRO's stage; 0 where the config has none, as DeepSpeed assumes."""
+    """ZeRO's stage; 0 where the config has none, as DeepSpeed assumes, and 2 for `auto`, as Accelerate does (utils/dataclasses.py)."""
     block = given.get("zero_optimization")
     if isinstance(block, bool | int | str):
         return int(quiet(boolean, block, block if isinstance(block, int) and block in range(4) else False))
-    return int(quiet(integer(0, 3), given.get("zero_optimization.stage"), 0))
+    said = given.get("zero_optimization.stage")
+    return 2 if said == AUTO else int(quiet(integer(0, 3), said, 0))
 
 
 def device(given: Given, what: str) -> str:
     """Where `param` or `optimizer` live: `none`, `cpu` or `nvme`."""
-    if stage(given) < {"param": 3, "optimizer": 1}[what]:
+    if stage(given) < LEAST_STAGE[what]:
         return "none"
     old = {"param": ("cpu_offload_param", "cpu_offload_params"), "optimizer": ("cpu_offload",)}[what]
     if any(quiet(boolean, given.get(f"zero_optimization.{name}"), False) for name in old):

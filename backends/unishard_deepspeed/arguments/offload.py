@@ -7,17 +7,18 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.keys import boolean, drops, number, one_of, text
-from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Unreadable, Verdict
+from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import device, dropped, quiet, spelt, stage
+from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, quiet, spelt, stage
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 
 _Z = "zero_optimization."
 _FIELDS = {"param": "offload.params", "optimizer": "offload.optimizer"}
 _PLACES = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})
+_BY_ACCELERATE = "offload_{}_device of Accelerate's DeepSpeedPlugin, which is none unless the script says otherwise"
 _LOW = {
     "param": "DeepSpeed offloads parameters at stage 3 alone",
     "optimizer": "DeepSpeed offloads an optimizer that is sharded, from stage 1 on",
@@ -31,7 +32,10 @@ def assumed(given: Given) -> dict[str, Any]:
 
 def _place(what: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
-        place = "none" if value is None else _PLACES(value)
+        if value == AUTO and stage(given) >= LEAST_STAGE[what]:
+            undecided = Undecided(_BY_ACCELERATE.format(what))
+            return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {_FIELDS[what]: undecided})
+        place = "none" if value in (None, AUTO) else _PLACES(value)
         if place != "none" and device(given, what) == "none":
             return dropped(_LOW[what])
         if place == "nvme" and not quiet(text, given.get(f"{_Z}offload_{what}.nvme_path")):

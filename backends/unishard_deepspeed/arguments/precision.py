@@ -71,6 +71,13 @@ def _reduce(value: Any, given: Given) -> Meaning:
     return Meaning(note="DeepSpeed reduces in the format of compute where the key is absent", fields={"precision.reduce": found})
 
 
+def _reduce_wide(value: Any, given: Given) -> Meaning:
+    if not boolean(value):
+        return Meaning(Verdict.DROPPED, "is off")
+    note = "a name of older versions, which DeepSpeed 0.19.8 overlooks; it means communication_data_type: fp32"
+    return Meaning(note=note, fields={"precision.reduce": "fp32"})
+
+
 def _accumulate(value: Any, given: Given) -> Meaning:
     """Where the key is absent, DeepSpeed adds up in the format of compute: the one default that is not taken over."""
     if value is not None:
@@ -141,6 +148,7 @@ def _overflow(value: Any, given: Given) -> Meaning:
 _OFF = "fp16 is off"
 _STATIC = "fp16 is off, or its loss scale stays"
 _LEAST = "unishard's loss scale stops with an error of its own where halving does not mend an overflow"
+_OF_AMP = "belongs to amp: no DeepSpeed reads it here, and 0.19.8 refuses the key; remove it"
 _IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
 
 
@@ -157,8 +165,9 @@ def _block(name: str) -> dict[str, Key]:
         f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
         **{
             f"{name}.{key}": Key(lambda value, given: Meaning(Verdict.DROPPED, _IN_BF16), "", Verdict.DROPPED, _IN_BF16)
-            for key in ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "opt_level")
+            for key in ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
         },
+        f"{name}.opt_level": Key(lambda value, given: Meaning(Verdict.DROPPED, _OF_AMP), "", Verdict.DROPPED, _OF_AMP),
     }
 
 
@@ -177,6 +186,7 @@ KEYS: Mapping[str, Key] = {
         field="precision.loss_scale_growth_interval",
     ),
     "fp16.hysteresis": _scaling(_hysteresis),
+    "fp16.opt_level": Key(lambda value, given: Meaning(Verdict.DROPPED, _OF_AMP), "", Verdict.DROPPED, _OF_AMP),
     "fp16.consecutive_hysteresis": drops("when a tolerated overflow is forgiven; unishard tolerates none"),
     "fp16.min_loss_scale": Key(_least, "", Verdict.DROPPED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
@@ -184,6 +194,7 @@ KEYS: Mapping[str, Key] = {
     "torch_autocast.dtype": drops("the format that torch_autocast.enabled speaks of"),
     "torch_autocast.lower_precision_safe_modules": drops("which modules' gradients travel in that format; unishard treats all alike"),
     "communication_data_type": Key(_reduce, "precision.reduce"),
+    "fp32_allreduce": Key(_reduce_wide, "precision.reduce", note="a name of versions before 0.5.8"),
     "data_types.param_dtype": Key(_param_dtype, "precision.compute"),
     "data_types.grad_accum_dtype": Key(_accumulate, "precision.accumulate"),
     "data_types.buffer_dtype": Key(_buffers, "precision.buffers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ def _log(key: str) -> Key:
     convert = _converter(ACCEPTED[key])
 
     def read(value: Any, given: Given) -> Meaning:
-        if value is None or value == AUTO:
+        if value is None or value in (AUTO, math.inf):  # Accelerate silences DeepSpeed with steps_per_print: inf
             return Meaning(Verdict.DROPPED, "logs or times alone")
         convert(value)
         return dropped("logs or times alone")
@@ -181,6 +182,7 @@ KEYS: Mapping[str, Key] = {
     "sequence_parallel_size": refuses(_RANKS, _size),
     "data_parallel_size": drops("follows from the ranks"),
     "seq_parallel_communication_data_type": drops("acts with sequence parallelism alone"),
+    "seq_parallel_comm_data_type": drops("acted with sequence parallelism alone, and is a name of older versions"),
     "tensor_parallel": Key(_tensor_parallel, "", Verdict.REFUSED, _RANKS),
     "expert_parallel": refuses(_RANKS, _off),
     "use_data_before_expert_parallelism": drops("acts with expert parallelism alone"),

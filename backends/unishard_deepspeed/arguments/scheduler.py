@@ -78,7 +78,7 @@ def _steps(field: str, who: str, low: int) -> Callable[[Any, Given], Meaning]:
         if value == AUTO:
             undecided = Undecided(f"{who} {ARGUMENTS}")
             return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {field: undecided})
-        steps = integer(1)(value)
+        steps = integer(0 if low > 1 else 1)(value)
         note = f"DeepSpeed takes at least {low}" if steps < low else ""
         return Meaning(note=note, fields={field: max(low, steps)})
 

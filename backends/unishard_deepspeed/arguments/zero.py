@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.keys import boolean, drops, integer, listed, refuses
-from unishard.meanings import Case, Expression, Given, Key, Meaning, Unreadable, Verdict
+from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_deepspeed import fields
@@ -34,6 +34,9 @@ def _shards(given: Given) -> int | None:
 
 
 def _stage(value: Any, given: Given) -> Meaning:
+    if value == AUTO:
+        undecided = Undecided("zero_stage of Accelerate's DeepSpeedPlugin, which is 2 unless the script says otherwise")
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {"sharding.strategy": undecided})
     found = integer(0, 3)(value)
     return Meaning(fields={"sharding.strategy": "hybrid_shard" if _shards(given) else _STAGES[found]})
 
@@ -91,7 +94,9 @@ def _norm(value: Any, given: Given) -> Meaning:
 
 
 def _bucket(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"communication.reduce_bucket_size": integer(1)(value)})
+    size = integer(0)(value)
+    note = "" if size else "0 reduces each gradient by itself, as 1 does"
+    return Meaning(note=note, fields={"communication.reduce_bucket_size": size or 1})
 
 
 def _prefetch(value: Any, given: Given) -> Meaning:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,7 @@ NAMES: Mapping[str, str] = {
 }
 """FSDP's argument by the name that Accelerate gives it. The prefix may be left out (commands/launch.py)."""
 
+_CLASSES = "fsdp_transformer_layer_cls_to_wrap"
 _NULLABLE = (
     "fsdp_auto_wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap",
@@ -68,6 +70,9 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     version = _version(block)
     entries = list(_twice(document, block))
     for full, (name, value) in block.items():
+        if full == _CLASSES and value == "" and not _by_class(block):
+            entries.append(dropped(("fsdp_config", str(name)), value, "is only read with fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"))
+            continue
         entries += _argument(arguments, full, ("fsdp_config", str(name)), value)
     entries += _groups(arguments, document, version, topology)
     if precision in _DTYPES:
@@ -75,6 +80,11 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     said = registry.get("fsdp").parse(arguments.native, defaults=_assumed(arguments.native), topology=topology)
     placed = arguments.placed(said)
     return [*entries, *placed, *_replicas(document, placed)]
+
+
+def _by_class(block: Mapping[str, tuple[Any, Any]]) -> bool:
+    _, policy = block.get("fsdp_auto_wrap_policy", ("", ""))
+    return str(policy).upper() == "TRANSFORMER_BASED_WRAP"
 
 
 def _full(name: Any) -> str:
@@ -156,6 +166,7 @@ def _assumed(native: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**_LAUNCHER, "min_num_params": _LEAST} if by_size else _LAUNCHER
 
 
+_WITHIN = tuple(f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp"))
 _AXES = {axis: f"parallelism_config_dp_{axis}_size" for axis in ("replicate", "shard")}
 
 
@@ -169,7 +180,8 @@ def _groups(arguments: Arguments, document: Mapping[str, Any], version: int, top
         except Unreadable as error:
             yield refused(("parallelism_config", name), block[name], str(error))
     given = {axis: ("parallelism_config", name) for axis, name in _AXES.items() if name in block and axis in sizes}
-    fault = _fault(sizes, version, topology) if len(sizes) == len(_AXES) and given else ""
+    within = math.prod(_size(block.get(name)) for name in _WITHIN)
+    fault = _fault(sizes, version, topology, within) if len(sizes) == len(_AXES) and given else ""
     if not fault and len(sizes) == len(given) == len(_AXES) and min(sizes.values()) > 1:
         arguments.add("mesh", sizes, Spot(given["shard"], sizes["shard"]))
         return
@@ -186,8 +198,16 @@ def _replicas(document: Mapping[str, Any], entries: Iterable[Entry]) -> Iterator
             yield replace(entry.at(*paths["replicate"]), value=block_of(document, "parallelism_config")[_AXES["replicate"]])
 
 
-def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None) -> str:
-    """Why Accelerate refuses such groups; empty if it does not."""
+def _size(value: Any) -> int:
+    """Of parallelism within a model, whose own key says what is wrong with it."""
+    try:
+        return int(integer(1)(value))
+    except Unreadable:
+        return 1
+
+
+def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None, within: int) -> str:
+    """Why Accelerate refuses such groups, each rank of which is so many; empty if it does not."""
     total = sizes["replicate"] * sizes["shard"]
     if total == 1:
         return ""
@@ -195,8 +215,8 @@ def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None) ->
         return f"{TOOL} has groups with FSDP2 alone; write fsdp_version: 2, or fsdp_sharding_strategy: HYBRID_SHARD"
     if sizes["shard"] == 1:
         return "leaves FSDP no ranks to shard over (parallelism_config.py); write parallelism_config_dp_shard_size above 1"
-    if topology is not None and topology.world_size > 1 and topology.world_size != total:
-        return f"makes {total} ranks of the {topology.world_size} that there are; the sizes must multiply to num_processes"
+    if topology is not None and topology.world_size > 1 and topology.world_size != total * within:
+        return f"makes {total * within} ranks of the {topology.world_size} that there are; the sizes must multiply to num_processes"
     return ""
 
 

@@ -25,6 +25,14 @@ _FP8 = "belongs to fp8 alone, which becomes bf16"
 _LOST = (
     "the wizard writes this name, but Accelerate 1.15.0 reads {}, so that the value is lost; it belongs to fp8 alone, which becomes bf16"
 )
+_INTEL = f"Intel's extension of PyTorch, about time alone; {TOOL} refuses a file with this key of older versions, so remove it"
+_GONE: Mapping[str, str] = {
+    "env": _ENVIRONMENT,
+    "ipex_config": _INTEL,
+    "xpu_config": _INTEL,
+    "tpu_cluster": f"concerns TPUs alone; {TOOL} refuses a file with this key of older versions, so remove it",
+}
+"""Keys with which Accelerate refuses a file, though nothing is lost without them."""
 _UNSUPPORTED = "neither engine does this within unishard; train without it and set it to 1"
 
 
@@ -54,9 +62,15 @@ def _count(value: Any, given: Given) -> Meaning:
 
 
 def _machines(value: Any, given: Given) -> Meaning:
+    if value is None:
+        return Meaning(Verdict.DROPPED, "is not said, so Accelerate takes 1", kept=True)
     count = integer(1)(value)
     here = given.topology is None or given.topology.world_size == count * given.topology.local_world_size
     return Meaning(Verdict.DROPPED, "how many machines there are is the launcher's to say", kept=here)
+
+
+def _gone(why: str) -> Key:
+    return Key(lambda value, given: Meaning(Verdict.DROPPED, why), "", Verdict.DROPPED, why)
 
 
 def _use_cpu(value: Any, given: Given) -> Meaning:
@@ -95,11 +109,11 @@ def _compiles(given: Given) -> bool:
 
 
 def _compile_backend(value: Any, given: Given) -> Meaning:
+    if not _compiles(given):
+        return Meaning(Verdict.DROPPED, _NO_COMPILE, kept=True)
     name = text(value).lower() if value is not False else "no"
     if name not in _DYNAMO:
         raise Unreadable(f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them")
-    if not _compiles(given):
-        return Meaning(Verdict.DROPPED, _NO_COMPILE, kept=True)
     if name == "no":
         return Meaning(fields={"compile.mode": "none"})
     return Meaning(fields={"compile.mode": _mode(given), "compile.backend": name})
@@ -265,7 +279,9 @@ KEYS: Mapping[str, Key] = {
     "fp8_config": drops("is empty"),
     **_FP8_KEYS,
     "megatron_lm_config": drops("belongs to distributed_type: MEGATRON_LM"),
-    "env": Key(lambda value, given: Meaning(Verdict.DROPPED, _ENVIRONMENT), "", Verdict.DROPPED, _ENVIRONMENT),
+    **{name: _gone(why) for name, why in _GONE.items()},
+    "tp_config": _gone("is empty"),
+    "tp_config.tp_size": _parallel("tensor"),
     "kt_config": refuses(
         f"{TOOL} refuses a file with this key; it is of the fork accelerate-kt, whose KTransformers computes experts on the CPU, which "
         "neither engine does; remove it"

@@ -13,7 +13,7 @@ from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.wordlists import names
 from unishard.keys import boolean, drops, integer, number, refuses
-from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.meanings import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
 
 __all__ = ["ENGINES", "KEYS", "NAMES", "TOOL"]
 
@@ -155,7 +155,21 @@ def _batch(value: Any, given: Given) -> Meaning:
 
 
 def _argument(name: str) -> Key:
-    return ARGUMENTS[NAMES.get(name, name)]
+    """The row of TrainingArguments, where null is what axolotl leaves unset (core/builders/base.py)."""
+    return _optional(ARGUMENTS[NAMES.get(name, name)])
+
+
+def _optional(row: Key) -> Key:
+    """The same row, with null for the tool's own value."""
+
+    def read(value: Any, given: Given) -> Meaning:
+        if value is not None or row.silent is None:
+            return row.read(value, given)
+        if row.silent is NOTHING:
+            return Meaning(Verdict.DROPPED, "is not set", kept=True)
+        return row.read(row.silent, given)
+
+    return replace(row, read=read)
 
 
 def _engine(name: str) -> Key:
@@ -163,7 +177,7 @@ def _engine(name: str) -> Key:
 
 
 KEYS: Mapping[str, Key] = {
-    "micro_batch_size": replace(_argument("micro_batch_size"), silent=1),
+    "micro_batch_size": _optional(replace(ARGUMENTS["per_device_train_batch_size"], silent=1)),
     "num_epochs": _argument("num_epochs"),
     **{name: _argument(name) for name in _SAME},
     "batch_size": Key(_batch, "training.gradient_accumulation_steps"),

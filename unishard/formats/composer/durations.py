@@ -37,8 +37,10 @@ def updates(value: Any, given: Given) -> int | Undecided:
         return int(amount)
     if unit == "dur":
         whole = given.get("max_duration")
-        if whole is None or str(whole).strip().endswith("dur"):
-            raise Unreadable(f"must be in updates where max_duration is not there, got {shown(value)}; write one such as 100ba")
+        if whole is None:
+            return Undecided(f"max_duration, which the file does not hold: {value} is a part of it")
+        if str(whole).strip().endswith("dur"):
+            raise Unreadable(f"must be in updates where max_duration is a part of itself, got {shown(value)}; write one such as 100ba")
         total = updates(whole, given)
         return total if isinstance(total, Undecided) else int(amount * total)
     return Undecided(_UNITS[unit].format(text=value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from io import StringIO
 from typing import Any
 
@@ -125,14 +126,20 @@ def _without_engine(shaped: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _VARIABLE = drops("holds a value that other keys name")
+_STRANGE = drops(
+    "is no key of Composer's, and llm-foundry 0.22 refuses it but below variables; older ones and other scripts take it for themselves"
+)
 _ALGORITHM = refuses("unishard has no such algorithm, which changes the training; remove it")
 
 
 def _of_this_file(written: Mapping[str, Any], shaped: Mapping[str, Any]) -> Iterator[tuple[str, Key]]:
-    """Rows for names that the file itself makes: variables at the top level, and algorithms."""
-    for key in named(written):
-        if key in written and key not in KEYS:
+    """Rows for names that the file itself makes: variables at the top level, a script's own keys, and algorithms."""
+    tops = {key.partition(".")[0] for key in KEYS} | {*DEEPSPEED, "fsdp_config"}
+    for key in (str(key) for key in shaped if str(key) not in tops and "." not in str(key)):
+        if key in named(written):
             yield key, _VARIABLE
+        elif not get_close_matches(key, tops, 1, 0.85):
+            yield key, _STRANGE
     algorithms = shaped.get("algorithms")
     for name in algorithms if isinstance(algorithms, Mapping) else ():
         if not any(f"{key}.".startswith(f"algorithms.{name}.") for key in KEYS):

@@ -19,8 +19,8 @@ __all__ = ["KEYS", "RUN", "deferred"]
 _REASONS: Mapping[str, str] = {
     "concerns the model, which the training script builds": "model tokenizer tokenizer_name model_name_or_path max_seq_len code_paths "
     "model_dtype autocast_dtype autocast_precision use_cache max_split_size_mb expandable_segments cuda_load_lazy",
-    "concerns the data, which the training script loads": "train_loader eval_loader eval_loaders train_dataset val_dataset dataset "
-    "dataloader data_local data_remote device_eval_batch_size device_eval_microbatch_size global_eval_batch_size eval_batch_size "
+    "concerns the data, which the training script loads": "train_loader eval_loader eval_loaders train_dataset eval_dataset val_dataset "
+    "dataset dataloader data_local data_remote device_eval_batch_size device_eval_microbatch_size global_eval_batch_size eval_batch_size "
     "spin_dataloaders icl_seq_len icl_max_seq_len num_class_images use_prior_preservation prior_loss_weight",
     "concerns evaluation alone": "eval_first eval_interval eval_subset_num_batches icl_subset_num_batches icl_tasks icl_tasks_str "
     "eval_gauntlet eval_gauntlet_str model_gauntlet models validate_every_n_batches validate_every_n_epochs",
@@ -30,6 +30,7 @@ _REASONS: Mapping[str, str] = {
     "save_weights_only save_num_checkpoints_to_keep save_ignore_keys load_path load_weights_only load_strict_model_weights "
     "load_ignore_keys load_exclude_algorithms autoresume only_hf_checkpoint only_composer_checkpoint",
     "concerns the launcher alone": "dist_timeout device n_gpus",
+    "tells the script what to run": "is_train parallel tasks",
     "holds values that other keys name": "variables global_seed",
     "belongs to the inference benchmark, which trains nothing": "batch_sizes input_lengths output_lengths num_batches num_warmup_batches "
     "num_runs benchmark_name use_deepspeed use_fsdp",
@@ -69,6 +70,8 @@ def _deterministic(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.DROPPED, "is off")
 
 
+_RECIPE = "the script merges the section that it names into the file; write that section's keys in the place of the others"
+
 KEYS: Mapping[str, Key] = {
     **BATCHES,
     **FSDP,
@@ -76,6 +79,10 @@ KEYS: Mapping[str, Key] = {
     "seed": Key(_seed, "training.seed"),
     "tp_config": Key(_tensor_parallel, "", Verdict.REFUSED, _WHOLE),
     "parallelism_config.tp": Key(_tensor_parallel, "", Verdict.REFUSED, _WHOLE),
+    "default_seed": Key(_seed, "training.seed", note="of Composer's benchmarks, which seed each task anew"),
+    "recipe_name": refuses(_RECIPE, lambda value: not value),
+    "use_recipe": refuses(_RECIPE, lambda value: not value),
+    "lr_scheduler": refuses("belongs to a script with a schedule of its own; write scheduler with a name", lambda value: not value),
     "compile_config": Key(_compiled, "compile.mode, compile.backend"),
     "deterministic_mode": Key(_deterministic),
     "algorithms": refuses("unishard has no algorithms of Composer's but gradient clipping; remove it", lambda value: not value),

@@ -94,11 +94,26 @@ def _decay(value: Any, given: Given) -> Meaning:
 
 
 def _shape(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"scheduler.name": one_of(_SHAPES)(value)})
+    name = one_of(_SHAPES)(value)
+    if name != "constant" and _climbs(given):
+        note = "the warm-up lasts as long as the training, so that the rate never falls"
+        return Meaning(Verdict.EXACT, note, {"scheduler.name": "constant"})
+    return Meaning(fields={"scheduler.name": name})
+
+
+def _climbs(given: Given) -> bool:
+    """Whether the warm-up lasts at least as long as the training, as in a trial run of a few updates."""
+    whole = given.get("scheduler.t_max") if given.get("scheduler.t_max") not in (None, "1dur", "1.0dur") else given.get("max_duration")
+    warmup = given.get("scheduler.t_warmup") or given.get("scheduler.warmup_time")
+    try:
+        first, last = updates(warmup, given), updates(whole, given)
+    except Unreadable:
+        return False
+    return isinstance(first, int) and isinstance(last, int) and first >= last > 0
 
 
 def _falls(given: Given) -> bool:
-    return _SHAPES.get(str(given.get("scheduler.name")).strip().lower()) in ("linear", "cosine")
+    return not _climbs(given) and _SHAPES.get(str(given.get("scheduler.name")).strip().lower()) in ("linear", "cosine")
 
 
 def _warmup(value: Any, given: Given) -> Meaning:
@@ -169,6 +184,18 @@ def _scaled(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.DROPPED, "is off")
 
 
+_EXEMPT = (
+    "the script exempts every bias and every vector from decay (ModernBERT's main.py); here names decide, so that a norm or another vector "
+    "with a name of its own needs a pattern"
+)
+
+
+def _exempt(value: Any, given: Given) -> Meaning:
+    if not boolean(value) or not given.get("optimizer.weight_decay"):
+        return Meaning(Verdict.DROPPED, "nothing decays" if boolean(value) else "is off")
+    return Meaning(Verdict.EMULATED, _EXEMPT, {"optimizer.no_decay": [r"(^|\.)bias$", "(?i)norm"]})
+
+
 def _left(what: str) -> Key:
     return Key(lambda value, given: Meaning(Verdict.UNDECIDED, what), "", Verdict.UNDECIDED, what)
 
@@ -183,6 +210,7 @@ OPTIMIZATION: Mapping[str, Key] = {
     "optimizer.nesterov": _of(("sgd",), "optimizer.nesterov", boolean),
     "optimizer.weight_decay": Key(_decay, "optimizer.weight_decay", Verdict.EMULATED, _DECOUPLED),
     "optimizer.param_groups": Key(groups.read, "optimizer.groups"),
+    "optimizer.filter_bias_norm_wd": Key(_exempt, "optimizer.no_decay", Verdict.EMULATED, _EXEMPT),
     "optimizer.disable_grad": _left("freeze these parameters in the training script before prepare"),
     "optimizer.foreach": drops("time alone"),
     "optimizer.fused": drops("time alone"),
@@ -197,6 +225,7 @@ OPTIMIZATION: Mapping[str, Key] = {
     "max_duration": Key(_duration, "scheduler.total_steps", Verdict.EXACT, "t_max is the whole training unless it is said"),
     "algorithms.gradient_clipping.clipping_type": Key(_clipping),
     "algorithms.gradient_clipping.clipping_threshold": Key(_threshold, "training.gradient_clipping"),
+    "algorithms.fused_layernorm": drops("another kernel of the same norms: time alone"),
     "algorithms.low_precision_layernorm": drops("norms run in the format that the model computes in"),
     "grad_clip_norm": Key(_clip, "training.gradient_clipping", note="an older form of algorithms.gradient_clipping"),
 }

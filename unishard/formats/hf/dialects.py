@@ -8,15 +8,22 @@ from typing import Any
 
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.hf.wordlists import names
+from unishard.formats.sections import ARGUMENTS, SURE
 from unishard.keys import boolean, drops, refuses
 from unishard.meanings import Given, Key, Meaning, Verdict
 
-__all__ = ["DIALECT", "around", "bare", "wrapped"]
+__all__ = ["DIALECT", "around", "bare", "section_in", "wrapped"]
 
 _SIGNS = names(
     "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template stage "
     "finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules cutoff_len max_length "
-    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation"
+    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation "
+    "dataset_mixture dataset_mixer dataset_splits dataset_config dataset_config_name dataset_train_split dataset_text_field dataset_path "
+    "dataset_id_or_path train_dataset train_file validation_file data_path data_args model_args script_args model_name tokenizer_name "
+    "chat_template chat_template_path max_prompt_length max_completion_length num_generations reward_funcs reward_weights use_vllm "
+    "beta loss_type precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit load_in_8bit "
+    "model_max_length max_source_length max_target_length max_train_samples max_eval_samples preprocessing_num_workers text_column "
+    "task_name source_lang image_column_name audio_column_name"
 )
 """Keys that a file of TrainingArguments alone has not: of them, one shows that a script reads more from the file."""
 
@@ -25,21 +32,35 @@ _GROUPS: Mapping[str, str] = {
         "model model_name_or_path model_id_or_path model_type model_id model_revision model_name model_author tokenizer_name "
         "tokenizer_name_or_path trust_remote_code attn_impl attn_implementation flash_attn use_fast_tokenizer rope_scaling "
         "resize_vocab low_cpu_mem_usage use_v1_kernels use_unsloth enable_liger_kernel image_max_pixels video_max_pixels video_fps "
-        "video_maxlen visual_inputs disable_gradient_checkpointing use_reentrant_gc upcast_layernorm shift_attn mixture_of_depths"
+        "video_maxlen visual_inputs use_reentrant_gc upcast_layernorm shift_attn mixture_of_depths model_init_kwargs use_liger "
+        "use_flash_attention_2 eos_token pad_token chat_template chat_template_path activation_offloading use_kt use_kv_cache"
     ),
     "concerns the data, which the training script loads": (
         "dataset dataset_name dataset_dir datasets eval_dataset val_dataset template cutoff_len max_length max_seq_length max_samples "
         "overwrite_cache preprocessing_num_workers dataset_num_proc packing neat_packing val_size split_dataset_ratio system "
-        "train_on_prompt mask_history streaming buffer_size tokenized_path"
+        "train_on_prompt mask_history streaming buffer_size tokenized_path dataset_mixture dataset_mixer dataset_splits dataset_configs "
+        "dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_text_field dataset_prompt_column "
+        "dataset_id_or_path dataset_path dataset_kwargs train_dataset train_file validation_file data_path model_max_length "
+        "max_prompt_length max_source_length max_target_length max_train_samples max_eval_samples padding_free packing_strategy "
+        "truncation_mode truncation_side eval_packing pad_to_multiple_of shuffle_dataset system_prompt"
     ),
     "chooses which parameters train (LoRA and the like), which the training script sets up": (
         "finetuning_type tuner_type train_type sft_type adapter lora_r lora_rank lora_alpha lora_dropout lora_target "
         "lora_target_modules target_modules lora_bias use_rslora use_dora use_peft adapter_name_or_path freeze_vision_tower "
         "freeze_multi_modal_projector freeze_language_model freeze_vit freeze_aligner freeze_llm tune_mm_proj modules_to_save "
-        "additional_target quantization_bit quantization_method"
+        "additional_target quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_compute_dtype "
+        "bnb_4bit_use_double_quant use_bnb_nested_quant double_quantization lora_modules_to_save lora_task_type "
+        "lora_target_parameters freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro pissa_init "
+        "pissa_iter pissa_convert oft_rank oft_block_size oft_target"
     ),
     "names the loss or the method, which the training script computes": (
-        "stage rlhf_type pref_beta pref_loss pref_ftx use_asft_loss asft_alpha use_dft_loss reward_model ref_model beta loss_type"
+        "stage rlhf_type pref_beta pref_loss pref_ftx use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha reward_model "
+        "ref_model beta loss_type loss_weights assistant_only_loss "
+        "completion_only_loss desirable_weight undesirable_weight precompute_ref_log_probs sync_ref_model disable_dropout "
+        "label_smoothing gamma_beta_ratio simpo_gamma reward_funcs reward_weights scale_rewards mask_truncated_completions "
+        "num_generations max_completion_length temperature top_p top_k repetition_penalty use_vllm vllm_mode vllm_device "
+        "vllm_gpu_memory_utilization vllm_server_host vllm_server_port vllm_max_model_len vllm_tensor_parallel_size epsilon epsilon_high "
+        "num_iterations log_completions router_aux_loss_coef"
     ),
     "concerns logs alone": "plot_loss print_param_status",
     "concerns the start of the processes alone": "use_ray device_groups ray_run_name ray_num_workers nproc_per_node",
@@ -65,6 +86,23 @@ def _pure(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, kept=True)
 
 
+def _recomputes(value: Any, given: Given) -> Meaning:
+    """LLaMA-Factory checkpoints every layer unless this is true."""
+    return Meaning(fields={"activation_checkpointing": "none" if boolean(value) else "full"}, kept=True)
+
+
+_OPTIMIZERS = ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
+_DEGREES = names(
+    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel_size "
+    "tensor_parallel_size pipeline_parallel_size expert_parallel_size virtual_pipeline_model_parallel_size"
+)
+_WHOLE = "unishard splits no layer and no sequence between ranks; write 1, and shard with fsdp or deepspeed"
+
+
+def _one(value: Any) -> bool:
+    return off(value) or str(value) == "1"
+
+
 DIALECT: Mapping[str, Key] = {
     **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
     "torch_dtype": Key(_dtype, "precision.compute"),
@@ -72,8 +110,12 @@ DIALECT: Mapping[str, Key] = {
     "fp8": refuses("unishard has no fp8; write bf16", off),
     "fp8_backend": drops("names what fp8 switches on"),
     "fp8_enable_fsdp_float8_all_gather": drops("names what fp8 switches on"),
-    "use_galore": refuses("unishard builds no GaLore; build the optimizer in the training script", off),
-    "use_badam": refuses("unishard builds no BAdam; build the optimizer in the training script", off),
+    **{
+        f"use_{name.lower().replace('-', '_')}": refuses(f"unishard builds no {name}; build the optimizer in the training script", off)
+        for name in _OPTIMIZERS
+    },
+    **{name: refuses(_WHOLE, _one) for name in _DEGREES},
+    "disable_gradient_checkpointing": Key(_recomputes, "activation_checkpointing"),
     "loraplus_lr_ratio": refuses("gives LoRA's B matrices another rate; write optimizer.groups instead", off),
 }
 
@@ -85,16 +127,26 @@ def bare(data: Mapping[str, Any], own: Iterable[str]) -> bool:
     return bool(keys) and not {"fsdp", "fsdp_config"} & set(data) and sum(key in known for key in keys) * 2 >= len(keys)
 
 
+def section_in(data: Mapping[str, Any]) -> str | None:
+    """The section of a script's own file that holds TrainingArguments; None where they stand at the top, or nowhere."""
+    found = [name for name in ARGUMENTS if isinstance(data.get(name), Mapping) and SURE in data[name]]
+    return found[0] if len(found) == 1 and SURE not in data else None
+
+
 def wrapped(data: Mapping[str, Any]) -> bool:
     """Whether a script reads more from the document than TrainingArguments."""
     return any(key in data for key in _SIGNS) or any(str(key).startswith("_") for key in data)
 
 
-def around(data: Mapping[str, Any], keys: Mapping[str, Key]) -> Mapping[str, Key]:
-    """Rows for the keys of a wrapped document that nobody knows, but for those that only misspell an argument."""
+def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Iterable[str]) -> Mapping[str, Key]:
+    """Rows for the keys of a wrapped document that nobody knows, but for those that only misspell an argument of TrainingArguments."""
+    known = list(arguments)
     strange = [str(key) for key in data if str(key) not in keys]
-    return {
-        key: drops("is none of the TrainingArguments: the script around takes it for itself")
-        for key in strange
-        if not get_close_matches(key, keys, 1, 0.9)
-    }
+    row = drops("is none of the TrainingArguments: the script around takes it for itself")
+    return {key: row for key in strange if not _misspells(key, known)}
+
+
+def _misspells(key: str, known: list[str]) -> bool:
+    """Whether a key looks like an argument, and not like one with a word in front, such as `eval_generation_config`."""
+    near = get_close_matches(key, known, 1, 0.85)
+    return bool(near) and not key.endswith(f"_{near[0]}")

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.formats.hf.accepted import VALUES
-from unishard.formats.hf.dialects import DIALECT, around, bare, wrapped
+from unishard.formats.hf.assumed import assumed
+from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, wrapped
 from unishard.formats.hf.expressions import EXPRESSIONS, written
 from unishard.formats.hf.keys import ENGINES, KEYS
 from unishard.formats.hf.settling import settled
@@ -17,7 +18,7 @@ from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
-from unishard.meanings import NOTHING, Entry, Expressed, Expression, Key, interpret
+from unishard.meanings import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -39,7 +40,7 @@ class HfFormat:
         Raises:
             ConfigError: An override cannot be used.
         """
-        entries = _bare(source, topology) if _is_bare(source) else _entries(source, topology)
+        entries = _bare(source, topology) if _is_bare(source) else _found(source, topology)
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
     def write(self, reading: Reading, topology: Topology) -> Expressed:
@@ -60,10 +61,25 @@ def _bare(source: Source, topology: Topology | None) -> list[Entry]:
     return sharded(True, source.data, source, topology, where=(), implied=True)
 
 
-def _entries(source: Source, topology: Topology | None) -> list[Entry]:
+def _found(source: Source, topology: Topology | None) -> list[Entry]:
+    """The entries, also where the arguments stand in a section of a script's own file."""
+    name = section_in(source.data)
+    if name is None:
+        return _entries(source, topology)
+    found = _entries(replace(source, data=source.data[name]), topology, section=True)
+    # Written in its own format again, the arguments stand at the top, and what does not train is left out.
+    inner = [replace(entry, path=(name, *entry.path), meaning=replace(entry.meaning, kept=False)) for entry in found]
+    return [*inner, *(Entry((str(key),), value, _BESIDE) for key, value in source.data.items() if key != name)]
+
+
+_BESIDE = Meaning(Verdict.DROPPED, "stands beside the TrainingArguments: the script takes it for itself")
+
+
+def _entries(source: Source, topology: Topology | None, *, section: bool = False) -> list[Entry]:
     data = source.data
-    keys = {**KEYS, **DIALECT} if wrapped(data) else KEYS
-    keys = {**keys, **around(data, keys)} if wrapped(data) else keys
+    more = section or wrapped(data)
+    keys = {**KEYS, **DIALECT} if more else KEYS
+    keys = {**assumed(keys, data), **around(data, keys, KEYS)} if more else keys
     whole = any(key in KEYS and key not in ENGINES for key in data)
     if not whole:
         keys = {name: replace(row, silent=NOTHING) for name, row in keys.items()}

@@ -171,16 +171,24 @@ def _decay(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.EMULATED, note, {**fields, "optimizer.no_decay": [NO_DECAY]})
 
 
+_TARGETS = "chooses modules for GaLore or APOLLO, which unishard does not build; build the optimizer in the training script"
+
+
+def _targets(value: Any, given: Given) -> Meaning:
+    if value in (None, [], ""):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    if not any(name in str(given.get("optim")).lower() for name in ("galore", "apollo")):
+        return Meaning(Verdict.DROPPED, "is read with GaLore and APOLLO alone", kept=True)
+    return Meaning(Verdict.REFUSED, _TARGETS)
+
+
 OPTIMIZER: Mapping[str, Key] = {
     "optim": Key(_optim, "optimizer.name", silent="adamw_torch_fused"),
     "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
     "learning_rate": sets("optimizer.lr", number(0), silent=5e-5),
     **fields_of_optimizer("optim"),
     "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Verdict.EMULATED, silent=0.0),
-    "optim_target_modules": refuses(
-        "chooses modules for GaLore or APOLLO, which unishard does not build; build the optimizer in the training script",
-        lambda value: value in (None, [], ""),
-    ),
+    "optim_target_modules": Key(_targets, "", Verdict.REFUSED, _TARGETS),
     "adafactor": refuses(
         "unishard builds no adafactor; build it in the training script and hand it to unishard.prepare(optimizer=...)",
         lambda value: value in (None, False),

@@ -57,6 +57,8 @@ def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
     shape = _SHAPES[word]
     fields: dict[str, Any] = {"scheduler.name": shape}
     if shape != "constant":
+        if _climbs(given):
+            return Meaning(Verdict.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(given)})
         fields["scheduler.total_steps"] = updates(given)
         fields["scheduler.min_lr_ratio"] = _floor(word, kwargs, given)
     else:
@@ -103,6 +105,15 @@ def warmup(given: Given) -> int | Undecided:
     return math.ceil(total * float(steps))
 
 
+_CLIMBS = "the warm-up lasts as long as the training, so that the rate never falls"
+
+
+def _climbs(given: Given) -> bool:
+    """Whether a trial run ends before the rate falls."""
+    first, last = warmup(given), updates(given)
+    return isinstance(first, int) and isinstance(last, int) and first >= last
+
+
 def _constant(given: Given) -> bool:
     return shape_of(given.get("lr_scheduler_type")) == "constant"
 
@@ -140,6 +151,8 @@ def _max_steps(value: Any, given: Given) -> Meaning:
         return Meaning(Verdict.DROPPED, "is off: num_train_epochs counts", kept=True)
     if _SHAPES.get(shape_of(given.get("lr_scheduler_type")), "constant") == "constant":
         return Meaning(Verdict.DROPPED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True)
+    if _climbs(given):
+        return Meaning(Verdict.DROPPED, _CLIMBS, kept=True)
     return Meaning(fields={"scheduler.total_steps": integer(1)(value)})
 
 

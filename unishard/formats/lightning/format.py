@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from unishard.formats.lightning.expressions import FSDP
 from unishard.formats.lightning.keys import BESIDE, TRAINER
+from unishard.formats.lightning.older_keys import OLDER
 from unishard.formats.lightning.reading import Document
 from unishard.formats.lightning.recipe_keys import OPTIMIZER
 from unishard.formats.lightning.snippet import snippet
@@ -28,6 +29,7 @@ class LightningFormat:
     suffix = ".py"
     keys: Mapping[str, Key] = {
         **TRAINER,
+        **OLDER,
         **BESIDE,
         **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()},
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unishard.formats.lightning.keys import BESIDE, PRECISIONS, TRAINER, UNSET
+from unishard.formats.lightning.older_keys import OLDER, place_in, strategy_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
 from unishard.formats.lightning.shape import CLASS, Built, Shape, built, short
 from unishard.formats.lightning.strategies import Strategy, strategy_of
@@ -62,19 +63,28 @@ class Document:
 
     def _value(self) -> Any:
         trainer = self.shape.trainer_in(self.source.data)
-        return trainer if self.shape.bare else trainer.get("strategy")
+        return trainer if self.shape.bare else strategy_in(trainer)
+
+    def _formerly(self) -> str:
+        """The argument that named the strategy before Lightning 1.5, where the file has it so; empty otherwise."""
+        trainer = self.shape.trainer_in(self.source.data)
+        return "" if self.shape.bare or "strategy" in trainer else place_in(trainer)
 
     def _built(self) -> Built | None:
         found = built(self._value())
         if found is None or not self.shape.bare:
             return found
         theirs = {
-            name: item for name, item in found.arguments.items() if found.inside[name] or name not in {**TRAINER, **BESIDE, **_RECIPES}
+            name: item
+            for name, item in found.arguments.items()
+            if found.inside[name] or name not in {**TRAINER, **OLDER, **BESIDE, **_RECIPES}
         }
         return found._replace(arguments=theirs)
 
     def _named(self, found: Built | None) -> Entry:
         path = (*self.shape.strategy, found.key) if found and found.key else self.shape.strategy
+        if formerly := self._formerly():
+            return Entry((*self.shape.trainer, formerly), self.shape.trainer_in(self.source.data)[formerly], Meaning())
         written = self.shape.bare or "strategy" in self.shape.trainer_in(self.source.data)
         return Entry(path, found.path if found else self._value(), Meaning(), assumed=not written)
 
@@ -143,7 +153,9 @@ class Document:
             theirs = {name for name in found.arguments if not found.inside[name]} if found else set()
             said = {name: item for name, item in said.items() if name not in (*CLASS, "init_args", "dict_kwargs") and name not in theirs}
         said["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
-        rows = {**TRAINER, "strategy": _ELSEWHERE}
+        rows = {**TRAINER, **OLDER, "strategy": _ELSEWHERE}
+        if formerly := self._formerly():
+            said.pop(formerly)
         elsewhere = ["strategy"]
         if self.shape.trainer == self.shape.top:
             elsewhere += _RECIPES
@@ -212,7 +224,7 @@ def _clipped_once(strategy: list[Entry], trainer: list[Entry]) -> list[Entry]:
 
 def _topology(trainer: Mapping[str, Any]) -> Topology | None:
     """The ranks that `devices` and `num_nodes` say; None where they leave it open."""
-    devices = _count(trainer.get("devices"))
+    devices = _count(trainer.get("devices", trainer.get("gpus")))
     nodes = _count(trainer.get("num_nodes", 1))
     return Topology(world_size=devices * nodes, local_world_size=devices) if devices and nodes else None
 

@@ -24,7 +24,7 @@ class Shape(NamedTuple):
     """Where things stand in a file."""
 
     top: Path
-    """What surrounds everything: the subcommand, or nothing."""
+    """What surrounds everything: the subcommand, `lightning` as in latent-diffusion and its kin, or nothing."""
     trainer: Path
     """The Trainer's arguments."""
     strategy: Path
@@ -34,6 +34,8 @@ class Shape(NamedTuple):
     def of(cls, data: Mapping[str, Any]) -> Shape:
         """That of a file."""
         top = next(((word,) for word in _SUBCOMMANDS if _section(data.get(word)) and len(data) <= 2), ())
+        if _section(data.get("lightning")) and _section(data["lightning"].get("trainer")):
+            top = ("lightning",)
         inner = data[top[0]] if top else data
         root = next((word for word in _ROOTS if _section(inner.get(word))), None)
         if root:

@@ -12,6 +12,8 @@ from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.formats.torchtitan.expressions import EXPRESSIONS
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
+from unishard.formats.torchtitan.older import placed, today
+from unishard.formats.torchtitan.own import own_of
 from unishard.formats.torchtitan.text import toml_of
 from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Unreadable, Verdict, Word, express, interpret
 from unishard.rules import Native, flat, merge, nested
@@ -45,13 +47,16 @@ class TorchtitanFormat:
         Raises:
             ConfigError: An override cannot be used.
         """
-        topology = topology or _ranks(source.data)
-        broken = [Entry((name,), source.data[name], _NO_TABLE) for name in _TABLES if not _is_table(source.data.get(name, {}))]
-        whole = {key: value for key, value in source.data.items() if key not in {entry.path[0] for entry in broken}}
+        data, moved = today(source.data)
+        topology = topology or _ranks(data)
+        broken = [Entry((name,), data[name], _NO_TABLE) for name in _TABLES if not _is_table(data.get(name, {}))]
+        whole = {key: value for key, value in data.items() if key not in {entry.path[0] for entry in broken}}
         said = dict(flat({name: value for name, value in whole.items() if "." not in name and value != {}}))
-        entries = [*interpret(KEYS, _rest(whole), tool=_TOOL, topology=topology), *broken, *_parallel(said, topology)]
+        keys = {**KEYS, **own_of(whole)}
+        entries = [*interpret(keys, _rest(whole), tool=_TOOL, topology=topology), *broken, *_parallel(said, topology)]
         entries += open_end(entries, ("training", "steps"))
-        order = _order(said)
+        entries = [placed(entry, moved) for entry in entries]
+        order = _order(dict(flat(source.data)))
         entries.sort(key=lambda entry: order.get(entry.key, len(order)))
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 

@@ -51,9 +51,16 @@ def _ratio(given: Given) -> float | None:
     return None if found is None else float(number(0, 1)(found))
 
 
+def _endless(given: Given) -> bool:
+    """Whether the warm-up lasts as long as the training."""
+    warmup, steps = given.get("lr_scheduler.warmup_steps"), given.get("training.steps")
+    return isinstance(warmup, int) and isinstance(steps, int) and warmup >= steps > 0
+
+
 def _constant(given: Given) -> bool:
+    """Whether the rate never falls."""
     try:
-        return _ratio(given) == 0
+        return _ratio(given) == 0 or _endless(given)
     except Unreadable:
         return False
 
@@ -67,10 +74,12 @@ def _warmup(value: Any, given: Given) -> Meaning:
         return Meaning(fields={"scheduler.warmup_steps": 0})
     if not _constant(given):
         return Meaning(Verdict.APPROXIMATE, _CLIMB, {"scheduler.warmup_steps": steps})
+    note = "the training ends before the warm-up; torchtitan shortens it to training.steps" if _endless(given) else ""
+    steps = min(steps, int(given.get("training.steps"))) if _endless(given) else steps
     fields: dict[str, Any] = {"scheduler.warmup_steps": steps - 1}
     if steps > 1:
         fields["scheduler.warmup_start_ratio"] = 1 / steps
-    return Meaning(fields=fields)
+    return Meaning(Verdict.EXACT, note, fields)
 
 
 def _shape(value: Any, given: Given) -> Meaning:
@@ -86,7 +95,7 @@ def _decay(value: Any, given: Given) -> Meaning:
     if value is None:
         return Meaning(Verdict.DROPPED, "is not set")
     ratio = _ratio(given)
-    if not ratio:
+    if not ratio or _endless(given):
         return Meaning(fields={"scheduler.name": "constant"})
     steps, warmup = integer(1)(given.get("training.steps")), integer(0)(given.get("lr_scheduler.warmup_steps"))
     if round(steps * ratio) + warmup >= steps:
@@ -110,6 +119,8 @@ def _clip(value: Any, given: Given) -> Meaning:
     limit = math.inf if value in (math.inf, "inf") else number()(value)
     if limit <= 0:
         raise Unreadable(f"must be above 0, got {shown(value)}; write inf for no clipping")
+    if _steps_early(given):
+        return Meaning(Verdict.DROPPED, "clips nothing: early_step_in_backward has made the update, and no gradient is left")
     return Meaning(fields={"training.gradient_clipping": None if math.isinf(limit) else limit})
 
 
@@ -189,24 +200,57 @@ def _off(value: Any) -> bool:
     return value in (False, None, "", []) or value == "false"
 
 
+_EARLY = "unishard updates after backward: the same updates, with all gradients in memory; nothing is clipped, as there"
+
+
+def _steps_early(given: Given) -> bool:
+    return given.get("optimizer.early_step_in_backward") in (True, "true")
+
+
+def _early(value: Any, given: Given) -> Meaning:
+    if not boolean(value):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    if "training.global_batch_size" in given and given.get("training.global_batch_size") != -1:
+        return Meaning(Verdict.REFUSED, "it updates after each micro-batch, not once a batch; remove it, or global_batch_size")
+    return Meaning(Verdict.EMULATED, _EARLY, {"training.gradient_clipping": None})
+
+
+def _sharded(value: Any) -> bool:
+    return str(value).lower() != "ddp"
+
+
+_FLOAT8 = refuses("it computes products in float8, which unishard does not; remove it", _off)
 _PIPELINE = "belongs to pipeline parallelism"
 _TIME = drops("time alone")
 
 _REST: Mapping[str, str] = {
-    "concerns the launcher and its folders": "job comm memory_estimation experimental",
+    "concerns the launcher and its folders": "job comm memory_estimation",
+    "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import experimental.custom_model_path",
     "concerns logs alone": "metrics profiling",
-    "concerns the files of checkpoints alone": "checkpoint",
-    "concerns evaluation alone": "validation",
-    "is only read with a converter of that name": "float8 mx quantize",
+    "concerns the files of checkpoints alone": "checkpoint training.checkpoint_interval training.checkpoint_interval_type "
+    "training.checkpoint_folder",
+    "concerns evaluation alone": "validation eval inference",
+    "is only read with a converter of that name": "mx quantize",
+    "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name "
+    "float8.filter_fqns float8.moe_fqns_prototype float8.emulate float8.force_recompute_fp8_weight_in_bwd float8.scaling_type_input "
+    "float8.scaling_type_weight float8.scaling_type_grad_output",
+    "belongs to a group that comes and goes": "fault_tolerance.process_group fault_tolerance.process_group_timeout_ms "
+    "fault_tolerance.replica_id fault_tolerance.group_size fault_tolerance.min_replica_size fault_tolerance.semi_sync_method "
+    "fault_tolerance.sync_steps fault_tolerance.num_fragments fault_tolerance.should_quantize fault_tolerance.fragment_sync_delay "
+    "fault_tolerance.fragment_update_alpha",
     "concerns the model, which the training script builds": "model.name model.flavor model.tokenizer_path model.hf_assets_path "
-    "model.norm_type model.print_after_conversion training.seq_len liger_kernel",
+    "model.norm_type model.print_after_conversion training.seq_len liger_kernel training.img_size training.guidance "
+    "training.classifier_free_guidance_prob training.classifer_free_guidance_prob",
     "concerns the data, which the training script loads": "training.dataset training.dataset_path",
     _PIPELINE: "parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_schedule_csv "
     "parallelism.pipeline_parallel_split_points parallelism.pipeline_parallel_microbatch_size "
     "parallelism.pipeline_parallel_layers_per_stage parallelism.module_fqns_per_model_part "
-    "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers",
+    "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers "
+    "experimental.pipeline_parallel_schedule experimental.pipeline_parallel_schedule_csv experimental.pipeline_parallel_split_points "
+    "experimental.pipeline_parallel_microbatches training.pipeline_parallel_split_points training.pipeline_parallel_schedule",
     "belongs to tensor, context or expert parallelism": "parallelism.enable_async_tensor_parallel parallelism.disable_loss_parallel "
-    "parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree",
+    "parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree training.enable_loss_parallel "
+    "training.disable_loss_parallel experimental.context_parallel_rotate_method",
     "time and memory alone": "training.gc_freq training.gc_debug optimizer.implementation parallelism.enable_compiled_autograd "
     "compile.components activation_checkpoint.selective_ac_option activation_checkpoint.preserve_rng_state activation_checkpoint.debug "
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns activation_checkpoint.early_stop "
@@ -220,7 +264,8 @@ KEYS: Mapping[str, Key] = {
     "optimizer.beta2": Key(_betas, "optimizer.betas", silent=0.95),
     "optimizer.eps": _field("optimizer.eps", number(0), 1e-8),
     "optimizer.weight_decay": _field("optimizer.weight_decay", number(0), 0.1),
-    "optimizer.early_step_in_backward": refuses("it steps in backward, without clipping; remove it", _off),
+    "optimizer.early_step_in_backward": Key(_early, "training.gradient_clipping", Verdict.EMULATED, _EARLY),
+    "experimental.torch_spmd": refuses("torchtitan has no such engine any more, nor has unishard; remove it", _off),
     "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Verdict.APPROXIMATE, _CLIMB, silent=200),
     "lr_scheduler.decay_ratio": Key(_decay, "scheduler.name"),
     "lr_scheduler.decay_type": Key(_shape, "scheduler.name", silent="linear"),
@@ -247,7 +292,11 @@ KEYS: Mapping[str, Key] = {
     "parallelism.context_parallel_degree": _only_1("context"),
     "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
     "parallelism.expert_parallel_degree": _only_1("expert"),
-    "fault_tolerance": drops("concerns recovery alone"),
+    **dict.fromkeys(("float8.enable_float8_linear", "training.enable_float8_linear", "training.enable_fp8_linear"), _FLOAT8),
+    "training.fp8_linear": _FLOAT8,
+    "training.data_parallel_type": refuses(
+        "no engine is called so any more; write data_parallel_replicate_degree = the ranks and data_parallel_shard_degree = 1", _sharded
+    ),
     "fault_tolerance.enable": refuses("unishard has no groups that come and go; remove it", _off),
     **{name: drops(why) for why, names in _REST.items() for name in names.split()},
 }

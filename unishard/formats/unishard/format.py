@@ -40,6 +40,8 @@ class UnishardFormat:
         Raises:
             ConfigError: The file has mistakes, or an override cannot be used.
         """
+        if source.repeats:
+            raise ConfigError(source.repeats)
         undecided = dict(_placeholders(source.data))
         config = _checked(source, undecided)
         written = list(_written(source.data, config, undecided))

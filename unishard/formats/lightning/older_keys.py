@@ -1,0 +1,71 @@
+"""Arguments of the Trainer that Lightning 2 does not have any more (pytorch_lightning 1.0 to 1.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.formats.lightning.keys import TRAINER, off
+from unishard.keys import boolean, drops, refuses
+from unishard.meanings import Given, Key, Meaning, Verdict
+
+__all__ = ["OLDER", "place_in", "strategy_in"]
+
+_DISTRIBUTED = ("ddp", "ddp_spawn", "ddp_cpu", "ddp2", "dp", "ddp_sharded", "ddp_sharded_spawn", "deepspeed", "fsdp", "horovod")
+_PLACES = ("accelerator", "distributed_backend")
+"""Where Lightning 1 named the strategy, before 1.5."""
+
+_GROUPS: Mapping[str, str] = {
+    "the launcher decides it: torchrun --nproc-per-node ... --nnodes ...": (
+        "gpus num_processes auto_select_gpus prepare_data_per_node distributed_backend"
+    ),
+    "concerns logs and the screen alone": (
+        "progress_bar_refresh_rate process_position weights_summary log_gpu_memory flush_logs_every_n_steps track_grad_norm "
+        "row_log_interval log_save_interval move_metrics_to_cpu"
+    ),
+    "concerns files alone": "checkpoint_callback resume_from_checkpoint weights_save_path",
+    "concerns evaluation alone, which is your loop's here": "val_percent_check test_percent_check",
+    "concerns the data, which the training script loads": "multiple_trainloader_mode",
+    "names what amp_backend: apex switches on": "amp_level",
+}
+
+
+def _script(what: str) -> Key:
+    def read(value: Any, given: Given) -> Meaning:
+        return Meaning(Verdict.DROPPED, "is off") if off(value) else Meaning(Verdict.UNDECIDED, what)
+
+    return Key(read, "your training script", Verdict.UNDECIDED, what)
+
+
+def _nonfinite(value: Any, given: Given) -> Meaning:
+    return Meaning(fields={"training.nonfinite": "raise"}) if boolean(value) else Meaning(Verdict.DROPPED, "is off")
+
+
+OLDER: Mapping[str, Key] = {
+    **{name: drops(why) for why, text in _GROUPS.items() for name in text.split()},
+    "amp_backend": refuses("Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"),
+    "tpu_cores": refuses("unishard trains on CUDA devices and CPUs; write devices", off),
+    "ipus": refuses("unishard trains on CUDA devices and CPUs; write devices", off),
+    "replace_sampler_ddp": TRAINER["use_distributed_sampler"],
+    "terminate_on_nan": Key(_nonfinite, "training.nonfinite"),
+    "auto_lr_find": _script("find the learning rate in the training script, and write it as optimizer.lr"),
+    "auto_scale_batch_size": _script("find the batch size in the training script, and write it as training.micro_batch_size"),
+    "stochastic_weight_avg": _script("average the weights in the training script: torch.optim.swa_utils over engine.parameter(...)"),
+    "truncated_bptt_steps": _script("cut the sequences in the training script"),
+    "reload_dataloaders_every_epoch": _script("make the DataLoader anew every epoch"),
+    "train_percent_check": TRAINER["limit_train_batches"],
+    "early_stop_callback": _script("decide in the training script when to stop"),
+}
+"""Each with what it says today."""
+
+
+def place_in(trainer: Mapping[str, Any]) -> str:
+    """The argument that names the strategy in a file from before Lightning 1.5; empty where none does."""
+    return next((place for place in _PLACES if isinstance(trainer.get(place), str) and trainer[place] in _DISTRIBUTED), "")
+
+
+def strategy_in(trainer: Mapping[str, Any]) -> Any:
+    """The strategy, wherever it is named; None where nothing names it."""
+    if "strategy" in trainer or not (place := place_in(trainer)):
+        return trainer.get("strategy")
+    return "ddp_spawn" if trainer[place] == "ddp_cpu" else trainer[place]
