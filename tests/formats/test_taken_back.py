@@ -53,6 +53,12 @@ def test_deepspeed_refuses_a_value_that_nothing_reads(key: str, value: Any) -> N
     assert ";" in found.note
 
 
+def test_a_name_with_a_dot_stands_for_no_key_in_a_block() -> None:
+    document = {"optimizer": {"type": "AdamW"}, "optimizer.type": "auto"}
+    assert translate(document, "unishard", from_="deepspeed").reading.config.optimizer.name == "adamw"
+    assert "optimizer.name" in translate(document, "unishard", from_="deepspeed").reading.decided
+
+
 def test_a_name_that_deepspeed_has_dropped_is_not_repeated() -> None:
     outcome = again(stage(3, "zero_optimization.cpu_offload_params", False), "deepspeed")
     assert "cpu_offload_params" not in outcome.document["zero_optimization"]

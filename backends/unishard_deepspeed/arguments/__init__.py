@@ -47,11 +47,16 @@ EXPRESSIONS: Mapping[str, Expression] = {path: _ROWS[path] for path, _ in leaves
 
 def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None, topology: Topology | None) -> list[Entry]:
     """What a DeepSpeed config says, one entry for each of its keys and one for each default of DeepSpeed that decides something."""
-    given = Given(dict(flat(native)), defaults or {}, topology)
+    given = Given(dict(flat(_undotted(native))), defaults or {}, topology)
     silent = {key: value for section in _SECTIONS for key, value in section.assumed(given).items()}
     known = {**silent, **(defaults or {})}
     entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology, accepts=accepted.VALUES)
     return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
+
+
+def _undotted(native: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without names that hold a dot, such as `optimizer.type`, which DeepSpeed does not take for a key in a block."""
+    return {name: _undotted(value) if isinstance(value, Mapping) else value for name, value in native.items() if "." not in str(name)}
 
 
 def _overlooked(key: str) -> bool:
