@@ -70,12 +70,23 @@ def _parsed(content: str, path: Path) -> tuple[Any, Origins, list[str]]:
     if path.suffix.lower() == ".toml":
         return _toml(content, path), Origins(Place(str(path))), []
     if not looks_like_json(content):
-        return *_yaml(content, path), []
+        return *_not_json(content, path), []
     try:
         data, origins, leniencies = parse(content, str(path))
     except BrokenJson as error:
         return _nearly_json(content, path, error)
     return data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else []
+
+
+def _not_json(content: str, path: Path) -> tuple[Any, Origins]:
+    """What does not begin as JSON does, whatever the file is called."""
+    try:
+        return _yaml(content, path)
+    except ConfigError as error:
+        bracketed = path.suffix.lower() != ".json" or content.lstrip().startswith("{")
+        if bracketed or "is not YAML" not in error.problems[0].what:
+            raise
+        raise _whole(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1) from None
 
 
 def _nearly_json(content: str, path: Path, error: BrokenJson) -> tuple[Any, Origins, list[str]]:
