@@ -79,14 +79,10 @@ def _parsed(content: str, path: Path) -> tuple[Any, Origins, list[str]]:
 
 
 def _not_json(content: str, path: Path) -> tuple[Any, Origins]:
-    """What does not begin as JSON does, whatever the file is called."""
-    try:
-        return _yaml(content, path)
-    except ConfigError as error:
-        bracketed = path.suffix.lower() != ".json" or content.lstrip().startswith("{")
-        if bracketed or "is not YAML" not in error.problems[0].what:
-            raise
-        raise _whole(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1) from None
+    """What does not begin as JSON does. In a file that is called JSON, YAML would take `"a": 1,` for the text `1,`."""
+    if path.suffix.lower() == ".json" and content.lstrip().startswith('"'):
+        raise _whole(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1)
+    return _yaml(content, path)
 
 
 def _nearly_json(content: str, path: Path, error: BrokenJson) -> tuple[Any, Origins, list[str]]:
