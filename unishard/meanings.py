@@ -24,13 +24,16 @@ __all__ = [
     "LEFT_OUT",
     "NOTHING",
     "NO_KEY",
+    "SCRIPT",
     "Case",
     "Entry",
     "Expressed",
     "Expression",
     "Given",
+    "Holds",
     "Key",
     "Meaning",
+    "Path",
     "Undecided",
     "Unreadable",
     "Verdict",
@@ -43,6 +46,8 @@ Path = tuple[str, ...]
 AUTO = "auto"
 NO_KEY = "none"
 """Stands, among a format's keys, where it has none for a field."""
+SCRIPT = "your training script"
+"""Stands there where the format has none and the script must do it."""
 
 
 class Verdict(StrEnum):
@@ -259,6 +264,7 @@ def _unknown(key: str, keys: Mapping[str, Key], tool: str, overlooked: bool) -> 
 
 
 Setting = Callable[[Config, Topology], Native]
+Holds = Callable[[Config], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +273,7 @@ class Case:
 
     case: str
     """The condition in words, for MAPPING.md."""
-    holds: Callable[[Config], bool]
+    holds: Holds
     verdict: Verdict
     note: str
 

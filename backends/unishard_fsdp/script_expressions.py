@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import SCRIPT, Case, Expression, Holds, Verdict
 
-__all__ = ["SCRIPT"]
-
-_SCRIPT = "your training script"
-Holds = Callable[[Config], bool]
+__all__ = ["BY_SCRIPT"]
 
 
 def _write(note: str, idle: Holds | None = None, case: str = "", why: str = "") -> Expression:
@@ -23,7 +20,7 @@ def _write(note: str, idle: Holds | None = None, case: str = "", why: str = "") 
         why: Why nothing is needed.
     """
     when = (Case(case, idle, Verdict.EXACT, why),) if idle else ()
-    return Expression(Verdict.UNDECIDED, _SCRIPT, note, when=when)
+    return Expression(Verdict.UNDECIDED, SCRIPT, note, when=when)
 
 
 def _time(note: str, idle: Holds | None = None, case: str = "") -> Expression:
@@ -48,7 +45,7 @@ _SCALE = ("compute is not fp16", "nothing is scaled")
 _OTHER = "belongs to another optimizer"
 _OWN_CHECK = "unishard's own check of collective calls; torch's is TORCH_NCCL_ENABLE_MONITORING"
 
-SCRIPT: Mapping[str, Expression] = {
+BY_SCRIPT: Mapping[str, Expression] = {
     "precision.loss_scale": _write("scale the loss with torch.amp.GradScaler", _exact, *_SCALE),
     "precision.initial_loss_scale": _write("GradScaler(init_scale=...)", _exact, *_SCALE),
     "precision.loss_scale_growth_interval": _write("GradScaler(growth_interval=...)", _exact, *_SCALE),
@@ -64,7 +61,7 @@ SCRIPT: Mapping[str, Expression] = {
     ),
     "training.nonfinite": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "look whether clip_grad_norm_ returns a finite norm before optimizer.step()",
         when=(
             Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),

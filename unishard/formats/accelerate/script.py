@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Holds, Verdict
 
-__all__ = ["SCRIPT", "none", "write"]
-
-Holds = Callable[[Config], bool]
+__all__ = ["BY_SCRIPT", "none", "write"]
 
 
 def write(note: str, idle: Holds | None = None, case: str = "", why: str = "") -> Expression:
@@ -22,7 +20,7 @@ def write(note: str, idle: Holds | None = None, case: str = "", why: str = "") -
         why: Why nothing is needed.
     """
     when = (Case(case, idle, Verdict.EXACT, why),) if idle else ()
-    return Expression(Verdict.UNDECIDED, "your training script", note, when=when)
+    return Expression(Verdict.UNDECIDED, SCRIPT, note, when=when)
 
 
 def none(note: str, idle: Holds | None = None, case: str = "", verdict: Verdict = Verdict.DROPPED) -> Expression:
@@ -34,7 +32,7 @@ def none(note: str, idle: Holds | None = None, case: str = "", verdict: Verdict 
         case: That condition in words.
         verdict: What is lost otherwise.
     """
-    return Expression(verdict, "none", note, when=(Case(case, idle, Verdict.EXACT, ""),) if idle else ())
+    return Expression(verdict, NO_KEY, note, when=(Case(case, idle, Verdict.EXACT, ""),) if idle else ())
 
 
 def _optimizer(field: str, *names: str) -> Expression:
@@ -60,7 +58,7 @@ _SCHEDULE = (
 _OWN_CHECK = "unishard's own check of collective calls"
 _ADAM = ("adamw", "adam")
 
-SCRIPT: Mapping[str, Expression] = {
+BY_SCRIPT: Mapping[str, Expression] = {
     "training.micro_batch_size": write("batch_size of the DataLoader that Accelerator.prepare gets, of each rank"),
     "training.global_batch_size": none("follows from the other sizes", lambda cfg: cfg.training.global_batch_size is None, "null"),
     "training.last_window": Expression(

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.formats.composer import groups
 from unishard.grouping import parts
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import Case, Expression, Holds, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -19,7 +19,6 @@ _OPTIMIZERS = {"adamw": "decoupled_adamw", "lion": "decoupled_lionw"}
 _SHAPES = {"constant": "constant_with_warmup", "linear": "linear_decay_with_warmup", "cosine": "cosine_with_warmup"}
 _ENGINES = frozenset({"fsdp"})
 """What Composer runs."""
-Holds = Callable[[Config], bool]
 
 
 def _fsdp(settings: Native) -> Native:

@@ -9,16 +9,15 @@ from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import Reading
-from unishard.meanings import AUTO, Case, Expressed, Expression, Verdict, Word, express
+from unishard.meanings import AUTO, SCRIPT, Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
 from unishard.topology import Topology
 
-__all__ = ["FSDP", "ZERO_WORDS", "decided_of", "engine_of"]
+__all__ = ["FSDP", "decided_of", "engine_of"]
 
-_SCRIPT = "your training script"
 _TIME = "time and memory alone: losses are the same"
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
+_ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""
 
 
@@ -41,7 +40,7 @@ def _scaled(cfg: Config) -> bool:
 def _scaler(name: str, usual: object) -> Expression:
     return Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "Trainer makes torch's GradScaler with its defaults; override create_accelerator_and_postprocess for other ones",
         when=(
             Case("not fp16", lambda cfg: not _scaled(cfg), Verdict.EXACT, "nothing is scaled"),
@@ -96,7 +95,7 @@ FSDP: Mapping[str, Expression] = {
     ),
     "precision.buffers": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "cast the model's floating-point buffers before Trainer gets it",
         when=(_same(lambda cfg: cfg.precision.buffers, "keep", "keep"),),
     ),
@@ -125,7 +124,7 @@ FSDP: Mapping[str, Expression] = {
     ),
     "sharding.group_size": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "say it in that ParallelismConfig",
         when=(Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),),
     ),
@@ -186,7 +185,7 @@ def _deepspeed(cfg: Config, said: Expressed) -> Expressed:
         if block in config:
             config[block] = {**config[block], "enabled": AUTO}
     words: dict[str, Word] = {
-        name: word._replace(key=f"deepspeed.{word.key}") for name, word in said.words.items() if name.startswith(ZERO_WORDS)
+        name: word._replace(key=f"deepspeed.{word.key}") for name, word in said.words.items() if name.startswith(_ZERO_WORDS)
     }
     words["backend"] = Word(Verdict.EXACT, "deepspeed", "")
     words.pop("precision.compute", None)

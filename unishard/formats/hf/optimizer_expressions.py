@@ -7,13 +7,12 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.formats.hf.optimizing import ADAM, NO_DECAY
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
 __all__ = ["OPTIMIZING"]
 
-_SCRIPT = "your training script"
 _NAMES = {"adamw": "adamw_torch", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion_32bit"}
 
 
@@ -57,7 +56,7 @@ def _steps(cfg: Config, topology: Topology) -> Native:
 
 
 def _script(note: str, idle: Callable[[Config], bool], case: str) -> Expression:
-    return Expression(Verdict.UNDECIDED, _SCRIPT, note, when=(Case(case, idle, Verdict.EXACT, ""),))
+    return Expression(Verdict.UNDECIDED, SCRIPT, note, when=(Case(case, idle, Verdict.EXACT, ""),))
 
 
 _PASS = "pass Trainer(..., optimizers=(optimizer, None)) with"
@@ -96,7 +95,7 @@ OPTIMIZING: Mapping[str, Expression] = {
     ),
     "optimizer.no_decay": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         f"Trainer exempts biases and norms, other names than these; {_GROUPS}",
         when=(
             Case("no weight decay", lambda cfg: not cfg.optimizer.weight_decay, Verdict.EXACT, ""),

@@ -8,9 +8,9 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.formats.lightning.precision_expressions import PRECISION
-from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, SCRIPT, TRAINING, UNCLIPPED, trainer
+from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 from unishard.grouping import parts
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 

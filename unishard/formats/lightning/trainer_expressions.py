@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
-__all__ = ["MODULE", "OPTIMIZERS", "RECIPE", "SCRIPT", "TRAINING", "UNCLIPPED", "trainer"]
+__all__ = ["MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
 
-SCRIPT = "your training script"
 MODULE = "your LightningModule"
-OPTIMIZERS = {
+_OPTIMIZERS = {
     "adamw": "torch.optim.AdamW",
     "adam": "torch.optim.Adam",
     "sgd": "torch.optim.SGD",
@@ -110,7 +109,7 @@ TRAINING: Mapping[str, Expression] = {
 
 
 def _name(cfg: Config, topology: Topology) -> Native:
-    return {"optimizer": {"class_path": OPTIMIZERS[cfg.optimizer.name]}}
+    return {"optimizer": {"class_path": _OPTIMIZERS[cfg.optimizer.name]}}
 
 
 def _argument(name: str) -> Expression:

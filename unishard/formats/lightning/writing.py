@@ -10,9 +10,9 @@ from unishard import registry
 from unishard.config import Config, leaves
 from unishard.formats.lightning.expressions import FSDP, strategy
 from unishard.formats.lightning.shape import Shape
-from unishard.formats.lightning.trainer_expressions import MODULE, SCRIPT, TRAINING, trainer
+from unishard.formats.lightning.trainer_expressions import MODULE, TRAINING, trainer
 from unishard.formats.reading import Reading
-from unishard.meanings import AUTO, KEPT_AUTO, NO_KEY, Expressed, Expression, Verdict, Word, express
+from unishard.meanings import AUTO, KEPT_AUTO, NO_KEY, SCRIPT, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, flat, merge, nested
 from unishard.topology import Topology
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.grouping import parts
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import Case, Expression, Holds, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -18,7 +18,6 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ADAM = {"adamw": "AdamW", "adam": "Adam"}
 _ENGINES = frozenset({"fsdp"})
 """What torchtitan runs."""
-Holds = Callable[[Config], bool]
 
 
 def _idle(case: str, holds: Holds, note: str = "") -> Case:
@@ -210,8 +209,8 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "offload.pin_memory": Expression(
         Verdict.DROPPED,
-        "none: always pinned",
-        "time alone",
+        "none",
+        "time alone; FSDP2 always pins",
         when=(_idle("true", lambda cfg: cfg.offload.pin_memory),),
     ),
     "offload.nvme_path": _lost(_NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null"),

@@ -16,14 +16,13 @@ from unishard.formats.unishard.text import plain, text_of
 from unishard.loading.document import from_mapping
 from unishard.loading.findings import dotted, findings_of
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
-from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Undecided, Verdict, Word
+from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Undecided, Verdict, Word
 from unishard.rules import Native, flat, merge, nested
 from unishard.topology import Topology
 
 __all__ = ["UnishardFormat"]
 
 _LEAVES = [path for path, _ in leaves(Config)]
-Path = tuple[str, ...]
 
 
 class UnishardFormat:
