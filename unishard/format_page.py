@@ -24,8 +24,8 @@ What each key of another tool's config means in the words of a unishard config, 
 - **exact**: it means the same there.
 - **emulated**: same maths to rounding; other collectives or memory, or unishard's loop does it around the engine.
 - **approximate**: same purpose, another trade-off; the note says how it differs. An error under `--strict`.
-- **dropped**: left out, and nothing is lost: it concerns a launcher, a log, or something that is off.
-- **undecided**: needs your decision: only the training script knows it, or must do it.
+- **dropped**: left out, and nothing is lost: it concerns a launcher, a log, time or memory alone, or is off.
+- **undecided**: needs your decision: only the training script knows it, or must do it; where nothing says it, it is left out.
 - **refused**: cannot be had; the note says why, and what instead.
 
 A verdict is that of the usual case; a value can fare worse or better, and the report of a translation says so. "if absent" is the value

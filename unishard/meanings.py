@@ -60,7 +60,7 @@ class Verdict(StrEnum):
     APPROXIMATE = "approximate"
     """Same purpose, another trade-off; the note says how it differs. An error under `--strict`."""
     DROPPED = "dropped"
-    """Left out, and nothing is lost: it concerns a launcher, a log, or something that is off."""
+    """Left out, and nothing is lost: it concerns a launcher, a log, time or memory alone, or is off."""
     UNDECIDED = "undecided"
     """Needs your decision: only the training script knows it, or must do it."""
     REFUSED = "refused"
