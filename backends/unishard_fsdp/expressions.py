@@ -10,7 +10,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.grouping import parts
-from unishard.meanings import SCRIPT, Case, Expression, Verdict
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_fsdp.precision_keys import DTYPES
@@ -227,7 +227,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "offload.nvme_path": Expression(
         Verdict.REFUSED,
-        "none",
+        NO_KEY,
         _NO_FILES,
         when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),),
     ),

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
+from unishard.expressions import none, write
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.expressions import mixed
-from unishard.formats.accelerate.script import BY_SCRIPT, none, write
+from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.meanings import Case, Expression, Verdict
 from unishard.rules import Native, flat
 from unishard.topology import Topology

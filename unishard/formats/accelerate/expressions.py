@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
-from unishard.formats.accelerate.script import BY_SCRIPT, none, write
-from unishard.meanings import SCRIPT, Case, Expression, Verdict
+from unishard.expressions import none, write
+from unishard.formats.accelerate.script import BY_SCRIPT
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -266,7 +267,7 @@ _LOOP: Mapping[str, Expression] = {
     ),
     "training.nonfinite": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "torch makes an update with gradients that are not finite; look at what clip_grad_norm_ returns before optimizer.step()",
         when=(
             Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),

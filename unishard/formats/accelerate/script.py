@@ -5,34 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Holds, Verdict
+from unishard.expressions import none, write
+from unishard.meanings import NO_KEY, Case, Expression, Verdict
 
-__all__ = ["BY_SCRIPT", "none", "write"]
-
-
-def write(note: str, idle: Holds | None = None, case: str = "", why: str = "") -> Expression:
-    """A row for what the training script must do.
-
-    Args:
-        note: What to write there.
-        idle: Whether a config needs nothing.
-        case: That condition in words.
-        why: Why nothing is needed.
-    """
-    when = (Case(case, idle, Verdict.EXACT, why),) if idle else ()
-    return Expression(Verdict.UNDECIDED, SCRIPT, note, when=when)
-
-
-def none(note: str, idle: Holds | None = None, case: str = "", verdict: Verdict = Verdict.DROPPED) -> Expression:
-    """A row for what Accelerate has no key for.
-
-    Args:
-        note: Why nothing is lost, or what is.
-        idle: Whether a config asks for what happens anyway.
-        case: That condition in words.
-        verdict: What is lost otherwise.
-    """
-    return Expression(verdict, NO_KEY, note, when=(Case(case, idle, Verdict.EXACT, ""),) if idle else ())
+__all__ = ["BY_SCRIPT"]
 
 
 def _optimizer(field: str, *names: str) -> Expression:
@@ -63,7 +39,7 @@ BY_SCRIPT: Mapping[str, Expression] = {
     "training.global_batch_size": none("follows from the other sizes", lambda cfg: cfg.training.global_batch_size is None, "null"),
     "training.last_window": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "Accelerate steps at the end of the data and divides by the full window, which gives the last samples less weight",
         when=(
             Case("no accumulation", _every_step, Verdict.EXACT, "every window is full"),

@@ -9,7 +9,7 @@ from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import Reading
-from unishard.meanings import AUTO, SCRIPT, Case, Expressed, Expression, Verdict, Word, express
+from unishard.meanings import AUTO, NO_KEY, SCRIPT, Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
 from unishard.topology import Topology
 
@@ -79,7 +79,7 @@ FSDP: Mapping[str, Expression] = {
     ),
     "precision.accumulate": Expression(
         Verdict.EXACT,
-        "none",
+        NO_KEY,
         when=(
             Case("fp32 throughout", lambda cfg: not _mixed(cfg), Verdict.EXACT, ""),
             Case("no accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Verdict.EXACT, ""),
@@ -130,15 +130,15 @@ FSDP: Mapping[str, Expression] = {
     ),
     "offload.pin_memory": Expression(
         Verdict.DROPPED,
-        "none",
+        NO_KEY,
         "TrainingArguments have no word for it: offloaded tensors are page-locked, which changes time alone",
         when=(_same(lambda cfg: cfg.offload.pin_memory, True, "true"),),
     ),
-    "communication.reduce_bucket_size": Expression(Verdict.DROPPED, "none", _TIME),
-    "communication.prefetch_bucket_size": Expression(Verdict.DROPPED, "none", _TIME),
-    "communication.overlap": Expression(Verdict.DROPPED, "none", _TIME),
-    "communication.desync_check": Expression(Verdict.DROPPED, "none", "a check of unishard's"),
-    "communication.desync_timeout": Expression(Verdict.DROPPED, "none", "a check of unishard's"),
+    "communication.reduce_bucket_size": Expression(Verdict.DROPPED, NO_KEY, _TIME),
+    "communication.prefetch_bucket_size": Expression(Verdict.DROPPED, NO_KEY, _TIME),
+    "communication.overlap": Expression(Verdict.DROPPED, NO_KEY, _TIME),
+    "communication.desync_check": Expression(Verdict.DROPPED, NO_KEY, "a check of unishard's"),
+    "communication.desync_timeout": Expression(Verdict.DROPPED, NO_KEY, "a check of unishard's"),
 }
 """Rows with `fsdp` or neither engine; fields that are not here are said in FSDP's own words below `fsdp_config`."""
 
