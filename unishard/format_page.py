@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from unishard.backend import Backend
@@ -12,7 +13,7 @@ from unishard.formats.format import Format
 from unishard.markdown import code, table
 from unishard.meanings import NOTHING, Expression, Key, Verdict, Word
 
-__all__ = ["formats", "formats_page"]
+__all__ = ["formats", "formats_page", "overview"]
 
 _TOP = """\
 # Configs of other tools, key by key
@@ -41,12 +42,38 @@ def formats() -> list[Format]:
     return [format_ for format_ in map(catalog.get, catalog.NAMES) if format_.keys or format_.expressions]
 
 
+def overview(backends: Sequence[Backend]) -> str:
+    """A table with a row for each section of the page: how many keys and fields come to which verdict as a rule."""
+    rows = [
+        (
+            f"[{section.title}](docs/formats.md#{_anchor(section.title)})",
+            section.tool,
+            _counts(row.verdict for row in section.keys.values()),
+            _counts(row.verdict for row in section.expressions.values()),
+        )
+        for section in _sections(backends)
+    ]
+    return table(("Format", "Tool", "Its keys", "How it says the config's fields"), rows)
+
+
+def _counts(verdicts: Iterable[Verdict]) -> str:
+    found = Counter(verdicts)
+    return ", ".join(f"{found[verdict]} {verdict}" for verdict in Verdict if found[verdict])
+
+
+def _sections(backends: Sequence[Backend]) -> list[_Section]:
+    own = [
+        _Section(format_.name, format_.tool, format_.keys, format_.expressions, f"As {format_.tool} reads it. {_HANDED_ON}")
+        for format_ in formats()
+    ]
+    return own + [
+        _Section(f"Arguments of {backend.name}", backend.name, backend.keys, backend.expressions, _WRAPPED) for backend in backends
+    ]
+
+
 def formats_page(backends: Sequence[Backend], generated: str) -> str:
     """The page, with a section for each format and one for each engine's own arguments."""
-    sections = [
-        _Section(format_.name, format_.keys, format_.expressions, f"As {format_.tool} reads it. {_HANDED_ON}") for format_ in formats()
-    ]
-    sections += [_Section(f"Arguments of {backend.name}", backend.keys, backend.expressions, _WRAPPED) for backend in backends]
+    sections = _sections(backends)
     contents = "\n".join(f"- {_links(section)}" for section in sections)
     parts = [generated, _TOP.rstrip(), "## Contents", contents, *(part for section in sections for part in _parts(section))]
     return "\n\n".join(parts) + "\n"
@@ -56,6 +83,7 @@ class _Section(NamedTuple):
     """A format, or an engine's own arguments."""
 
     title: str
+    tool: str
     keys: Mapping[str, Key]
     expressions: Mapping[str, Expression]
     what: str
