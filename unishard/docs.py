@@ -10,7 +10,8 @@ from pydantic.fields import FieldInfo
 from unishard import registry
 from unishard.backend import Backend
 from unishard.config import Config, Section, items_of, leaves
-from unishard.format_page import formats_page, links
+from unishard.format_page import formats_page, overview
+from unishard.formats import NAMES
 from unishard.markdown import code, table
 from unishard.rules import Fit, Rule
 from unishard.wording import bare, expected
@@ -24,8 +25,11 @@ _GENERATED_FORMATS = (
 _OTHER_TOOLS = """\
 ## Configs of other tools
 
-`unishard translate` reads and writes {names}. What each of their keys means, and how each says a field, stands in
-[docs/formats.md](docs/formats.md).
+`unishard translate` reads and writes {names}.
+How many of a format's keys come to which verdict as a rule, and how many of the config's fields when it is written; each links to its
+rows. What a format hands on to an engine counts with the arguments of that engine.
+
+{overview}
 """
 _MAPPING = """\
 # What each field becomes
@@ -36,7 +40,7 @@ How well a backend keeps what a field asks for:
 
 - **exact**: same maths, same collectives.
 - **equivalent**: same maths to rounding; other collectives or memory, or unishard's loop does it around the engine.
-- **approximate**: same purpose, another trade-off. Reported by `unishard translate`, and an error under `strict: true`.
+- **approximate**: same purpose, another trade-off. Reported by `unishard explain`, and an error under `strict: true`.
 - **unsupported**: refused, with what to choose instead.
 
 A row that begins with "if" is an exception to the row above it. An empty cell there means that the backend makes no exception.
@@ -75,7 +79,8 @@ def mapping(backends: Sequence[Backend]) -> str:
             "Settings that no field decides. They are written out, so that no default of the engine counts.",
             table(("Setting", "Value", "Why"), ((f"`{key}`", code(value), why) for key, (value, why) in sorted(backend.constants.items()))),
         ]
-    parts.append(_OTHER_TOOLS.format(names=links()).rstrip())
+    names = ", ".join(f"`{name}`" for name in NAMES)
+    parts.append(_OTHER_TOOLS.format(names=names, overview=overview(backends)).rstrip())
     return "\n\n".join(parts) + "\n"
 
 

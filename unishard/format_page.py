@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from unishard.backend import Backend
 from unishard.config import Config, leaves
@@ -12,7 +13,7 @@ from unishard.formats.format import Format
 from unishard.markdown import code, table
 from unishard.meanings import NOTHING, Expression, Key, Verdict, Word
 
-__all__ = ["formats", "formats_page", "links"]
+__all__ = ["formats", "formats_page", "overview"]
 
 _TOP = """\
 # Configs of other tools, key by key
@@ -24,55 +25,94 @@ What each key of another tool's config means in the words of a unishard config, 
 - **exact**: it means the same there.
 - **emulated**: same maths to rounding; other collectives or memory, or unishard's loop does it around the engine.
 - **approximate**: same purpose, another trade-off; the note says how it differs. An error under `--strict`.
-- **dropped**: left out, and nothing is lost: it concerns a launcher, a log, or something that is off.
-- **undecided**: needs your decision: only the training script knows it, or must do it.
+- **dropped**: left out, and nothing is lost: it concerns a launcher, a log, time or memory alone, or is off.
+- **undecided**: needs your decision: only the training script knows it, or must do it; where nothing says it, it is left out.
 - **refused**: cannot be had; the note says why, and what instead.
 
 A verdict is that of the usual case; a value can fare worse or better, and the report of a translation says so. "if absent" is the value
 that the tool assumes where its config is silent and that must be said to keep its meaning. A row that begins with "if" is an exception to
 the row above it.
 """
+_HANDED_ON = "Keys that it hands on to an engine stand in the section of that engine's arguments."
+_WRAPPED = "What a training script without unishard hands to the engine, and what the formats above wrap."
 
 
 def formats() -> list[Format]:
     """Those that describe another tool's files."""
-    found = [catalog.get(name) for name in catalog.NAMES if find_spec(f"unishard.formats.{name}")]
-    return [format_ for format_ in found if format_.keys or format_.expressions]
+    return [format_ for format_ in map(catalog.get, catalog.NAMES) if format_.keys or format_.expressions]
 
 
-def links() -> str:
-    """The formats and the engines, each with a link to its section."""
-    names = [name for name in catalog.NAMES if find_spec(f"unishard.formats.{name}")]
-    return ", ".join(f"`{name}`" for name in names)
+def overview(backends: Sequence[Backend]) -> str:
+    """A table with a row for each section of the page: how many keys and fields come to which verdict as a rule."""
+    rows = [
+        (
+            f"[{section.title}](docs/formats.md#{_anchor(section.title)})",
+            section.tool,
+            _counts(row.verdict for row in section.keys.values()),
+            _counts(row.verdict for row in section.expressions.values()),
+        )
+        for section in _sections(backends)
+    ]
+    return table(("Format", "Tool", "Its keys", "How it says the config's fields"), rows)
+
+
+def _counts(verdicts: Iterable[Verdict]) -> str:
+    found = Counter(verdicts)
+    return ", ".join(f"{found[verdict]} {verdict}" for verdict in Verdict if found[verdict])
+
+
+def _sections(backends: Sequence[Backend]) -> list[_Section]:
+    own = [
+        _Section(format_.name, format_.tool, format_.keys, format_.expressions, f"As {format_.tool} reads it. {_HANDED_ON}")
+        for format_ in formats()
+    ]
+    return own + [
+        _Section(f"Arguments of {backend.name}", backend.name, backend.keys, backend.expressions, _WRAPPED) for backend in backends
+    ]
 
 
 def formats_page(backends: Sequence[Backend], generated: str) -> str:
     """The page, with a section for each format and one for each engine's own arguments."""
-    parts = [generated, _TOP.rstrip()]
-    for format_ in formats():
-        parts += _section(
-            f"{format_.name} ({format_.tool})",
-            format_.keys,
-            format_.expressions,
-            "Keys that it hands on to an engine stand in the section of that engine's arguments.",
-        )
-    for backend in backends:
-        parts += _section(
-            f"Arguments of {backend.name}",
-            backend.keys,
-            backend.expressions,
-            "What a training script without unishard hands to the engine, and what the formats above wrap.",
-        )
+    sections = _sections(backends)
+    contents = "\n".join(f"- {_links(section)}" for section in sections)
+    parts = [generated, _TOP.rstrip(), "## Contents", contents, *(part for section in sections for part in _parts(section))]
     return "\n\n".join(parts) + "\n"
 
 
-def _section(title: str, keys: Mapping[str, Key], expressions: Mapping[str, Expression], what: str) -> Iterator[str]:
-    yield f"## {title}"
-    yield what
-    if keys:
-        yield table(("Key", "Decides", "Verdict", "If absent", "Note"), _keys(keys))
-    if expressions:
-        yield table(("Field", "Verdict", "Said by", "Note"), _fields(expressions))
+class _Section(NamedTuple):
+    """A format, or an engine's own arguments."""
+
+    title: str
+    tool: str
+    keys: Mapping[str, Key]
+    expressions: Mapping[str, Expression]
+    what: str
+
+    @property
+    def tables(self) -> list[tuple[str, str]]:
+        """Those that it has, each with its heading."""
+        keys = table(("Key", "Decides", "Verdict", "If absent", "Note"), _keys(self.keys))
+        fields = table(("Field", "Verdict", "Said by", "Note"), _fields(self.expressions))
+        found = ((self.keys, "what its keys mean", keys), (self.expressions, "how it says each field", fields))
+        return [(f"{self.title}: {what}", rows) for there, what, rows in found if there]
+
+
+def _parts(section: _Section) -> Iterator[str]:
+    yield f"## {section.title}"
+    yield section.what
+    for heading, rows in section.tables:
+        yield f"### {heading}"
+        yield rows
+
+
+def _links(section: _Section) -> str:
+    inner = ", ".join(f"[{heading.rpartition(': ')[2]}](#{_anchor(heading)})" for heading, _ in section.tables)
+    return f"[{section.title}](#{_anchor(section.title)}): {inner}"
+
+
+def _anchor(heading: str) -> str:
+    """What GitHub makes of a heading."""
+    return heading.lower().replace(":", "").replace(" ", "-")
 
 
 def _keys(keys: Mapping[str, Key]) -> Iterator[tuple[str, ...]]:

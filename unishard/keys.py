@@ -70,8 +70,10 @@ def _float(value: Any) -> float | None:
 
 
 def _bounds(low: float, high: float) -> str:
+    if math.isfinite(low) and math.isfinite(high):
+        return f" from {low:g} to {high:g}"
     words = [f"{word} {limit:g}" for word, limit in (("of at least", low), ("of at most", high)) if math.isfinite(limit)]
-    return f" {' and '.join(words)}" if words else ""
+    return f" {words[0]}" if words else ""
 
 
 def text(value: Any) -> str:

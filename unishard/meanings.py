@@ -20,14 +20,20 @@ from unishard.wording import shown
 
 __all__ = [
     "AUTO",
+    "KEPT_AUTO",
+    "LEFT_OUT",
     "NOTHING",
+    "NO_KEY",
+    "SCRIPT",
     "Case",
     "Entry",
     "Expressed",
     "Expression",
     "Given",
+    "Holds",
     "Key",
     "Meaning",
+    "Path",
     "Undecided",
     "Unreadable",
     "Verdict",
@@ -38,6 +44,10 @@ __all__ = [
 
 Path = tuple[str, ...]
 AUTO = "auto"
+NO_KEY = "none"
+"""Stands, among a format's keys, where it has none for a field."""
+SCRIPT = "your training script"
+"""Stands there where the format has none and the script must do it."""
 
 
 class Verdict(StrEnum):
@@ -50,7 +60,7 @@ class Verdict(StrEnum):
     APPROXIMATE = "approximate"
     """Same purpose, another trade-off; the note says how it differs. An error under `--strict`."""
     DROPPED = "dropped"
-    """Left out, and nothing is lost: it concerns a launcher, a log, or something that is off."""
+    """Left out, and nothing is lost: it concerns a launcher, a log, time or memory alone, or is off."""
     UNDECIDED = "undecided"
     """Needs your decision: only the training script knows it, or must do it."""
     REFUSED = "refused"
@@ -272,6 +282,7 @@ def _unknown(key: str, keys: Mapping[str, Key], tool: str, overlooked: bool) -> 
 
 
 Setting = Callable[[Config, Topology], Native]
+Holds = Callable[[Config], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +291,7 @@ class Case:
 
     case: str
     """The condition in words, for MAPPING.md."""
-    holds: Callable[[Config], bool]
+    holds: Holds
     verdict: Verdict
     note: str
 
@@ -291,7 +302,7 @@ class Expression:
 
     verdict: Verdict
     key: str
-    """The format's keys, in words; `your training script` where the format has none and the script must do it."""
+    """The format's keys, in words; `your training script` where the script must do it, and `NO_KEY` where nothing does."""
     note: str = ""
     to: Setting = lambda cfg, topology: {}
     """The nested fragment of the document that says it; fragments are merged."""
@@ -317,8 +328,10 @@ class Expressed(NamedTuple):
     """By field."""
 
 
-_LEFT = Word(Verdict.EXACT, "your training script", "goes on deciding it")
-_KEPT_AUTO = 'kept as "auto", which transformers and Accelerate fill in from the training script; write the value for anything else'
+"""The note of a value that is written as `AUTO`."""
+LEFT_OUT = "left out, which leaves it to the tool's default; write the value here"
+"""The note of an undecided value for which a format has a key but no word."""
+KEPT_AUTO = 'kept as "auto", which transformers and Accelerate fill in from the training script; write the value for anything else'
 
 
 def express(expressions: Mapping[str, Expression], cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
@@ -341,10 +354,20 @@ def express(expressions: Mapping[str, Expression], cfg: Config, topology: Topolo
 def _said(row: Expression, cfg: Config, topology: Topology, *, undecided: bool) -> tuple[Native, Word]:
     if undecided and row.auto:
         fragment = nested(dict.fromkeys(dict(flat(row.to(cfg, topology))), AUTO))
-        return fragment, Word(Verdict.UNDECIDED, row.key, _KEPT_AUTO)
+        return fragment, Word(Verdict.UNDECIDED, row.key, KEPT_AUTO)
     if undecided:
-        return {}, _LEFT
+        return {}, _left_out(row)
     case = next((case for case in row.when if case.holds(cfg)), None)
     verdict, note = (case.verdict, case.note) if case else (row.verdict, row.note)
     refused = verdict in (Verdict.REFUSED, Verdict.UNDECIDED)
     return ({} if refused else row.to(cfg, topology)), Word(verdict, row.key, note)
+
+
+def _left_out(row: Expression) -> Word:
+    """What becomes of a field that is not written, because only the training script knows its value."""
+    match row.verdict:
+        case Verdict.UNDECIDED:
+            return Word(Verdict.EXACT, row.key, "goes on deciding it")
+        case Verdict.DROPPED:
+            return Word(row.verdict, row.key, row.note)
+    return Word(Verdict.UNDECIDED, row.key, LEFT_OUT)

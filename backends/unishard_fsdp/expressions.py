@@ -10,15 +10,13 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.grouping import parts
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_fsdp.precision_keys import DTYPES
-from unishard_fsdp.script_expressions import SCRIPT
+from unishard_fsdp.script_expressions import BY_SCRIPT
 
 __all__ = ["EXPRESSIONS"]
-
-_SCRIPT = "your training script"
 
 
 def _sharded(cfg: Config) -> bool:
@@ -139,7 +137,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "sharding.whole_units": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "call fully_shard on none of these modules, and set_reduce_scatter_unused_params(True) on the root",
         when=(Case("empty", lambda cfg: not cfg.sharding.whole_units, Verdict.EXACT, ""),),
     ),
@@ -151,7 +149,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "precision.master": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "cast the model to this format before fully_shard, since the optimizer updates what it is given",
         when=(
             Case("compute is fp32", lambda cfg: not _mixed(cfg), Verdict.EXACT, ""),
@@ -183,11 +181,11 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "precision.buffers": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "cast the model's floating-point buffers before fully_shard; FSDP2 casts none",
         when=(Case("keep", lambda cfg: cfg.precision.buffers == "keep", Verdict.EXACT, ""),),
     ),
-    **{name: row for name, row in SCRIPT.items() if name.startswith("precision.")},
+    **{name: row for name, row in BY_SCRIPT.items() if name.startswith("precision.")},
     "offload.params": Expression(
         Verdict.EXACT,
         "cpu_offload",
@@ -229,7 +227,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "offload.nvme_path": Expression(
         Verdict.REFUSED,
-        "none",
+        NO_KEY,
         _NO_FILES,
         when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),),
     ),
@@ -261,7 +259,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
             ),
         ),
     ),
-    **{name: row for name, row in SCRIPT.items() if not name.startswith(("precision.", "native"))},
+    **{name: row for name, row in BY_SCRIPT.items() if not name.startswith(("precision.", "native"))},
     "native": Expression(
         Verdict.EXACT,
         "mixed_precision, and calls of your training script",

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.meanings import Case, Expression, Verdict
+from unishard.expressions import none, write
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Holds, Verdict
 
-__all__ = ["SCRIPT"]
-
-_SCRIPT = "your training script"
-Holds = Callable[[Config], bool]
-
-
-def _write(note: str, idle: Holds | None = None, case: str = "", why: str = "") -> Expression:
-    """A row for what the script has to do.
-
-    Args:
-        note: What to write there.
-        idle: Whether a config needs nothing.
-        case: That condition in words.
-        why: Why nothing is needed.
-    """
-    when = (Case(case, idle, Verdict.EXACT, why),) if idle else ()
-    return Expression(Verdict.UNDECIDED, _SCRIPT, note, when=when)
-
-
-def _time(note: str, idle: Holds | None = None, case: str = "") -> Expression:
-    when = (Case(case, idle, Verdict.EXACT, ""),) if idle else ()
-    return Expression(Verdict.DROPPED, "none", note, when=when)
+__all__ = ["BY_SCRIPT"]
 
 
 def _without(*names: str) -> Holds:
@@ -48,23 +28,23 @@ _SCALE = ("compute is not fp16", "nothing is scaled")
 _OTHER = "belongs to another optimizer"
 _OWN_CHECK = "unishard's own check of collective calls; torch's is TORCH_NCCL_ENABLE_MONITORING"
 
-SCRIPT: Mapping[str, Expression] = {
-    "precision.loss_scale": _write("scale the loss with torch.amp.GradScaler", _exact, *_SCALE),
-    "precision.initial_loss_scale": _write("GradScaler(init_scale=...)", _exact, *_SCALE),
-    "precision.loss_scale_growth_interval": _write("GradScaler(growth_interval=...)", _exact, *_SCALE),
-    "training.micro_batch_size": _write("batch_size of the DataLoader"),
-    "training.gradient_accumulation_steps": _write(
+BY_SCRIPT: Mapping[str, Expression] = {
+    "precision.loss_scale": write("scale the loss with torch.amp.GradScaler", _exact, *_SCALE),
+    "precision.initial_loss_scale": write("GradScaler(init_scale=...)", _exact, *_SCALE),
+    "precision.loss_scale_growth_interval": write("GradScaler(growth_interval=...)", _exact, *_SCALE),
+    "training.micro_batch_size": write("batch_size of the DataLoader"),
+    "training.gradient_accumulation_steps": write(
         "divide the loss by it, and step after as many backward calls", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "1"
     ),
-    "training.global_batch_size": Expression(Verdict.EXACT, "none", "follows from the other sizes"),
-    "training.gradient_clipping": _write(
+    "training.global_batch_size": Expression(Verdict.EXACT, NO_KEY, "follows from the other sizes"),
+    "training.gradient_clipping": write(
         "torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before optimizer.step()",
         lambda cfg: cfg.training.gradient_clipping is None,
         "null",
     ),
     "training.nonfinite": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "look whether clip_grad_norm_ returns a finite norm before optimizer.step()",
         when=(
             Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
@@ -76,41 +56,41 @@ SCRIPT: Mapping[str, Expression] = {
             ),
         ),
     ),
-    "training.last_window": _write(
+    "training.last_window": write(
         "divide the last loss sums by the number of micro-batches that are there, or leave them out",
         lambda cfg: cfg.training.gradient_accumulation_steps == 1,
         "without accumulation",
         "every window is full",
     ),
-    "training.seed": _write("torch.manual_seed(...), and the generator of the sampler"),
-    "optimizer.name": _write("build it after fully_shard"),
-    "optimizer.lr": _write("argument of the optimizer"),
-    "optimizer.betas": _write("argument of the optimizer", _without(*_ADAM, "lion"), "without betas", _OTHER),
-    "optimizer.eps": _write("argument of the optimizer", _without(*_ADAM, "adagrad"), "without eps", _OTHER),
-    "optimizer.amsgrad": _write("argument of the optimizer", lambda cfg: not cfg.optimizer.amsgrad, "false"),
-    "optimizer.momentum": _write("argument of the optimizer", lambda cfg: not cfg.optimizer.momentum, "0"),
-    "optimizer.nesterov": _write("argument of the optimizer", lambda cfg: not cfg.optimizer.nesterov, "false"),
-    "optimizer.weight_decay": _write("argument of the optimizer"),
-    "optimizer.no_decay": _write("parameter groups of the optimizer", lambda cfg: not cfg.optimizer.no_decay, "empty"),
-    "optimizer.groups": _write("parameter groups of the optimizer", lambda cfg: not cfg.optimizer.groups, "empty"),
-    "scheduler.name": _write(
+    "training.seed": write("torch.manual_seed(...), and the generator of the sampler"),
+    "optimizer.name": write("build it after fully_shard"),
+    "optimizer.lr": write("argument of the optimizer"),
+    "optimizer.betas": write("argument of the optimizer", _without(*_ADAM, "lion"), "without betas", _OTHER),
+    "optimizer.eps": write("argument of the optimizer", _without(*_ADAM, "adagrad"), "without eps", _OTHER),
+    "optimizer.amsgrad": write("argument of the optimizer", lambda cfg: not cfg.optimizer.amsgrad, "false"),
+    "optimizer.momentum": write("argument of the optimizer", lambda cfg: not cfg.optimizer.momentum, "0"),
+    "optimizer.nesterov": write("argument of the optimizer", lambda cfg: not cfg.optimizer.nesterov, "false"),
+    "optimizer.weight_decay": write("argument of the optimizer"),
+    "optimizer.no_decay": write("parameter groups of the optimizer", lambda cfg: not cfg.optimizer.no_decay, "empty"),
+    "optimizer.groups": write("parameter groups of the optimizer", lambda cfg: not cfg.optimizer.groups, "empty"),
+    "scheduler.name": write(
         "torch.optim.lr_scheduler.LambdaLR, stepped after each update",
         lambda cfg: _constant(cfg) and not cfg.scheduler.warmup_steps,
         "constant without warm-up",
     ),
-    "scheduler.warmup_steps": _write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "0"),
-    "scheduler.warmup_type": _write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
-    "scheduler.warmup_start_ratio": _write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
-    "scheduler.delay_steps": _write("part of the schedule", lambda cfg: not cfg.scheduler.delay_steps, "0"),
-    "scheduler.total_steps": _write("part of the schedule", _constant, "constant"),
-    "scheduler.min_lr_ratio": _write("part of the schedule", _constant, "constant"),
-    "communication.reduce_bucket_size": _time("time alone; FSDP2 reduces the gradients of a unit together"),
-    "communication.prefetch_bucket_size": _time("time alone; FSDP2 gathers the next unit ahead"),
-    "communication.overlap": _time("time alone; FSDP2 always overlaps", lambda cfg: cfg.communication.overlap, "true"),
-    "communication.desync_check": _time(_OWN_CHECK),
-    "communication.desync_timeout": _time(_OWN_CHECK),
-    "compile.mode": _write("block.compile() before fully_shard, or model.compile()", lambda cfg: cfg.compile.mode == "none", "none"),
-    "compile.backend": _write("compile(backend=...)", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
-    "strict": _time("says how unishard itself takes approximations"),
+    "scheduler.warmup_steps": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "0"),
+    "scheduler.warmup_type": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
+    "scheduler.warmup_start_ratio": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
+    "scheduler.delay_steps": write("part of the schedule", lambda cfg: not cfg.scheduler.delay_steps, "0"),
+    "scheduler.total_steps": write("part of the schedule", _constant, "constant"),
+    "scheduler.min_lr_ratio": write("part of the schedule", _constant, "constant"),
+    "communication.reduce_bucket_size": none("time alone; FSDP2 reduces the gradients of a unit together"),
+    "communication.prefetch_bucket_size": none("time alone; FSDP2 gathers the next unit ahead"),
+    "communication.overlap": none("time alone; FSDP2 always overlaps", lambda cfg: cfg.communication.overlap, "true"),
+    "communication.desync_check": none(_OWN_CHECK),
+    "communication.desync_timeout": none(_OWN_CHECK),
+    "compile.mode": write("block.compile() before fully_shard, or model.compile()", lambda cfg: cfg.compile.mode == "none", "none"),
+    "compile.backend": write("compile(backend=...)", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
+    "strict": none("says how unishard itself takes approximations"),
 }
 """Rows by field; `unishard_fsdp.expressions` puts them in the order of the schema."""

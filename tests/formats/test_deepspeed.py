@@ -258,7 +258,7 @@ def test_what_transformers_fills_in():
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel", "remove it"),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow", "remove it"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "write mean"),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "of at most 3"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "from 0 to 3"),
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com", "did you mean 'overlap_comm'?"),
         ({"bf16": True}, "bf16", "must be a mapping of keys"),
         ({"gradient_clipping": [1]}, "gradient_clipping", "must be a number"),

@@ -140,9 +140,11 @@ def test_an_exception_counts_more_than_its_row_and_what_is_refused_is_not_writte
 
 
 def test_what_the_script_decides_is_auto_where_the_format_has_that_word_and_left_out_elsewhere() -> None:
-    undecided = {"training.micro_batch_size", "optimizer.lr"}
+    undecided = {"training.micro_batch_size", "training.seed", "optimizer.lr"}
     document, words = express(EXPRESSIONS, Config(), Topology(), undecided)
     assert document["batch"] == {"size": "auto"}
     assert "lr" not in document
     assert words["training.micro_batch_size"].verdict is Verdict.UNDECIDED
-    assert words["optimizer.lr"].verdict is Verdict.EXACT
+    assert words["training.seed"].verdict is Verdict.EXACT, "the script goes on doing what the format has no key for"
+    assert words["optimizer.lr"].verdict is Verdict.UNDECIDED
+    assert "write the value" in words["optimizer.lr"].note

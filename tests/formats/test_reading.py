@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from unishard import ConfigError, Topology
-from unishard.formats.reading import STAND_INS, Reading, assemble, default_of, placeholder, undecided_in
+from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import open_source
+from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
 from unishard.meanings import Entry, Meaning, Undecided, Verdict
 
 WHO = Undecided("the script")
@@ -150,3 +151,13 @@ def test_placeholders() -> None:
 def test_a_default_may_depend_on_fields_beside_it() -> None:
     assert default_of("precision.reduce", {"precision.compute": "bf16"}) == "bf16" or default_of("precision.reduce", {}) == "fp32"
     assert default_of("training.seed", {}) == put().config.training.seed
+
+
+def test_an_assumed_entry_is_never_refused() -> None:
+    said = put(entry("a", precision__compute="fp16"), entry("b", assumed=True, precision__reduce="bf16"))
+    assert [found.meaning.verdict for found in said.entries] == [Verdict.EXACT, Verdict.APPROXIMATE]
+    assert "the default holds" in said.entries[1].meaning.note
+    clash = put(
+        entry("a", precision__compute="fp16"), entry("b", precision__compute="bf16"), entry("c", assumed=True, precision__reduce="bf16")
+    )
+    assert [found.key for found in clash.entries if found.meaning.verdict is Verdict.REFUSED] == ["b"]

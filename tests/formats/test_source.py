@@ -198,3 +198,8 @@ def test_a_mapping_becomes_plain_values() -> None:
 
 def test_an_anchor_may_be_given_anew(tmp_path: Path) -> None:
     assert opened(tmp_path, "a: &x 1\nb: &x 2\nc: *x\n", "config.yaml").data == {"a": 1, "b": 2, "c": 2}
+
+
+def test_json_without_its_first_bracket_is_said_to_be_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not JSON: a config begins with"):
+        opened(tmp_path, '"a": 1,\n"b": 2}')

@@ -192,10 +192,10 @@ def test_recognised(data: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        ({}, r"is in no format that unishard knows \(its keys: none\); name it with --from, one of unishard, deepspeed"),
+        ({}, r"is in no format that unishard knows \(its keys: none\); say it \(unishard translate --from\), one of unishard, deepspeed"),
         ({"a": 1, "b": 2}, r"is in no format that unishard knows \(its keys: a, b\)"),
         ({"model": 1}, "is in no format that unishard knows"),
-        ({"adapter": 1, "loggers": 2}, r"could be in any of the formats axolotl, composer \(its keys: adapter, loggers\); name one"),
+        ({"adapter": 1, "loggers": 2}, r"could be in any of the formats axolotl, composer \(its keys: adapter, loggers\); say which"),
         ({"actor_rollout_ref": {}}, "is a config of Hydra, such as verl's, which unishard does not read; write a new config"),
         ({"defaults": ["a"], "trainer": {}}, "is a config of Hydra"),
     ],

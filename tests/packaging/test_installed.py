@@ -56,6 +56,14 @@ def test_both_backends_are_found(core):
     assert "deepspeed" in listed
 
 
+@pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf", "lightning", "axolotl", "composer", "torchtitan"])
+def test_every_format_is_there_and_needs_no_engine(core, to):
+    path = core.folder / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 4}', encoding="utf-8")
+    engine = "deepspeed" if to in ("deepspeed", "unishard") else "fsdp"
+    assert core.output("unishard", "translate", path, "--to", to, "--set", f"backend={engine}", "--report", "none")
+
+
 def test_translation_needs_no_engine(core, config):
     assert "fully_shard" in core.output("unishard", "explain", config, "fsdp", "--native")
     assert '"stage": 3' in core.output("unishard", "explain", config, "deepspeed", "--native")

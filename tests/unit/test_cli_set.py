@@ -168,3 +168,20 @@ def test_every_config_that_comes_with_unishard_can_be_edited(config: Path) -> No
         after = edited(config, text, "training.seed=77", "strict=true")
         assert {line for line in text.splitlines() if "#" in line} <= set(after.splitlines()), "each comment is where it was"
         assert unishard.load(config) == unishard.load(source, ["training.seed=77", "strict=true"])
+
+
+@pytest.mark.parametrize("command", [("set", "training.seed=1"), ("explain",)])
+def test_a_config_of_another_tool_is_named_and_how_to_translate_it(command: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 8}')
+    done = run(command[0], str(path), *command[1:])
+    assert done.exit_code == 1
+    assert "is a config of deepspeed" in done.output
+    assert f"unishard translate {path} --to unishard" in done.output
+    assert "unknown field" not in done.output
+
+
+def test_a_file_of_ours_with_mistakes_is_not_taken_for_another_tools(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("optimizer: {nme: adamw}\nscheduler: {type: cosine}\nactivation_checkpointing: full\n")
+    assert "unknown field" in run("explain", str(path)).output

@@ -57,12 +57,18 @@ def test_reference_links_to_every_section() -> None:
     assert "Short form: `sharding: full_shard` means `sharding: {strategy: full_shard}`." in text
 
 
+def test_the_contents_of_the_page_of_formats_lead_to_its_headings() -> None:
+    text = pages()["docs/formats.md"]
+    headings = {title.lower().replace(":", "").replace(" ", "-") for title in re.findall(r"^##+ (.*)$", text, flags=re.MULTILINE)}
+    assert set(re.findall(r"\(#([^)]+)\)", text)) == headings - {"contents"}
+
+
 def test_every_key_and_every_field_of_every_format_is_on_the_page() -> None:
     text = pages()["docs/formats.md"]
     sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE))
-    tables = {f"{one.name} ({one.tool})": (one.keys, one.expressions) for one in formats()}
+    tables = {one.name: (one.keys, one.expressions) for one in formats()}
     tables |= {f"Arguments of {name}": (registry.get(name).keys, registry.get(name).expressions) for name in ("fsdp", "deepspeed")}
-    assert set(sections) == set(tables)
+    assert set(sections) == {"Contents", *tables}
     for title, (keys, expressions) in tables.items():
         for key in keys:
             assert f"`{key}`" in sections[title]

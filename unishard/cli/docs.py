@@ -18,7 +18,7 @@ def docs(
 ) -> None:
     """Write the generated pages.
 
-    MAPPING.md from the backends' rules, docs/schema.md from the schema.
+    MAPPING.md from the backends' rules, docs/formats.md from the tables of the formats, docs/schema.md from the schema.
     """
     from unishard.docs import pages
 

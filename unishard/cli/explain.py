@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, WorldSize, topology_of
+from unishard.cli.foreign import own_file
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.errors import ConfigError
 from unishard.rules import Fit
@@ -45,7 +46,8 @@ def explain(
     from unishard.loading import read
 
     topology = topology_of(world_size, gpus_per_node) or Topology()
-    cfg, origins = read(config, set_ or ())
+    with own_file(config):
+        cfg, origins = read(config, set_ or ())
     try:
         if native:
             _print_native(cfg, backend, topology)

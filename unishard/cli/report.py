@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from unishard.formats import Item, Outcome
 
-__all__ = ["ReportForm", "counts_of", "plain", "pressing", "value_of", "write_report"]
+__all__ = ["ReportForm", "plain", "value_of", "write_report"]
 
 _ORDER = (Verdict.EXACT, Verdict.EMULATED, Verdict.DROPPED, Verdict.APPROXIMATE, Verdict.UNDECIDED, Verdict.REFUSED)
 """What needs attention stands last, where the eye is when the command has ended."""
@@ -55,7 +55,7 @@ def _sorted(outcome: Outcome, *, full: bool) -> list[Item]:
     return sorted(shown, key=lambda item: _ORDER.index(item.verdict))
 
 
-def counts_of(items: Sequence[Item]) -> str:
+def _counts_of(items: Sequence[Item]) -> str:
     """How many there are of each verdict: `4 exact, 1 refused`."""
     counts = [(verdict, sum(item.verdict is verdict for item in items)) for verdict in _ORDER]
     return ", ".join(f"{count} {verdict}" for verdict, count in counts if count) or "no keys"
@@ -134,17 +134,17 @@ def _becomes(item: Item) -> Text:
     return cell
 
 
-def pressing(outcome: Outcome) -> dict[str, str]:
+def _pressing(outcome: Outcome) -> dict[str, str]:
     """The fields that still need a decision, and who knows each."""
     return {path: undecided.who for path, undecided in outcome.reading.undecided.items()}
 
 
 def _closing(outcome: Outcome, hidden: int) -> list[str]:
     """The last lines: what to decide, and how many there are of each verdict."""
-    open_ = pressing(outcome)
+    open_ = _pressing(outcome)
     lines = [f"to decide: {' '.join(f'--set {path}=VALUE' for path in open_)}"] if open_ else []
     more = f" (--report full shows {hidden} more that {outcome.reading.format} assumes)" if hidden else ""
-    return [*lines, f"{outcome.reading.format} -> {outcome.to}: {counts_of(outcome.items)}{more}"]
+    return [*lines, f"{outcome.reading.format} -> {outcome.to}: {_counts_of(outcome.items)}{more}"]
 
 
 def _object(outcome: Outcome) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "to": outcome.to,
         "backend": outcome.reading.config.backend,
         "summary": {str(verdict): len(outcome.of(verdict)) for verdict in _ORDER},
-        "undecided": pressing(outcome),
+        "undecided": _pressing(outcome),
         "warnings": list(outcome.warnings),
         "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
     }
@@ -177,7 +177,7 @@ def plain(value: Any) -> Any:
 
 def _markdown(outcome: Outcome) -> str:
     name = outcome.reading.source.name or "config"
-    lines = [f"**{_escaped(name)}**: {outcome.reading.format} → {outcome.to} ({counts_of(outcome.items)})", ""]
+    lines = [f"**{_escaped(name)}**: {outcome.reading.format} → {outcome.to} ({_counts_of(outcome.items)})", ""]
     lines += [f"> warning: {_escaped(warning)}\n" for warning in outcome.warnings]
     lines += ["| line | key = value | verdict | becomes | note |", "|---|---|---|---|---|"]
     for item in _sorted(outcome, full=False):
@@ -185,7 +185,7 @@ def _markdown(outcome: Outcome) -> str:
         line = "" if item.line is None else str(item.line)
         cells = (line, _code(_said(item)), verdict, _code(item.becomes), _escaped(item.note))
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in pressing(outcome).items())]
+    lines += ["", *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in _pressing(outcome).items())]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from unishard.cli.arguments import ConfigFile
+from unishard.cli.foreign import own_file
 from unishard.cli.saving import save
 
 __all__ = ["set_"]
@@ -22,4 +23,6 @@ def set_(
     """
     from unishard.loading.editing import edit
 
-    save(config, edit(config, changes))
+    with own_file(config):
+        text = edit(config, changes)
+    save(config, text)

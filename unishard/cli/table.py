@@ -68,12 +68,14 @@ def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -
     from rich.console import Console
     from rich.table import Table
 
+    console = Console(file=file)
+    whole = max(len(row[0]) for row in rows) <= console.width // len(columns)
     table = Table(header_style="bold", show_lines=False)
     for at, name in enumerate(columns):
-        table.add_column(name, overflow="fold", no_wrap=at == 0)
+        table.add_column(name, overflow="fold", no_wrap=at == 0 and whole)
     for row in rows:
         table.add_row(*map(_coloured, row))
-    Console(file=file).print(table)
+    console.print(table)
 
 
 def _coloured(cell: str) -> Text:

@@ -241,9 +241,9 @@ def recognise(source: Source) -> Format:
         return get(name)
     keys = ", ".join(list(source.data)[:5]) or "none"
     if most >= _ENOUGH:
-        what = f"could be in any of the formats {', '.join(rivals)} (its keys: {keys}); name one of them with --from"
+        what = f"could be in any of the formats {', '.join(rivals)} (its keys: {keys}); say which (unishard translate --from)"
     else:
-        what = f"is in no format that unishard knows (its keys: {keys}); name it with --from, one of {', '.join(NAMES)}"
+        what = f"is in no format that unishard knows (its keys: {keys}); say it (unishard translate --from), one of {', '.join(NAMES)}"
     raise ConfigError([Problem("", what, source.name)])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,18 +15,16 @@ from unishard.loading.document import Document
 from unishard.loading.findings import dotted, findings_of
 from unishard.loading.origins import OVERRIDE, Origins
 from unishard.loading.overrides import override
+from unishard.loading.placeholders import STAND_INS
 from unishard.meanings import Entry, Undecided, Verdict
 from unishard.rules import merge, nested
 from unishard.topology import Topology
 from unishard.wording import shown
 
-__all__ = ["STAND_INS", "Reading", "assemble", "default_of", "placeholder", "undecided_in"]
+__all__ = ["Reading", "assemble", "default_of"]
 
-STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2}
-"""What fills the place of an undecided field that others need; every other one keeps its default."""
 _LEFT_OUT: Any = object()
 _FIELDS = dict(leaves(Config))
-_PLACEHOLDER = re.compile(r"\$\{([a-z_]+(?:\.[a-z_]+)*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +42,6 @@ class Reading:
     """Fields that only the training script knows, and who decides each."""
     topology: Topology | None
     """The ranks that the document speaks of."""
-
-
-def placeholder(field: str) -> str:
-    """What stands in a unishard file for a value that needs a decision: `${training.micro_batch_size}`."""
-    return f"${{{field}}}"
-
-
-def undecided_in(value: Any) -> str | None:
-    """The field that a placeholder names; None for anything else."""
-    found = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
-    return found.group(1) if found else None
 
 
 def assemble(
@@ -178,7 +164,7 @@ def _override(document: Document, overrides: Iterable[str]) -> frozenset[str]:
 
 
 def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
-    """The entries, those refused that the schema finds fault with; where an assumed one is at fault as well, it yields instead.
+    """The entries, those refused that the schema finds fault with. Assumed ones yield instead: nobody asked for what a tool assumes.
 
     Raises:
         ConfigError: None of them is at fault, so an override is.
@@ -187,9 +173,16 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
     if not blamed:
         raise ConfigError([Problem(path, what, "override") for path, what in faults.items()])
     yielding = {index for index in blamed if entries[index].assumed}
-    if yielding and len(yielding) < len(blamed):
+    if yielding and len(yielding) == len(blamed) and not any(entry.meaning.verdict is Verdict.REFUSED for entry in entries):
+        return [_yielded(entry, blamed[index]) if index in blamed else entry for index, entry in enumerate(entries)]
+    if yielding:
         return [entry for index, entry in enumerate(entries) if index not in yielding]
     return [entry.but(Verdict.REFUSED, _worded(blamed[index])) if index in blamed else entry for index, entry in enumerate(entries)]
+
+
+def _yielded(entry: Entry, fault: str) -> Entry:
+    note = f"what the tool assumes here {_worded(fault)}; the default holds"
+    return replace(entry, meaning=replace(entry.meaning, verdict=Verdict.APPROXIMATE, note=note, fields={}, native={}))
 
 
 def _worded(fault: str) -> str:

@@ -77,12 +77,19 @@ def _parsed(content: str, path: Path) -> _Parsed:
     if path.suffix.lower() == ".toml":
         return _toml(content, path), Origins(Place(str(path))), [], []
     if not looks_like_json(content):
-        return _yaml(content, path)
+        return _not_json(content, path)
     try:
         data, origins, leniencies = parse(content, str(path))
     except BrokenJson as error:
         return _nearly_json(content, path, error)
     return data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else [], []
+
+
+def _not_json(content: str, path: Path) -> _Parsed:
+    """What does not begin as JSON does. In a file that is called JSON, YAML would take `"a": 1,` for the text `1,`."""
+    if path.suffix.lower() == ".json" and content.lstrip().startswith('"'):
+        raise _whole(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1)
+    return _yaml(content, path)
 
 
 def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:

@@ -10,9 +10,10 @@ from typing import Any
 from unishard import registry
 from unishard.config import Config, Section, leaves, value_at
 from unishard.errors import ConfigError, Problem
-from unishard.formats.reading import Reading, placeholder
+from unishard.formats.reading import Reading
 from unishard.formats.unishard.described import described
 from unishard.loading.editing import check_text
+from unishard.loading.placeholders import placeholder
 from unishard.rules import Fit, nested
 from unishard.topology import Topology
 from unishard.wording import choices

@@ -13,7 +13,7 @@ from unishard.formats import catalog
 from unishard.formats.format import Format
 from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import Source, open_source
-from unishard.meanings import Entry, Expressed, Verdict, Word
+from unishard.meanings import LEFT_OUT, NO_KEY, Entry, Expressed, Verdict, Word
 from unishard.rules import Native, flat, merge
 from unishard.topology import Topology
 from unishard.wording import shown
@@ -178,7 +178,9 @@ def _word(entry: Entry, reading: Reading, target: Format, expressed: Expressed) 
     if not meaning.fields:
         return own or Word(meaning.verdict, "", meaning.note)
     if own is None:
-        return _worst(entry, reading, expressed)
+        word = _worst(entry, reading, expressed)
+        silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
+        return Word(Verdict.EXACT, "", "goes on being left to it") if silent else word
     said = _worst(entry.but(Verdict.EXACT, ""), reading, expressed)
     becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
     return Word(max(said.verdict, own.verdict, key=lambda verdict: verdict.badness), becomes, note)
@@ -208,15 +210,16 @@ def _setting(path: str, reading: Reading, expressed: Expressed) -> Word:
 
 def _worst(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
     """Of what the key means and what the other format makes of it, the worse."""
-    undecided = any(field in reading.undecided for field in entry.meaning.fields)
-    own = Verdict.EXACT if entry.meaning.verdict is Verdict.UNDECIDED and not undecided else entry.meaning.verdict
-    words = [expressed.words[field] for field in entry.meaning.fields if field in expressed.words]
+    own = entry.meaning
+    left = [field for field in own.fields if field in reading.undecided]
+    words = [expressed.words[field] for field in own.fields if field in expressed.words]
     said = max((word.verdict for word in words), key=lambda verdict: verdict.badness, default=Verdict.EXACT)
-    if own is Verdict.UNDECIDED:
+    verdict, notes = max(own.verdict, said, key=lambda verdict: verdict.badness), [own.note] if own.verdict is not Verdict.EXACT else []
+    if own.verdict is Verdict.UNDECIDED:
         # Whether it must be decided now is the other format's to say.
-        verdict, notes = said, []
-    else:
-        verdict, notes = max(own, said, key=lambda verdict: verdict.badness), [entry.meaning.note] if own is not Verdict.EXACT else []
+        verdict, notes = said, notes if left and said is Verdict.UNDECIDED else []
+    elif said is Verdict.UNDECIDED:
+        notes += [f"{field} comes from {reading.undecided[field].who}" for field in left]
     notes += [word.note for word in words if word.note and word.verdict is not Verdict.EXACT] if said is not Verdict.EXACT else []
-    becomes = ", ".join(dict.fromkeys(word.key for word in words if word.key))
+    becomes = ", ".join(dict.fromkeys(word.key for word in words if word.key not in ("", NO_KEY)))
     return Word(verdict, becomes, "; ".join(dict.fromkeys(filter(None, notes))))

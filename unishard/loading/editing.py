@@ -18,13 +18,12 @@ from unishard.errors import ConfigError, Problem
 from unishard.loading import settle
 from unishard.loading.document import from_file, from_text, text_of
 from unishard.loading.findings import dotted
+from unishard.loading.placeholders import STAND_INS, undecided_in
 from unishard.rules import flat
 
 __all__ = ["check_text", "edit"]
 
 _FIELDS = dict(leaves(Config))
-_STAND_INS = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2}
-"""What fills the place of a field that is to be decided and that others need; every other one keeps its default."""
 
 
 class _Splice(NamedTuple):
@@ -65,11 +64,11 @@ def check_text(text: str, name: str, changes: Sequence[str] = ()) -> Config:
     """
     document = from_text(text, name)
     changed = {change.partition("=")[0].strip() for change in changes}
-    left = {path for path, value in flat(document.data) if value == f"${{{path}}}" and path in _FIELDS and path not in changed}
+    left = {path for path, value in flat(document.data) if undecided_in(value) == path and path in _FIELDS and path not in changed}
     for path in left:
         _leave_out(document.data, path.split("."))
     document.findings = [found for found in document.findings if dotted(found.path) not in left]
-    return settle(document, [*changes, *(f"{path}={value}" for path, value in _STAND_INS.items() if path in left)])[0]
+    return settle(document, [*changes, *(f"{path}={value}" for path, value in STAND_INS.items() if path in left)])[0]
 
 
 def _leave_out(data: Any, keys: Sequence[str]) -> None:

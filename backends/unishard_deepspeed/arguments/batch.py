@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.keys import drops, integer, number
-from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.meanings import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_deepspeed import fields
@@ -18,7 +18,6 @@ __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 _TRAIN, _MICRO, _WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MICRO_OF_RANKS = f"{_TRAIN} / ({_WINDOW} x ranks)"
 _WINDOW_OF_RANKS = f"{_TRAIN} / ({_MICRO} x ranks)"
-_SCRIPT = "your training script"
 
 
 def assumed(given: Given) -> dict[str, Any]:
@@ -137,7 +136,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "training.last_window": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "drop the micro-batches that do not fill a window, such as by the length of the DataLoader",
         when=(
             Case("gradient_accumulation_steps is 1", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Verdict.EXACT, ""),
@@ -149,5 +148,5 @@ EXPRESSIONS: Mapping[str, Expression] = {
             ),
         ),
     ),
-    "training.seed": Expression(Verdict.UNDECIDED, _SCRIPT, "torch.manual_seed(seed) before the model is made, and the sampler's seed"),
+    "training.seed": Expression(Verdict.UNDECIDED, SCRIPT, "torch.manual_seed(seed) before the model is made, and the sampler's seed"),
 }

@@ -7,12 +7,12 @@ from typing import Any
 
 from unishard.config import Config, value_at
 from unishard.keys import boolean, drops, number
-from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.meanings import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
 
-__all__ = ["EXPRESSIONS", "KEYS", "assumed", "base_lr", "peak_of"]
+__all__ = ["EXPRESSIONS", "KEYS", "assumed", "peak_of"]
 
 _P = "optimizer.params."
 _NAMES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
@@ -58,7 +58,7 @@ def assumed(given: Given) -> dict[str, Any]:
     return {f"{_P}lr": rate, f"{_P}weight_decay": decay} | ({f"{_P}betas": [0.9, 0.999]} if name == "lion" else {})
 
 
-def base_lr(given: Given) -> Any:
+def _base_lr(given: Given) -> Any:
     """The rate that the optimizer's section says: a number, `Undecided`, or None where it says nothing."""
     value = given.get(f"{_P}lr")
     value = assumed(given).get(f"{_P}lr") if value is None else value
@@ -68,14 +68,14 @@ def base_lr(given: Given) -> Any:
 def peak_of(given: Given) -> Any:
     """The rate at the top of the schedule, which DeepSpeed's warm-ups write over that of the optimizer."""
     if given.get("scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
-        return base_lr(given)
+        return _base_lr(given)
     top = given.get("scheduler.params.warmup_max_lr")
     found = quiet(number(0), top)
     if found is None and top is None and given.get("scheduler.type") == "WarmupDecayLR":
         found = 0.001
     if found is not None:
         return found
-    return base_lr(given) if base_lr(given) is not None else Undecided(f"learning_rate {ARGUMENTS}") if top == AUTO else None
+    return _base_lr(given) if _base_lr(given) is not None else Undecided(f"learning_rate {ARGUMENTS}") if top == AUTO else None
 
 
 def _type(value: Any, given: Given) -> Meaning:
@@ -93,7 +93,7 @@ def _type(value: Any, given: Given) -> Meaning:
 def _rate(value: Any, given: Given) -> Meaning:
     if value != AUTO:
         number(0)(value)
-    peak, own = peak_of(given), base_lr(given)
+    peak, own = peak_of(given), _base_lr(given)
     if own != peak:
         return dropped("the scheduler's warmup_max_lr is written over it")
     return _decided("optimizer.lr", peak)
@@ -223,13 +223,13 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "optimizer.weight_decay": _plain("weight_decay", tuple(_TYPES), auto=True),
     "optimizer.no_decay": Expression(
         Verdict.UNDECIDED,
-        "your training script",
+        SCRIPT,
         f"{_GROUPS}, those without decay with weight_decay 0",
         when=(Case("empty", lambda cfg: not cfg.optimizer.no_decay, Verdict.EXACT, ""),),
     ),
     "optimizer.groups": Expression(
         Verdict.UNDECIDED,
-        "your training script",
+        SCRIPT,
         f"{_GROUPS} with their lr and weight_decay, and each group's rate in a list as warmup_max_lr",
         when=(Case("empty", lambda cfg: not cfg.optimizer.groups, Verdict.EXACT, ""),),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.keys import boolean, drops, integer, number, own, refuses, text
-from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.meanings import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
 from unishard_deepspeed.arguments.facts import device, dropped, only, quiet, stage
 from unishard_deepspeed.constants import CONSTANTS
 from unishard_deepspeed.keys import ACCEPTED, REMOVED, SAME_MATHS
@@ -16,7 +16,6 @@ from unishard_deepspeed.keys import ACCEPTED, REMOVED, SAME_MATHS
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 
 _Z = "zero_optimization."
-_SCRIPT = "your training script"
 _SAME = frozenset(
     {
         "gradient_predivide_factor",
@@ -209,13 +208,13 @@ def _recomputes(cfg: Config) -> bool:
 EXPRESSIONS: Mapping[str, Expression] = {
     "activation_checkpointing": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "torch.utils.checkpoint around the blocks (a transformers model: model.gradient_checkpointing_enable()); the section "
         "activation_checkpointing of DeepSpeed's config recomputes nothing on its own",
         when=(Case("none", lambda cfg: not _recomputes(cfg), Verdict.EXACT, ""),),
     ),
-    "compile.mode": Expression(Verdict.UNDECIDED, _SCRIPT, "engine.compile(), or torch.compile of each block", when=(_NOT_COMPILED,)),
-    "compile.backend": Expression(Verdict.UNDECIDED, _SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
+    "compile.mode": Expression(Verdict.UNDECIDED, SCRIPT, "engine.compile(), or torch.compile of each block", when=(_NOT_COMPILED,)),
+    "compile.backend": Expression(Verdict.UNDECIDED, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
     "strict": Expression(
         Verdict.DROPPED, "", "about unishard's report", when=(Case("false", lambda cfg: not cfg.strict, Verdict.EXACT, ""),)
     ),

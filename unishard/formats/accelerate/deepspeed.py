@@ -159,4 +159,5 @@ def _compute(arguments: Arguments, precision: str, spot: Spot) -> None:
 def no_file(path: Path, name: Any) -> Entry:
     """An entry for a file that is not there: what it says must be decided by somebody else."""
     who = f"{name}, which is there neither beside this file nor in the working directory; give its path"
-    return Entry(path, name, Meaning(Verdict.UNDECIDED, f"is not read; {TOOL} fails as well", {"sharding.strategy": Undecided(who)}))
+    note = f"the value comes from {who}; {TOOL} fails as well"
+    return Entry(path, name, Meaning(Verdict.UNDECIDED, note, {"sharding.strategy": Undecided(who)}))

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
+from unishard.expressions import none, write
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.expressions import mixed
-from unishard.formats.accelerate.script import SCRIPT, none, write
+from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.meanings import Case, Expression, Verdict
 from unishard.rules import Native, flat
 from unishard.topology import Topology
@@ -226,7 +227,7 @@ _LOOP: Mapping[str, Expression] = {
     ),
 }
 
-_ROWS = {**_SHARDING, **_PRECISION, **_LOOP, **SCRIPT}
+_ROWS = {**_SHARDING, **_PRECISION, **_LOOP, **BY_SCRIPT}
 
 DEEPSPEED_EXPRESSIONS: Mapping[str, Expression] = {path: _ROWS[path] for path, _ in leaves(Config)}
 """Rows in the order of the schema."""

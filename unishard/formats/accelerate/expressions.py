@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
-from unishard.formats.accelerate.script import SCRIPT, none, write
-from unishard.meanings import Case, Expression, Verdict
+from unishard.expressions import none, write
+from unishard.formats.accelerate.script import BY_SCRIPT
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -153,7 +154,7 @@ _PRECISION: Mapping[str, Expression] = {
     ),
     "precision.master": Expression(
         Verdict.UNDECIDED,
-        "your training script",
+        SCRIPT,
         "load the model in this format (torch_dtype of from_pretrained)",
         when=(
             Case("mixed", mixed, Verdict.EXACT, "Accelerate casts trainable parameters to fp32"),
@@ -192,19 +193,19 @@ _PRECISION: Mapping[str, Expression] = {
     ),
     "precision.loss_scale": Expression(
         Verdict.UNDECIDED,
-        "your training script",
+        SCRIPT,
         "Accelerate's GradScaler has a dynamic scale alone; scale the loss yourself",
         when=(Case(*_FP16), Case("dynamic", lambda cfg: cfg.precision.loss_scale == "dynamic", Verdict.EXACT, "GradScaler")),
     ),
     "precision.initial_loss_scale": Expression(
         Verdict.UNDECIDED,
-        "your training script",
+        SCRIPT,
         f"{_SCALER} with init_scale",
         when=(Case(*_FP16), Case("65536", lambda cfg: cfg.precision.initial_loss_scale == 65536, Verdict.EXACT, "GradScaler's default")),
     ),
     "precision.loss_scale_growth_interval": Expression(
         Verdict.UNDECIDED,
-        "your training script",
+        SCRIPT,
         f"{_SCALER} with growth_interval",
         when=(
             Case(*_FP16),
@@ -266,7 +267,7 @@ _LOOP: Mapping[str, Expression] = {
     ),
     "training.nonfinite": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "torch makes an update with gradients that are not finite; look at what clip_grad_norm_ returns before optimizer.step()",
         when=(
             Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
@@ -307,7 +308,7 @@ _LOOP: Mapping[str, Expression] = {
     ),
 }
 
-_ROWS = {**_SHARDING, **_PRECISION, **_OFFLOAD, **_LOOP, **SCRIPT}
+_ROWS = {**_SHARDING, **_PRECISION, **_OFFLOAD, **_LOOP, **BY_SCRIPT}
 
 FSDP_EXPRESSIONS: Mapping[str, Expression] = {path: _ROWS[path] for path, _ in leaves(Config)}
 """Rows in the order of the schema."""

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.meanings import Case, Expression, Verdict
+from unishard.expressions import none, write
+from unishard.meanings import NO_KEY, Case, Expression, Verdict
 
-__all__ = ["SCRIPT", "none", "write"]
-
-Holds = Callable[[Config], bool]
-
-
-def write(note: str, idle: Holds | None = None, case: str = "", why: str = "") -> Expression:
-    """A row for what the training script must do.
-
-    Args:
-        note: What to write there.
-        idle: Whether a config needs nothing.
-        case: That condition in words.
-        why: Why nothing is needed.
-    """
-    when = (Case(case, idle, Verdict.EXACT, why),) if idle else ()
-    return Expression(Verdict.UNDECIDED, "your training script", note, when=when)
-
-
-def none(note: str, idle: Holds | None = None, case: str = "", verdict: Verdict = Verdict.DROPPED) -> Expression:
-    """A row for what Accelerate has no key for.
-
-    Args:
-        note: Why nothing is lost, or what is.
-        idle: Whether a config asks for what happens anyway.
-        case: That condition in words.
-        verdict: What is lost otherwise.
-    """
-    return Expression(verdict, "none", note, when=(Case(case, idle, Verdict.EXACT, ""),) if idle else ())
+__all__ = ["BY_SCRIPT"]
 
 
 def _optimizer(field: str, *names: str) -> Expression:
@@ -60,12 +34,12 @@ _SCHEDULE = (
 _OWN_CHECK = "unishard's own check of collective calls"
 _ADAM = ("adamw", "adam")
 
-SCRIPT: Mapping[str, Expression] = {
+BY_SCRIPT: Mapping[str, Expression] = {
     "training.micro_batch_size": write("batch_size of the DataLoader that Accelerator.prepare gets, of each rank"),
     "training.global_batch_size": none("follows from the other sizes", lambda cfg: cfg.training.global_batch_size is None, "null"),
     "training.last_window": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "Accelerate steps at the end of the data and divides by the full window, which gives the last samples less weight",
         when=(
             Case("no accumulation", _every_step, Verdict.EXACT, "every window is full"),

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.expressions import idle, lost, none
 from unishard.formats.composer import groups
 from unishard.grouping import parts
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import NO_KEY, Case, Expression, Holds, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -19,7 +20,6 @@ _OPTIMIZERS = {"adamw": "decoupled_adamw", "lion": "decoupled_lionw"}
 _SHAPES = {"constant": "constant_with_warmup", "linear": "linear_decay_with_warmup", "cosine": "cosine_with_warmup"}
 _ENGINES = frozenset({"fsdp"})
 """What Composer runs."""
-Holds = Callable[[Config], bool]
 
 
 def _fsdp(settings: Native) -> Native:
@@ -84,23 +84,10 @@ def _not_fp16(cfg: Config) -> bool:
     return cfg.precision.compute != "fp16"
 
 
-def _idle(case: str, holds: Holds, note: str = "") -> Case:
-    return Case(case, holds, Verdict.EXACT, note)
-
-
 def _scaled(at_default: Holds) -> Expression:
     note = "Composer's GradScaler begins at 65536 and doubles after 2000 updates"
-    idle = (_idle("compute is not fp16", _not_fp16, "nothing is scaled"), _idle("as torch's GradScaler", at_default))
-    return Expression(Verdict.APPROXIMATE, "none", note, when=idle)
-
-
-def _lost(why: str, off: Holds, case: str) -> Expression:
-    """A field that cannot be had."""
-    return Expression(Verdict.REFUSED, "none", why, when=(_idle(case, off),))
-
-
-def _time(note: str) -> Expression:
-    return Expression(Verdict.DROPPED, "none", note)
+    unscaled = (idle("compute is not fp16", _not_fp16, "nothing is scaled"), idle("as torch's GradScaler", at_default))
+    return Expression(Verdict.APPROXIMATE, NO_KEY, note, when=unscaled)
 
 
 _BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
@@ -121,7 +108,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         Verdict.REFUSED,
         "fsdp_config",
         "Composer removed DeepSpeed in 0.28 and runs FSDP alone; give --set backend=fsdp",
-        when=(_idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
+        when=(idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
     ),
     "sharding.strategy": Expression(
         Verdict.EXACT,
@@ -151,48 +138,48 @@ EXPRESSIONS: Mapping[str, Expression] = {
         Verdict.UNDECIDED,
         "fsdp_wrap_fn of the model",
         "let it say true for modules of these classes",
-        when=(_idle("auto", lambda cfg: cfg.sharding.units == "auto", "llm-foundry wraps the model's blocks"),),
+        when=(idle("auto", lambda cfg: cfg.sharding.units == "auto", "llm-foundry wraps the model's blocks"),),
     ),
     "sharding.min_unit_params": Expression(
         Verdict.EMULATED,
-        "none",
+        NO_KEY,
         "the same maths with smaller units",
-        when=(_idle("0", lambda cfg: not cfg.sharding.min_unit_params),),
+        when=(idle("0", lambda cfg: not cfg.sharding.min_unit_params),),
     ),
     "sharding.whole_units": Expression(
         Verdict.UNDECIDED,
         "fsdp_wrap_fn of the model",
         "let it say false for modules of these classes",
-        when=(_idle("empty", lambda cfg: not cfg.sharding.whole_units),),
+        when=(idle("empty", lambda cfg: not cfg.sharding.whole_units),),
     ),
     "precision.compute": Expression(
         Verdict.EMULATED,
         "precision",
         "Composer computes under autocast, which keeps norms, softmax and losses in fp32",
         lambda cfg, topology: {"precision": _PRECISIONS[cfg.precision.compute]},
-        (_idle("fp32", lambda cfg: cfg.precision.compute == "fp32"),),
+        (idle("fp32", lambda cfg: cfg.precision.compute == "fp32"),),
     ),
     "precision.master": Expression(
         Verdict.APPROXIMATE,
         "none: always fp32",
         "Composer keeps fp32 masters, which is more exact and takes more memory",
-        when=(_idle("fp32", lambda cfg: cfg.precision.master == "fp32"),),
+        when=(idle("fp32", lambda cfg: cfg.precision.master == "fp32"),),
     ),
     "precision.reduce": Expression(Verdict.EXACT, "fsdp_config.mixed_precision", "", _mixed),
     "precision.accumulate": Expression(
         Verdict.APPROXIMATE,
         "none: that of the masters",
         "FSDP adds gradients up in fp32, which is more exact",
-        when=(_idle("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
+        when=(idle("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
     ),
     "precision.buffers": Expression(Verdict.EXACT, "fsdp_config.mixed_precision", "", _mixed),
     "precision.loss_scale": _scaled(lambda cfg: cfg.precision.loss_scale == "dynamic"),
     "precision.initial_loss_scale": _scaled(lambda cfg: cfg.precision.initial_loss_scale == 65536.0),
     "precision.loss_scale_growth_interval": _scaled(lambda cfg: cfg.precision.loss_scale_growth_interval == 2000),
-    "offload.params": _lost(_NO_OFFLOAD, lambda cfg: cfg.offload.params == "none", "none"),
-    "offload.optimizer": _lost(_NO_OFFLOAD, lambda cfg: cfg.offload.optimizer == "none", "none"),
-    "offload.pin_memory": Expression(Verdict.EXACT, "none", "nothing is offloaded"),
-    "offload.nvme_path": _lost(_NO_OFFLOAD, lambda cfg: cfg.offload.nvme_path is None, "null"),
+    "offload.params": lost(_NO_OFFLOAD, lambda cfg: cfg.offload.params == "none", "none"),
+    "offload.optimizer": lost(_NO_OFFLOAD, lambda cfg: cfg.offload.optimizer == "none", "none"),
+    "offload.pin_memory": Expression(Verdict.EXACT, NO_KEY, "nothing is offloaded"),
+    "offload.nvme_path": lost(_NO_OFFLOAD, lambda cfg: cfg.offload.nvme_path is None, "null"),
     "activation_checkpointing": Expression(
         Verdict.EMULATED,
         "fsdp_config.activation_checkpointing",
@@ -202,7 +189,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
             if cfg.activation_checkpointing == "none"
             else {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
         ),
-        (_idle("full or none", lambda cfg: cfg.activation_checkpointing in ("full", "none")),),
+        (idle("full or none", lambda cfg: cfg.activation_checkpointing in ("full", "none")),),
     ),
     "training.micro_batch_size": Expression(
         Verdict.EXACT,
@@ -232,18 +219,18 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "training.nonfinite": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "Composer makes the update also when gradients are not finite",
         when=(
-            _idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
-            _idle("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and not _not_fp16(cfg), "GradScaler does it"),
+            idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
+            idle("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and not _not_fp16(cfg), "GradScaler does it"),
         ),
     ),
     "training.last_window": Expression(
         Verdict.UNDECIDED,
         "train_loader.drop_last",
         "true drops the batch that is not full, false trains on it",
-        when=(_idle("without accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),),
+        when=(idle("without accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),),
     ),
     "training.seed": Expression(Verdict.EXACT, "seed", "", lambda cfg, topology: {"seed": cfg.training.seed}),
     "optimizer.name": Expression(
@@ -251,7 +238,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "optimizer.name",
         _NO_OPTIMIZER,
         lambda cfg, topology: {"optimizer": {"name": _OPTIMIZERS[cfg.optimizer.name]}},
-        (_idle("adamw or lion", lambda cfg: cfg.optimizer.name in _OPTIMIZERS),),
+        (idle("adamw or lion", lambda cfg: cfg.optimizer.name in _OPTIMIZERS),),
     ),
     "optimizer.lr": Expression(Verdict.EXACT, "optimizer.lr", "", _optimizer("lr", lambda cfg: cfg.optimizer.lr)),
     "optimizer.betas": Expression(Verdict.EXACT, "optimizer.betas", "", _optimizer("betas", lambda cfg: list(cfg.optimizer.betas))),
@@ -262,14 +249,14 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "",
         lambda cfg, topology: {"optimizer": {"amsgrad": True}} if cfg.optimizer.amsgrad and cfg.optimizer.name == "adamw" else {},
     ),
-    "optimizer.momentum": _lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
-    "optimizer.nesterov": _lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
+    "optimizer.momentum": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
+    "optimizer.nesterov": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
     "optimizer.weight_decay": Expression(
         Verdict.EMULATED,
         "optimizer.weight_decay",
         "multiplied by the learning rate, since Composer's decay follows the schedule alone",
         _optimizer("weight_decay", _decay),
-        (_idle("0", lambda cfg: not cfg.optimizer.weight_decay),),
+        (idle("0", lambda cfg: not cfg.optimizer.weight_decay),),
     ),
     "optimizer.no_decay": Expression(Verdict.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
     "optimizer.groups": Expression(Verdict.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
@@ -286,22 +273,22 @@ EXPRESSIONS: Mapping[str, Expression] = {
         Verdict.APPROXIMATE,
         "none: always linear",
         "Composer climbs in a straight line",
-        when=(_idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+        when=(idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
     ),
     "scheduler.warmup_start_ratio": Expression(
         Verdict.APPROXIMATE,
         "none: always 0",
         "Composer climbs from 0",
-        when=(_idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio),),
+        when=(idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio),),
     ),
     "scheduler.delay_steps": Expression(
         Verdict.APPROXIMATE,
         "none: always 0",
         "Composer begins at once",
-        when=(_idle("0", lambda cfg: not cfg.scheduler.delay_steps),),
+        when=(idle("0", lambda cfg: not cfg.scheduler.delay_steps),),
     ),
     "scheduler.total_steps": Expression(
-        Verdict.EXACT, "scheduler.t_max, max_duration", "", _total, (_idle("constant", _constant, "the loop decides how long"),)
+        Verdict.EXACT, "scheduler.t_max, max_duration", "", _total, (idle("constant", _constant, "the loop decides how long"),)
     ),
     "scheduler.min_lr_ratio": Expression(
         Verdict.EXACT,
@@ -309,25 +296,25 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "",
         lambda cfg, topology: {} if _constant(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}},
     ),
-    "communication.reduce_bucket_size": _time("time alone; FSDP reduces the gradients of a unit together"),
-    "communication.prefetch_bucket_size": _time("time alone; FSDP gathers the next unit ahead"),
-    "communication.overlap": _time("time alone; FSDP always overlaps"),
-    "communication.desync_check": _time(_OWN_CHECK),
-    "communication.desync_timeout": _time(_OWN_CHECK),
+    "communication.reduce_bucket_size": none("time alone; FSDP reduces the gradients of a unit together"),
+    "communication.prefetch_bucket_size": none("time alone; FSDP gathers the next unit ahead"),
+    "communication.overlap": none("time alone; FSDP always overlaps"),
+    "communication.desync_check": none(_OWN_CHECK),
+    "communication.desync_timeout": none(_OWN_CHECK),
     "compile.mode": Expression(
         Verdict.EMULATED,
         "compile_config",
         "the whole model is compiled there",
         lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile_config": {"backend": cfg.compile.backend}},
-        (_idle("none or full", lambda cfg: cfg.compile.mode != "per_block"),),
+        (idle("none or full", lambda cfg: cfg.compile.mode != "per_block"),),
     ),
     "compile.backend": Expression(Verdict.EXACT, "compile_config.backend"),
-    "strict": _time("says how unishard itself takes approximations"),
+    "strict": none("says how unishard itself takes approximations"),
     "native": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "Composer passes no other arguments on to FSDP",
-        when=(_idle("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
+        when=(idle("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
     ),
 }
 """The rows. Only those of fields that a source decides are written."""

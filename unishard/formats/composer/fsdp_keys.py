@@ -12,7 +12,7 @@ from unishard.keys import integer, one_of, refuses
 from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
 from unishard.wording import shown
 
-__all__ = ["ARGUMENTS", "FSDP", "compute_of"]
+__all__ = ["ARGUMENTS", "FSDP"]
 
 ARGUMENTS: Mapping[str, str] = {
     "sharding_strategy": "sharding_strategy",
@@ -57,7 +57,7 @@ _AUTOCAST = (
 )
 
 
-def compute_of(value: Any) -> str:
+def _compute_of(value: Any) -> str:
     """Format that `precision` asks for.
 
     Raises:
@@ -70,7 +70,7 @@ def compute_of(value: Any) -> str:
 
 
 def _precision(value: Any, given: Given) -> Meaning:
-    compute = compute_of(value)
+    compute = _compute_of(value)
     verdict, note = (Verdict.EXACT, "") if compute == "fp32" else (Verdict.EMULATED, _AUTOCAST)
     return Meaning(verdict, note, {"precision.compute": compute})
 
@@ -86,7 +86,7 @@ def _mixed(value: Any, given: Given) -> Meaning:
     if isinstance(precision, str) and "${" in precision:
         who = Undecided(f"precision, which is {precision}")
         return Meaning(Verdict.UNDECIDED, f"the formats come from {who.who}", {"precision.reduce": who, "precision.buffers": who})
-    compute = compute_of(precision)
+    compute = _compute_of(precision)
     return Meaning(fields={"precision.reduce": compute if word == "pure" else "fp32", "precision.buffers": compute})
 
 

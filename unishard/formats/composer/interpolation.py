@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["named", "resolved", "unresolved"]
+__all__ = ["named", "resolved"]
 
 _NAME = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _DEEP = 16
@@ -26,11 +26,6 @@ def resolved(value: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
         found = _at(root, whole.group(1))
         return value if found is None else resolved(found, root, depth + 1)
     return _NAME.sub(lambda match: _inline(match, root, depth), value)
-
-
-def unresolved(value: Any) -> bool:
-    """Whether a value is text that the file alone cannot fill in."""
-    return isinstance(value, str) and "${" in value
 
 
 def named(value: Any) -> set[str]:

@@ -9,16 +9,15 @@ from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import Reading
-from unishard.meanings import AUTO, Case, Expressed, Expression, Verdict, Word, express
+from unishard.meanings import AUTO, NO_KEY, SCRIPT, Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
 from unishard.topology import Topology
 
-__all__ = ["FSDP", "ZERO_WORDS", "decided_of", "engine_of"]
+__all__ = ["FSDP", "decided_of", "engine_of"]
 
-_SCRIPT = "your training script"
 _TIME = "time and memory alone: losses are the same"
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
+_ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""
 
 
@@ -41,7 +40,7 @@ def _scaled(cfg: Config) -> bool:
 def _scaler(name: str, usual: object) -> Expression:
     return Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "Trainer makes torch's GradScaler with its defaults; override create_accelerator_and_postprocess for other ones",
         when=(
             Case("not fp16", lambda cfg: not _scaled(cfg), Verdict.EXACT, "nothing is scaled"),
@@ -80,7 +79,7 @@ FSDP: Mapping[str, Expression] = {
     ),
     "precision.accumulate": Expression(
         Verdict.EXACT,
-        "none",
+        NO_KEY,
         when=(
             Case("fp32 throughout", lambda cfg: not _mixed(cfg), Verdict.EXACT, ""),
             Case("no accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Verdict.EXACT, ""),
@@ -96,7 +95,7 @@ FSDP: Mapping[str, Expression] = {
     ),
     "precision.buffers": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "cast the model's floating-point buffers before Trainer gets it",
         when=(_same(lambda cfg: cfg.precision.buffers, "keep", "keep"),),
     ),
@@ -125,21 +124,21 @@ FSDP: Mapping[str, Expression] = {
     ),
     "sharding.group_size": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         "say it in that ParallelismConfig",
         when=(Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),),
     ),
     "offload.pin_memory": Expression(
         Verdict.DROPPED,
-        "none",
+        NO_KEY,
         "TrainingArguments have no word for it: offloaded tensors are page-locked, which changes time alone",
         when=(_same(lambda cfg: cfg.offload.pin_memory, True, "true"),),
     ),
-    "communication.reduce_bucket_size": Expression(Verdict.DROPPED, "none", _TIME),
-    "communication.prefetch_bucket_size": Expression(Verdict.DROPPED, "none", _TIME),
-    "communication.overlap": Expression(Verdict.DROPPED, "none", _TIME),
-    "communication.desync_check": Expression(Verdict.DROPPED, "none", "a check of unishard's"),
-    "communication.desync_timeout": Expression(Verdict.DROPPED, "none", "a check of unishard's"),
+    "communication.reduce_bucket_size": Expression(Verdict.DROPPED, NO_KEY, _TIME),
+    "communication.prefetch_bucket_size": Expression(Verdict.DROPPED, NO_KEY, _TIME),
+    "communication.overlap": Expression(Verdict.DROPPED, NO_KEY, _TIME),
+    "communication.desync_check": Expression(Verdict.DROPPED, NO_KEY, "a check of unishard's"),
+    "communication.desync_timeout": Expression(Verdict.DROPPED, NO_KEY, "a check of unishard's"),
 }
 """Rows with `fsdp` or neither engine; fields that are not here are said in FSDP's own words below `fsdp_config`."""
 
@@ -186,7 +185,7 @@ def _deepspeed(cfg: Config, said: Expressed) -> Expressed:
         if block in config:
             config[block] = {**config[block], "enabled": AUTO}
     words: dict[str, Word] = {
-        name: word._replace(key=f"deepspeed.{word.key}") for name, word in said.words.items() if name.startswith(ZERO_WORDS)
+        name: word._replace(key=f"deepspeed.{word.key}") for name, word in said.words.items() if name.startswith(_ZERO_WORDS)
     }
     words["backend"] = Word(Verdict.EXACT, "deepspeed", "")
     words.pop("precision.compute", None)

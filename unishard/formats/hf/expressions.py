@@ -10,7 +10,7 @@ from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.formats.reading import Reading
-from unishard.meanings import Case, Expressed, Expression, Verdict, Word, express
+from unishard.meanings import NO_KEY, Case, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, merge
 from unishard.topology import Topology
 
@@ -96,7 +96,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "training.nonfinite": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "Trainer does not look: an update with a NaN is made; a callback's on_pre_optimizer_step can stop it",
         when=(
             Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
@@ -150,7 +150,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "strict": Expression(Verdict.EXACT, "none: it is about unishard's own report"),
     "native": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "settings of one engine that TrainingArguments have no word for",
         when=(Case("empty", lambda cfg: not cfg.native.get(cfg.backend), Verdict.EXACT, ""),),
     ),

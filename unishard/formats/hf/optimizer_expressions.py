@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.expressions import write
 from unishard.formats.hf.optimizing import ADAM, NO_DECAY
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
 __all__ = ["OPTIMIZING"]
 
-_SCRIPT = "your training script"
 _NAMES = {"adamw": "adamw_torch", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion_32bit"}
 
 
@@ -56,10 +56,6 @@ def _steps(cfg: Config, topology: Topology) -> Native:
     return {"max_steps": cfg.scheduler.total_steps} if cfg.scheduler.total_steps else {}
 
 
-def _script(note: str, idle: Callable[[Config], bool], case: str) -> Expression:
-    return Expression(Verdict.UNDECIDED, _SCRIPT, note, when=(Case(case, idle, Verdict.EXACT, ""),))
-
-
 _PASS = "pass Trainer(..., optimizers=(optimizer, None)) with"
 _GROUPS = "override Trainer.get_decay_parameter_names, or pass an optimizer with these groups: Trainer(..., optimizers=(optimizer, None))"
 
@@ -84,7 +80,7 @@ OPTIMIZING: Mapping[str, Expression] = {
     "optimizer.lr": Expression(Verdict.EXACT, "learning_rate", to=lambda cfg, topology: {"learning_rate": cfg.optimizer.lr}),
     "optimizer.betas": Expression(Verdict.EXACT, "adam_beta1, adam_beta2", to=_betas),
     "optimizer.eps": Expression(Verdict.EXACT, "adam_epsilon, optim_args", to=_eps),
-    "optimizer.amsgrad": _script(
+    "optimizer.amsgrad": write(
         f"{_PASS} torch.optim.AdamW(..., amsgrad=True)",
         lambda cfg: not cfg.optimizer.amsgrad,
         "false",
@@ -96,7 +92,7 @@ OPTIMIZING: Mapping[str, Expression] = {
     ),
     "optimizer.no_decay": Expression(
         Verdict.UNDECIDED,
-        _SCRIPT,
+        SCRIPT,
         f"Trainer exempts biases and norms, other names than these; {_GROUPS}",
         when=(
             Case("no weight decay", lambda cfg: not cfg.optimizer.weight_decay, Verdict.EXACT, ""),
@@ -109,7 +105,7 @@ OPTIMIZING: Mapping[str, Expression] = {
             ),
         ),
     ),
-    "optimizer.groups": _script(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
+    "optimizer.groups": write(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
     "scheduler.name": Expression(
         Verdict.EXACT,
         "lr_scheduler_type",
@@ -119,9 +115,9 @@ OPTIMIZING: Mapping[str, Expression] = {
     "scheduler.warmup_steps": Expression(
         Verdict.EXACT, "warmup_steps", to=lambda cfg, topology: {"warmup_steps": cfg.scheduler.warmup_steps}
     ),
-    "scheduler.warmup_type": _script(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
-    "scheduler.warmup_start_ratio": _script(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
-    "scheduler.delay_steps": _script(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),
+    "scheduler.warmup_type": write(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
+    "scheduler.warmup_start_ratio": write(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
+    "scheduler.delay_steps": write(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),
     "scheduler.total_steps": Expression(Verdict.EXACT, "max_steps", to=_steps),
     "scheduler.min_lr_ratio": Expression(Verdict.EXACT, "lr_scheduler_kwargs"),
 }

@@ -10,7 +10,7 @@ from unishard.keys import number, refuses, sets
 from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
 from unishard.wording import shown
 
-__all__ = ["ADAM", "NO_DECAY", "OPTIMIZER", "fields_of_optimizer", "named"]
+__all__ = ["ADAM", "NO_DECAY", "OPTIMIZER", "named"]
 
 NO_DECAY = r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 """The names that `Trainer.get_decay_parameter_names` exempts (transformers 5.23, trainer.py), as one pattern."""
@@ -72,7 +72,7 @@ def named(value: Any, more: Mapping[str, tuple[str, Verdict, str]] | None = None
     raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch, sgd, adagrad or lion_32bit")
 
 
-def name_of(given: Given, key: str) -> str:
+def _name_of(given: Given, key: str) -> str:
     """Unishard's name of the optimizer that a document names; empty for one that it has not."""
     try:
         meaning = named(given.get(key) or "adamw_torch")
@@ -85,7 +85,7 @@ def _optim(value: Any, given: Given) -> Meaning:
     return named(value)
 
 
-def fields_of_optimizer(key: str) -> Mapping[str, Key]:
+def _fields_of_optimizer(key: str) -> Mapping[str, Key]:
     """The rows whose meaning depends on the optimizer.
 
     Args:
@@ -94,7 +94,7 @@ def fields_of_optimizer(key: str) -> Mapping[str, Key]:
 
     def belongs(field: str, names: tuple[str, ...], convert: Any) -> Any:
         def read(value: Any, given: Given) -> Meaning:
-            name = name_of(given, key)
+            name = _name_of(given, key)
             if name in names:
                 return Meaning(fields={field: convert(value)})
             convert(value)
@@ -104,7 +104,7 @@ def fields_of_optimizer(key: str) -> Mapping[str, Key]:
 
     def beta(other: str, first: bool) -> Any:
         def read(value: Any, given: Given) -> Meaning:
-            name = name_of(given, key)
+            name = _name_of(given, key)
             this, that = number(0, 1)(value), number(0, 1)(_or(given.get(other), 0.999 if first else 0.9))
             if name not in (*ADAM, "lion"):
                 return Meaning(Verdict.DROPPED, f"{name or given.get(key)} has no such setting", kept=True)
@@ -128,7 +128,7 @@ def _arguments(value: Any, given: Given) -> Meaning:
     if value in (None, "", {}):
         return Meaning(Verdict.DROPPED, "is empty", kept=True)
     pairs = dict(_pairs(value))
-    name = name_of(given, "optim") or name_of(given, "optimizer")
+    name = _name_of(given, "optim") or _name_of(given, "optimizer")
     known = {**_ARGUMENTS.get(name, {})}
     strange = [key for key in pairs if key not in known]
     if strange:
@@ -186,7 +186,7 @@ OPTIMIZER: Mapping[str, Key] = {
     "optim": Key(_optim, "optimizer.name", silent="adamw_torch_fused"),
     "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
     "learning_rate": sets("optimizer.lr", number(0), silent=5e-5),
-    **fields_of_optimizer("optim"),
+    **_fields_of_optimizer("optim"),
     "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Verdict.EMULATED, silent=0.0),
     "optim_target_modules": Key(_targets, "", Verdict.REFUSED, _TARGETS),
     "adafactor": refuses(

@@ -10,7 +10,7 @@ from unishard.keys import integer, number
 from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
 from unishard.wording import shown
 
-__all__ = ["SCHEDULE", "UPDATES", "kwargs_of", "shape_of", "updates", "warmup"]
+__all__ = ["SCHEDULE", "UPDATES", "updates", "warmup"]
 
 UPDATES = "the number of updates, which Trainer counts from the dataset and num_train_epochs"
 
@@ -27,21 +27,21 @@ _OTHERS = ("inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", 
 _INSTEAD = "build it in the training script and hand it to unishard.prepare(scheduler=...), or write linear or cosine"
 
 
-def shape_of(value: Any) -> str:
+def _shape_of(value: Any) -> str:
     """The name of a schedule of transformers as it stands in its enum."""
     return str(getattr(value, "value", value) or "linear").strip().lower()
 
 
-def kwargs_of(given: Given) -> Mapping[str, Any]:
+def _kwargs_of(given: Given) -> Mapping[str, Any]:
     """The extra arguments of the schedule; empty where there are none."""
     value = given.get("lr_scheduler_kwargs")
     return value if isinstance(value, Mapping) else {}
 
 
 def _type(value: Any, given: Given) -> Meaning:
-    word = shape_of(value)
+    word = _shape_of(value)
     if word in _SHAPES:
-        return _shaped(word, kwargs_of(given), given)
+        return _shaped(word, _kwargs_of(given), given)
     if word in _OTHERS:
         return Meaning(Verdict.REFUSED, f"unishard has no {word} schedule; {_INSTEAD}")
     raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear, cosine or constant_with_warmup")
@@ -115,11 +115,11 @@ def _climbs(given: Given) -> bool:
 
 
 def _constant(given: Given) -> bool:
-    return shape_of(given.get("lr_scheduler_type")) == "constant"
+    return _shape_of(given.get("lr_scheduler_type")) == "constant"
 
 
 def _refused(given: Given) -> bool:
-    return shape_of(given.get("lr_scheduler_type")) not in _SHAPES
+    return _shape_of(given.get("lr_scheduler_type")) not in _SHAPES
 
 
 def _warmup(value: Any, given: Given) -> Meaning:
@@ -149,7 +149,7 @@ def _ratio(value: Any, given: Given) -> Meaning:
 def _max_steps(value: Any, given: Given) -> Meaning:
     if integer()(value) <= 0:
         return Meaning(Verdict.DROPPED, "is off: num_train_epochs counts", kept=True)
-    if _SHAPES.get(shape_of(given.get("lr_scheduler_type")), "constant") == "constant":
+    if _SHAPES.get(_shape_of(given.get("lr_scheduler_type")), "constant") == "constant":
         return Meaning(Verdict.DROPPED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True)
     if _climbs(given):
         return Meaning(Verdict.DROPPED, _CLIMBS, kept=True)
@@ -173,10 +173,10 @@ def _kwargs(value: Any, given: Given) -> Meaning:
         "polynomial": ("lr_end", "power"),
         "cosine": ("num_cycles",),
         "cosine_with_restarts": ("num_cycles",),
-    }.get(shape_of(given.get("lr_scheduler_type")), ())
+    }.get(_shape_of(given.get("lr_scheduler_type")), ())
     strange = [key for key in value if key not in known]
     if strange:
-        word = shape_of(given.get("lr_scheduler_type"))
+        word = _shape_of(given.get("lr_scheduler_type"))
         return Meaning(Verdict.REFUSED, f"the {word} schedule of transformers takes no {', '.join(map(str, strange))}; remove it")
     meaning = _type(given.get("lr_scheduler_type"), given)
     fields = {field: value for field, value in meaning.fields.items() if field == "scheduler.min_lr_ratio"}

@@ -8,9 +8,9 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.formats.lightning.precision_expressions import PRECISION
-from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, SCRIPT, TRAINING, UNCLIPPED, trainer
+from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 from unishard.grouping import parts
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -216,12 +216,12 @@ FSDP: Mapping[str, Expression] = {
     ),
     "offload.pin_memory": Expression(
         Verdict.DROPPED,
-        "none",
+        NO_KEY,
         "FSDP1 pins what it offloads; time alone",
         when=(Case("true, or nothing is offloaded", lambda cfg: cfg.offload.pin_memory, Verdict.EXACT, "FSDP1 always pins"),),
     ),
     "offload.nvme_path": Expression(
-        Verdict.REFUSED, "none", _NO_FILES, when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),)
+        Verdict.REFUSED, NO_KEY, _NO_FILES, when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),)
     ),
     "activation_checkpointing": Expression(
         Verdict.EXACT,
@@ -265,7 +265,7 @@ FSDP: Mapping[str, Expression] = {
     ),
     "communication.prefetch_bucket_size": Expression(
         Verdict.DROPPED,
-        "none",
+        NO_KEY,
         f"FSDP1 gathers one unit ahead; {_TIME}",
         when=(
             Case(
@@ -276,9 +276,9 @@ FSDP: Mapping[str, Expression] = {
             ),
         ),
     ),
-    "communication.overlap": Expression(Verdict.DROPPED, "none", f"torch always overlaps; {_TIME}"),
-    "communication.desync_check": Expression(Verdict.DROPPED, "none", "unishard's own check of calls"),
-    "communication.desync_timeout": Expression(Verdict.DROPPED, "none", "see the timeout of the strategy"),
+    "communication.overlap": Expression(Verdict.DROPPED, NO_KEY, f"torch always overlaps; {_TIME}"),
+    "communication.desync_check": Expression(Verdict.DROPPED, NO_KEY, "unishard's own check of calls"),
+    "communication.desync_timeout": Expression(Verdict.DROPPED, NO_KEY, "see the timeout of the strategy"),
     "compile.mode": Expression(
         Verdict.UNDECIDED,
         MODULE,
@@ -291,7 +291,7 @@ FSDP: Mapping[str, Expression] = {
         "say it in the call of torch.compile",
         when=(Case("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),),
     ),
-    "strict": Expression(Verdict.DROPPED, "none", "unishard's own; this report says what it asks for"),
+    "strict": Expression(Verdict.DROPPED, NO_KEY, "unishard's own; this report says what it asks for"),
     "native": Expression(
         Verdict.UNDECIDED,
         SCRIPT,

@@ -11,7 +11,7 @@ from typing import Any
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
 from unishard.keys import boolean, integer, number, one_of
-from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
+from unishard.meanings import SCRIPT, Given, Key, Meaning, Unreadable, Verdict
 from unishard.wording import shown
 
 __all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
@@ -47,7 +47,7 @@ def _script(what: str, *idle: Any) -> Key:
             return _OFF
         return Meaning(Verdict.UNDECIDED, what.format(value=shown(value)), kept=True)
 
-    return optional(read, "your training script", Verdict.UNDECIDED, what.format(value="..."))
+    return optional(read, SCRIPT, Verdict.UNDECIDED, what.format(value="..."))
 
 
 def _accumulation(value: Any, given: Given) -> Meaning:
@@ -206,9 +206,7 @@ TRAINER: Mapping[str, Key] = {
     "accelerator": optional(_accelerator, "", Verdict.DROPPED, _LAUNCH),
     "devices": optional(_devices, "", Verdict.DROPPED, _LAUNCH),
     "num_nodes": optional(_nodes, "", Verdict.DROPPED, _LAUNCH),
-    "callbacks": optional(
-        _callbacks, "your training script", Verdict.UNDECIDED, "callbacks that train, not only log, are your loop's to do"
-    ),
+    "callbacks": optional(_callbacks, SCRIPT, Verdict.UNDECIDED, "callbacks that train, not only log, are your loop's to do"),
     "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
     "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before unishard.prepare"),
     "deterministic": _script("call torch.use_deterministic_algorithms(True) at the start; Lightning's value is {value}"),
@@ -219,7 +217,7 @@ TRAINER: Mapping[str, Key] = {
             if value is None or boolean(value)
             else Meaning(Verdict.UNDECIDED, "your script shares the samples out itself: hand engine.batches a loader that does", kept=True)
         ),
-        "your training script",
+        SCRIPT,
     ),
     "reload_dataloaders_every_n_epochs": _script("make the DataLoader anew every {value} epochs", 0),
     "max_epochs": _script(_EPOCHS, -1),

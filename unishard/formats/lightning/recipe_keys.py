@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.formats.lightning.keys import UNSET
-from unishard.formats.lightning.shape import Built, Path, built, short
+from unishard.formats.lightning.shape import Built, built, short
 from unishard.keys import boolean, drops, number, sets
-from unishard.meanings import Entry, Key, Meaning, Undecided, Unreadable, Verdict, interpret
+from unishard.meanings import Entry, Key, Meaning, Path, Undecided, Unreadable, Verdict, interpret
 from unishard.wording import shown
 
 __all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]

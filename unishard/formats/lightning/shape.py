@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from unishard.meanings import Path
+
 __all__ = ["CLASS", "Built", "Shape", "built", "short"]
 
 CLASS = ("class_path", "_target_")
@@ -16,8 +18,6 @@ CLASS = ("class_path", "_target_")
 _ARGUMENTS = ("init_args", "dict_kwargs")
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _ROOTS = ("trainer", "fabric")
-
-Path = tuple[str, ...]
 
 
 class Shape(NamedTuple):

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
-__all__ = ["MODULE", "OPTIMIZERS", "RECIPE", "SCRIPT", "TRAINING", "UNCLIPPED", "trainer"]
+__all__ = ["MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
 
-SCRIPT = "your training script"
 MODULE = "your LightningModule"
-OPTIMIZERS = {
+_OPTIMIZERS = {
     "adamw": "torch.optim.AdamW",
     "adam": "torch.optim.Adam",
     "sgd": "torch.optim.SGD",
@@ -60,7 +59,7 @@ TRAINING: Mapping[str, Expression] = {
     ),
     "training.global_batch_size": Expression(
         Verdict.DROPPED,
-        "none",
+        NO_KEY,
         "follows from batch_size, accumulate_grad_batches and the devices",
         when=(Case("null", lambda cfg: cfg.training.global_batch_size is None, Verdict.EXACT, _IDLE),),
     ),
@@ -73,7 +72,7 @@ TRAINING: Mapping[str, Expression] = {
     ),
     "training.nonfinite": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "Lightning makes an update with infinite or NaN gradients as well; look at them in on_before_optimizer_step",
         when=(
             Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, "is what Lightning does"),
@@ -110,7 +109,7 @@ TRAINING: Mapping[str, Expression] = {
 
 
 def _name(cfg: Config, topology: Topology) -> Native:
-    return {"optimizer": {"class_path": OPTIMIZERS[cfg.optimizer.name]}}
+    return {"optimizer": {"class_path": _OPTIMIZERS[cfg.optimizer.name]}}
 
 
 def _argument(name: str) -> Expression:

@@ -13,10 +13,9 @@ from unishard.formats.lightning import deepspeed_arguments, fsdp_arguments
 from unishard.formats.lightning.ddp_arguments import DDP, MODEL_PARALLEL
 from unishard.formats.lightning.keys import UNSET, off
 from unishard.formats.lightning.precision import engine_block, word_of
-from unishard.formats.lightning.shape import Path
 from unishard.formats.lightning.strategies import Strategy
 from unishard.formats.source import open_source
-from unishard.meanings import Entry, Key, Meaning, Unreadable, Verdict, interpret
+from unishard.meanings import Entry, Key, Meaning, Path, Unreadable, Verdict, interpret
 from unishard.rules import merge, nested
 from unishard.topology import Topology
 

@@ -10,9 +10,9 @@ from unishard import registry
 from unishard.config import Config, leaves
 from unishard.formats.lightning.expressions import FSDP, strategy
 from unishard.formats.lightning.shape import Shape
-from unishard.formats.lightning.trainer_expressions import MODULE, SCRIPT, TRAINING, trainer
+from unishard.formats.lightning.trainer_expressions import MODULE, TRAINING, trainer
 from unishard.formats.reading import Reading
-from unishard.meanings import AUTO, Expressed, Expression, Verdict, Word, express
+from unishard.meanings import AUTO, KEPT_AUTO, NO_KEY, SCRIPT, Expressed, Expression, Verdict, Word, express
 from unishard.rules import Native, flat, merge, nested
 from unishard.topology import Topology
 
@@ -61,6 +61,7 @@ def _fsdp(reading: Reading, topology: Topology) -> Expressed:
 
 _MOVED = ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")
 _MESH = "write device_mesh=(copies, {0}), whose product is the number of ranks; or give --world-size"
+_FULL = "32-true"
 _CONFIG = "config of DeepSpeedStrategy"
 
 
@@ -90,11 +91,13 @@ def _without_auto(config: Mapping[str, Any], keep: frozenset[str]) -> Native:
 
 
 def _inside(word: Word, path: str) -> Word:
-    if word.verdict is Verdict.UNDECIDED and word.note.startswith('kept as "auto"'):
+    if word.note == KEPT_AUTO:
         if path.partition(".")[0] in _RECIPE:
             return Word(Verdict.UNDECIDED, f"{_CONFIG}: {word.key}", 'kept as "auto", which Lightning does not fill in; write the value')
+        if path.startswith("precision."):
+            return Word(Verdict.UNDECIDED, "trainer.precision", f"{_FULL} here, as nothing else is known; write the precision")
         return Word(Verdict.EXACT, SCRIPT, "goes on deciding it")
-    if not word.key or word.key in (SCRIPT, MODULE, "none"):
+    if not word.key or word.key in (SCRIPT, MODULE, NO_KEY):
         return word
     return word._replace(key=f"{_CONFIG}: {word.key}")
 
@@ -102,12 +105,12 @@ def _inside(word: Word, path: str) -> Word:
 def _word(config: Mapping[str, Any]) -> str:
     """The Trainer's precision, which casts the inputs and the model to the format of the config's block."""
     enabled = [name for name in ("fp16", "bf16") if str((config.get(name) or {}).get("enabled", "")).lower() == "true"]
-    return {"fp16": "16-mixed", "bf16": "bf16-mixed"}[enabled[0]] if enabled else "32-true"
+    return {"fp16": "16-mixed", "bf16": "bf16-mixed"}[enabled[0]] if enabled else _FULL
 
 
 def _nothing(reading: Reading, topology: Topology) -> Expressed:
     note = f"Lightning has no strategy for backend {reading.config.backend}; give --set backend=fsdp or backend=deepspeed"
-    return Expressed({}, {path: Word(Verdict.REFUSED, "none", note) for path, _ in leaves(Config)})
+    return Expressed({}, {path: Word(Verdict.REFUSED, NO_KEY, note) for path, _ in leaves(Config)})
 
 
 def _shaped(document: Native, shape: Shape) -> Native:

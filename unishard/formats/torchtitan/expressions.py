@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.expressions import idle, lost, none
 from unishard.grouping import parts
-from unishard.meanings import Case, Expression, Verdict
+from unishard.meanings import NO_KEY, Case, Expression, Holds, Verdict
 from unishard.rules import Native
 from unishard.topology import Topology
 
@@ -18,11 +19,6 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ADAM = {"adamw": "AdamW", "adam": "Adam"}
 _ENGINES = frozenset({"fsdp"})
 """What torchtitan runs."""
-Holds = Callable[[Config], bool]
-
-
-def _idle(case: str, holds: Holds, note: str = "") -> Case:
-    return Case(case, holds, Verdict.EXACT, note)
 
 
 def _training(**values: Any) -> Native:
@@ -92,22 +88,13 @@ def _no_warmup(cfg: Config) -> bool:
     return not cfg.scheduler.warmup_steps
 
 
-def _time(note: str) -> Expression:
-    return Expression(Verdict.DROPPED, "none", note)
-
-
-def _lost(why: str, off: Holds, case: str) -> Expression:
-    """A field that cannot be had."""
-    return Expression(Verdict.REFUSED, "none", why, when=(_idle(case, off),))
-
-
 def _code(what: str, off: Holds, case: str, why: str = "") -> Expression:
     """A field that the code of the model must honour."""
-    return Expression(Verdict.UNDECIDED, "the model's parallelize function", what, when=(_idle(case, off, why),))
+    return Expression(Verdict.UNDECIDED, "the model's parallelize function", what, when=(idle(case, off, why),))
 
 
 def _scaled() -> Expression:
-    return _lost(_NO_FP16, lambda cfg: cfg.precision.compute != "fp16", "compute is not fp16")
+    return lost(_NO_FP16, lambda cfg: cfg.precision.compute != "fp16", "compute is not fp16")
 
 
 _NO_FP16 = "torchtitan does not scale the loss; choose bf16"
@@ -124,7 +111,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         Verdict.REFUSED,
         "parallelism",
         "torchtitan runs PyTorch's FSDP alone; give --set backend=fsdp",
-        when=(_idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
+        when=(idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
     ),
     "sharding.strategy": Expression(
         Verdict.EXACT,
@@ -145,9 +132,9 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "sharding.units": _code("shard modules of these classes", lambda cfg: cfg.sharding.units == "auto", "auto", "the model's blocks"),
     "sharding.min_unit_params": Expression(
         Verdict.EMULATED,
-        "none",
+        NO_KEY,
         "the same maths with smaller units",
-        when=(_idle("0", lambda cfg: not cfg.sharding.min_unit_params),),
+        when=(idle("0", lambda cfg: not cfg.sharding.min_unit_params),),
     ),
     "sharding.whole_units": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.whole_units, "empty"),
     "precision.compute": Expression(
@@ -182,7 +169,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         Verdict.APPROXIMATE,
         "none: that of the masters",
         "FSDP adds gradients up in the format of the masters, which is more exact",
-        when=(_idle("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
+        when=(idle("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
     ),
     "precision.buffers": _code("cast the buffers", lambda cfg: cfg.precision.buffers == "keep", "keep"),
     "precision.loss_scale": _scaled(),
@@ -210,17 +197,17 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "offload.pin_memory": Expression(
         Verdict.DROPPED,
-        "none: always pinned",
-        "time alone",
-        when=(_idle("true", lambda cfg: cfg.offload.pin_memory),),
+        NO_KEY,
+        "time alone; FSDP2 always pins",
+        when=(idle("true", lambda cfg: cfg.offload.pin_memory),),
     ),
-    "offload.nvme_path": _lost(_NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null"),
+    "offload.nvme_path": lost(_NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null"),
     "activation_checkpointing": Expression(
         Verdict.EMULATED,
         "activation_checkpoint.mode",
         "the same results, other memory and time",
         _checkpointing,
-        (_idle("none or full", lambda cfg: cfg.activation_checkpointing in ("none", "full")),),
+        (idle("none or full", lambda cfg: cfg.activation_checkpointing in ("none", "full")),),
     ),
     "training.micro_batch_size": Expression(
         Verdict.EXACT,
@@ -247,18 +234,18 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "training.nonfinite": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "torchtitan makes the update also when gradients are not finite",
-        when=(_idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),),
+        when=(idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),),
     ),
-    "training.last_window": _time("torchtitan's data begin again and do not end"),
+    "training.last_window": none("torchtitan's data begin again and do not end"),
     "training.seed": Expression(Verdict.EXACT, "debug.seed", "", lambda cfg, topology: {"debug": {"seed": cfg.training.seed}}),
     "optimizer.name": Expression(
         Verdict.REFUSED,
         "optimizer.name",
         _NO_OPTIMIZER,
         lambda cfg, topology: {"optimizer": {"name": _ADAM[cfg.optimizer.name]}},
-        (_idle("adamw or adam", lambda cfg: cfg.optimizer.name in _ADAM),),
+        (idle("adamw or adam", lambda cfg: cfg.optimizer.name in _ADAM),),
     ),
     "optimizer.lr": Expression(Verdict.EXACT, "optimizer.lr", "", _optimizer(lr=lambda cfg: cfg.optimizer.lr)),
     "optimizer.betas": Expression(
@@ -268,46 +255,46 @@ EXPRESSIONS: Mapping[str, Expression] = {
         _optimizer(beta1=lambda cfg: cfg.optimizer.betas[0], beta2=lambda cfg: cfg.optimizer.betas[1]),
     ),
     "optimizer.eps": Expression(Verdict.EXACT, "optimizer.eps", "", _optimizer(eps=lambda cfg: cfg.optimizer.eps)),
-    "optimizer.amsgrad": _lost("torchtitan has no such setting; write false", lambda cfg: not cfg.optimizer.amsgrad, "false"),
-    "optimizer.momentum": _lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
-    "optimizer.nesterov": _lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
+    "optimizer.amsgrad": lost("torchtitan has no such setting; write false", lambda cfg: not cfg.optimizer.amsgrad, "false"),
+    "optimizer.momentum": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
+    "optimizer.nesterov": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
     "optimizer.weight_decay": Expression(
         Verdict.EXACT, "optimizer.weight_decay", "", _optimizer(weight_decay=lambda cfg: cfg.optimizer.weight_decay)
     ),
-    "optimizer.no_decay": _lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.no_decay, "empty"),
-    "optimizer.groups": _lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
+    "optimizer.no_decay": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.no_decay, "empty"),
+    "optimizer.groups": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
     "scheduler.name": Expression(Verdict.EXACT, "lr_scheduler.decay_type, lr_scheduler.decay_ratio", "", _shape),
     "scheduler.warmup_steps": Expression(
         Verdict.APPROXIMATE,
         "lr_scheduler.warmup_steps",
         _CLIMB,
         _warmup,
-        (_idle("0", _no_warmup), _idle("the same climb", _climbs_alike)),
+        (idle("0", _no_warmup), idle("the same climb", _climbs_alike)),
     ),
     "scheduler.warmup_type": Expression(
         Verdict.APPROXIMATE,
         "none: always linear",
         "torchtitan climbs in a straight line",
-        when=(_idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+        when=(idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
     ),
     "scheduler.warmup_start_ratio": Expression(
         Verdict.APPROXIMATE,
         "none: 1 / warmup_steps",
         "torchtitan climbs from one part of the warm-up",
-        when=(_idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio), _idle("the same climb", _climbs_alike)),
+        when=(idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio), idle("the same climb", _climbs_alike)),
     ),
     "scheduler.delay_steps": Expression(
         Verdict.APPROXIMATE,
         "none: always 0",
         "torchtitan begins at once",
-        when=(_idle("0", lambda cfg: not cfg.scheduler.delay_steps),),
+        when=(idle("0", lambda cfg: not cfg.scheduler.delay_steps),),
     ),
     "scheduler.total_steps": Expression(
         Verdict.EXACT,
         "training.steps",
         "",
         lambda cfg, topology: {} if cfg.scheduler.total_steps is None else _training(steps=cfg.scheduler.total_steps),
-        (_idle("constant", _constant, "the loop decides how long"),),
+        (idle("constant", _constant, "the loop decides how long"),),
     ),
     "scheduler.min_lr_ratio": Expression(
         Verdict.EXACT,
@@ -315,17 +302,17 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "",
         lambda cfg, topology: {} if _constant(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
     ),
-    "communication.reduce_bucket_size": _time("time alone; FSDP2 reduces the gradients of a unit together"),
-    "communication.prefetch_bucket_size": _time("time alone; FSDP2 gathers the next unit ahead"),
-    "communication.overlap": _time("time alone; FSDP2 always overlaps"),
-    "communication.desync_check": _time(_OWN_CHECK),
-    "communication.desync_timeout": _time(_OWN_CHECK),
+    "communication.reduce_bucket_size": none("time alone; FSDP2 reduces the gradients of a unit together"),
+    "communication.prefetch_bucket_size": none("time alone; FSDP2 gathers the next unit ahead"),
+    "communication.overlap": none("time alone; FSDP2 always overlaps"),
+    "communication.desync_check": none(_OWN_CHECK),
+    "communication.desync_timeout": none(_OWN_CHECK),
     "compile.mode": Expression(
         Verdict.EMULATED,
         "compile.enable",
         "torchtitan compiles each block",
         lambda cfg, topology: {"compile": {"enable": cfg.compile.mode != "none"}},
-        (_idle("none or per_block", lambda cfg: cfg.compile.mode != "full"),),
+        (idle("none or per_block", lambda cfg: cfg.compile.mode != "full"),),
     ),
     "compile.backend": Expression(
         Verdict.EXACT,
@@ -333,12 +320,12 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "",
         lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}},
     ),
-    "strict": _time("says how unishard itself takes approximations"),
+    "strict": none("says how unishard itself takes approximations"),
     "native": Expression(
         Verdict.APPROXIMATE,
-        "none",
+        NO_KEY,
         "torchtitan passes no other arguments on to FSDP",
-        when=(_idle("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
+        when=(idle("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
     ),
 }
 """The rows. Only those of fields that a source decides are written."""

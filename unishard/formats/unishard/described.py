@@ -11,6 +11,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from unishard.config import Config, Section
+from unishard.formats.unishard.text import plain
 
 __all__ = ["described", "value_text"]
 
@@ -60,14 +61,5 @@ def value_text(value: Any) -> str:
     yaml.default_flow_style = True
     yaml.width = 2**16
     out = StringIO()
-    yaml.dump({"value": _plain(value)}, out)
+    yaml.dump({"value": plain(value)}, out)
     return out.getvalue().strip().removeprefix("{value: ").removesuffix("}")
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case Section():
-            return value.model_dump(exclude_unset=True)
-        case list() | tuple():
-            return [_plain(item) for item in value]
-    return value

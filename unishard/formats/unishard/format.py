@@ -8,21 +8,21 @@ from typing import Any
 from pydantic import ValidationError
 
 from unishard import __version__, registry
-from unishard.config import Config, Section, leaves, value_at
+from unishard.config import Config, leaves, value_at
 from unishard.errors import ConfigError, Problem
-from unishard.formats.reading import STAND_INS, Reading, assemble, default_of, placeholder, undecided_in
+from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import Source
-from unishard.formats.unishard.text import text_of
+from unishard.formats.unishard.text import plain, text_of
 from unishard.loading.document import from_mapping
 from unishard.loading.findings import dotted, findings_of
-from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Undecided, Verdict, Word
+from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
+from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Undecided, Verdict, Word
 from unishard.rules import Native, flat, merge, nested
 from unishard.topology import Topology
 
 __all__ = ["UnishardFormat"]
 
 _LEAVES = [path for path, _ in leaves(Config)]
-Path = tuple[str, ...]
 
 
 class UnishardFormat:
@@ -55,8 +55,8 @@ class UnishardFormat:
         for path, rule in rules.items():
             fit, note = rule.verdict(config)
             words[path] = Word(Verdict.of(fit), path, note)
-        for path, undecided in reading.undecided.items():
-            words[path] = Word(Verdict.UNDECIDED, path, f"the value comes from {undecided.who}; write it, or give --set {path}=...")
+        for path in reading.undecided:
+            words[path] = Word(Verdict.UNDECIDED, path, f"write it, or give --set {path}=...")
         return Expressed(_document(reading), words)
 
     def render(self, document: Native, reading: Reading) -> str:
@@ -160,17 +160,7 @@ def _document(reading: Reading) -> Native:
         if path in reading.undecided:
             document = merge(document, nested({path: placeholder(path)}))
         elif path in reading.decided and not (path in assumed and value == default_of(path, values)):
-            document = merge(document, nested({path: _plain(value)}))
+            document = merge(document, nested({path: plain(value)}))
         elif path == "native" and value:
             document["native"] = value
     return document
-
-
-def _plain(value: Any) -> Any:
-    """A value as YAML holds it."""
-    match value:
-        case Section():
-            return value.model_dump(exclude_unset=True)
-        case list() | tuple():
-            return [_plain(item) for item in value]
-    return value

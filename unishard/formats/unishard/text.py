@@ -8,10 +8,11 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
+from unishard.config import Section
 from unishard.formats.reading import Reading
 from unishard.rules import Native
 
-__all__ = ["text_of"]
+__all__ = ["plain", "text_of"]
 
 _SCRIPTS = ("training.micro_batch_size", "optimizer.name", "optimizer.lr", "scheduler.name")
 """What tools leave to the training script when their config does not say it."""
@@ -32,6 +33,16 @@ def text_of(document: Native, reading: Reading) -> str:
     out.write(_header(reading))
     yaml.dump(commented, out)
     return out.getvalue()
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML holds it."""
+    match value:
+        case Section():
+            return value.model_dump(exclude_unset=True)
+        case list() | tuple():
+            return [plain(item) for item in value]
+    return value
 
 
 def _header(reading: Reading) -> str:
