@@ -76,4 +76,4 @@ def test_every_key_and_every_field_of_every_format_is_on_the_page() -> None:
             assert f"| `{path}` | **{row.verdict}** |" in sections[title]
             for case in row.when:
                 assert f"| if {case.case.replace('|', chr(92) + '|')} |" in sections[title]
-    assert "[docs/formats.md](docs/formats.md)" in pages()["MAPPING.md"]
+    assert "[accelerate](docs/formats.md#accelerate) | Accelerate 1.15.0 | " in pages()["MAPPING.md"]
