@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,17 +31,19 @@ class Masters:
     whole, or not at all, is never split and costs nothing.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Mapping[Tensor, Sequence[Piece]]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Mapping[Tensor, Sequence[Piece]], settle: Callable[[], None]) -> None:
         """Watch an optimizer.
 
         Args:
             optimizer: Its groups hold the masters while it steps.
             pieces: What each master consists of; padding is in no piece.
+            settle: Called when the optimizer is about to step: `left_out` must be known then.
         """
         self.left_out: set[Tensor] = set()
         """Parameters that the next step does not move."""
         self._optimizer = optimizer
         self._pieces = pieces
+        self._settle = settle
         self._split: dict[Tensor, list[tuple[Piece, Tensor]]] = {}
         self._stepping: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
@@ -52,6 +54,7 @@ class Masters:
             hook.remove()
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._settle()
         if not self.left_out and not self._split:
             return
         for group in optimizer.param_groups:
