@@ -27,6 +27,7 @@ def examples(request: pytest.FixtureRequest) -> int:
     return number
 
 
+@pytest.hookimpl(tryfirst=True)  # before the workers read the group
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _RANKS in item.path.parents:
