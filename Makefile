@@ -17,7 +17,7 @@ demo: $(READY) ## Train the same tiny Llama on both engines; table and plot in d
 	$(BIN)/unishard demo
 
 test: $(READY) ## Run the whole suite; ARGS="-k name" for a part of it.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY) ## Check style, formatting and the layers.
 	$(BIN)/ruff check .

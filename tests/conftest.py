@@ -1,8 +1,4 @@
-"""Marks what starts ranks, so that `pytest -m "not ranks"` is quick, and `-n 2 --dist loadgroup` plays ranks in one worker alone.
-
-Ranks of several tests at once would take each other's time, and some tests measure time or memory. `--examples` asks for more broken
-documents for the formats.
-"""
+"""Marks what starts ranks, so that `pytest -m "not ranks"` is quick; `--examples` asks for more broken documents for the formats."""
 
 from __future__ import annotations
 
@@ -27,9 +23,7 @@ def examples(request: pytest.FixtureRequest) -> int:
     return number
 
 
-@pytest.hookimpl(tryfirst=True)  # before the workers read the group
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _RANKS in item.path.parents:
             item.add_marker("ranks")
-            item.add_marker(pytest.mark.xdist_group("ranks"))

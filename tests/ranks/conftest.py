@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_CELL = re.compile(r"\[(?P<backend>[a-z0-9_]+)-(?P<cell>.*-(?P<precision>fp32|bf16|fp16)-\dranks)\](@ranks)?$")
+_CELL = re.compile(r"\[(?P<backend>[a-z0-9_]+)-(?P<cell>.*-(?P<precision>fp32|bf16|fp16)-\dranks)\]$")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
