@@ -1,10 +1,12 @@
-"""Makes the usual rows of a format's table of expressions: what the training script must do, and what has no key at all."""
+"""Makes the usual rows of a format's table of expressions: for the training script, for no key, and for what tools around torch share."""
 
 from __future__ import annotations
 
-from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Holds, Verdict
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Holds, Setting, Verdict
 
-__all__ = ["idle", "lost", "none", "write"]
+__all__ = ["NO_FILES", "idle", "lost", "moved_together", "none", "unlooked", "write"]
+
+NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
 
 def idle(case: str, holds: Holds, note: str = "") -> Case:
@@ -39,3 +41,71 @@ def none(note: str, off: Holds | None = None, case: str = "", verdict: Verdict =
 def lost(why: str, off: Holds, case: str) -> Expression:
     """A row for what cannot be had, unless a config does without it."""
     return none(why, off, case, Verdict.REFUSED)
+
+
+def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Expression]:
+    """The rows of `offload.params` and `offload.optimizer` where one flag moves both to the host.
+
+    Args:
+        key: The flag.
+        to: Writes it, if either is to lie there.
+        files: Why nothing can lie in files.
+    """
+    return {
+        "offload.params": Expression(
+            Verdict.EXACT,
+            key,
+            "",
+            to,
+            (
+                idle("none", lambda cfg: cfg.offload.params == "none"),
+                Case("nvme", lambda cfg: cfg.offload.params == "nvme", Verdict.REFUSED, files),
+                Case(
+                    "cpu without offload.optimizer: cpu",
+                    lambda cfg: cfg.offload.optimizer != "cpu",
+                    Verdict.APPROXIMATE,
+                    f"{key} moves the optimizer's state as well, and its step to the host",
+                ),
+            ),
+        ),
+        "offload.optimizer": Expression(
+            Verdict.EXACT,
+            key,
+            "",
+            to,
+            (
+                idle("none", lambda cfg: cfg.offload.optimizer == "none"),
+                Case("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Verdict.REFUSED, files),
+                Case(
+                    "cpu without offload.params: cpu",
+                    lambda cfg: cfg.offload.params != "cpu",
+                    Verdict.APPROXIMATE,
+                    f"{key} moves the parameters as well, which are copied to the device for each use",
+                ),
+            ),
+        ),
+    }
+
+
+def unlooked(
+    verdict: Verdict, key: str, note: str, *more: Case, scaled: tuple[Verdict, str] = (Verdict.EXACT, "GradScaler does it")
+) -> Expression:
+    """The row of `training.nonfinite` where only torch's `GradScaler` looks at gradients, which fp16 alone has.
+
+    Args:
+        verdict: Without it.
+        key: Where an update that is not finite can be stopped.
+        note: How.
+        more: Further cases.
+        scaled: How well it does what `skip` asks.
+    """
+    return Expression(
+        verdict,
+        key,
+        note,
+        when=(
+            idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
+            Case("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16", *scaled),
+            *more,
+        ),
+    )

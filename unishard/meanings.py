@@ -34,6 +34,7 @@ __all__ = [
     "Key",
     "Meaning",
     "Path",
+    "Setting",
     "Undecided",
     "Unreadable",
     "Verdict",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.expressions import NO_FILES, moved_together
 from unishard.grouping import parts
 from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
@@ -76,7 +77,6 @@ def _own(cfg: Config, topology: Topology) -> Native:
 
 _NEAREST = "reshard_after_forward: false"
 _BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
-_NO_FILES = "PyTorch has no offload to files; choose cpu, or deepspeed"
 
 EXPRESSIONS: Mapping[str, Expression] = {
     "backend": Expression(Verdict.EXACT, "version", "FSDP2", lambda cfg, topology: {"version": 2}),
@@ -186,38 +186,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         when=(Case("keep", lambda cfg: cfg.precision.buffers == "keep", Verdict.EXACT, ""),),
     ),
     **{name: row for name, row in BY_SCRIPT.items() if name.startswith("precision.")},
-    "offload.params": Expression(
-        Verdict.EXACT,
-        "cpu_offload",
-        "",
-        lambda cfg, topology: {"cpu_offload": True} if cfg.offload.params == "cpu" else {},
-        (
-            Case("none", lambda cfg: cfg.offload.params == "none", Verdict.EXACT, ""),
-            Case("nvme", lambda cfg: cfg.offload.params == "nvme", Verdict.REFUSED, _NO_FILES),
-            Case(
-                "cpu without offload.optimizer: cpu",
-                lambda cfg: cfg.offload.optimizer != "cpu",
-                Verdict.APPROXIMATE,
-                "cpu_offload moves the optimizer's state as well, and its step to the host",
-            ),
-        ),
-    ),
-    "offload.optimizer": Expression(
-        Verdict.EXACT,
-        "cpu_offload",
-        "",
-        lambda cfg, topology: {"cpu_offload": True} if cfg.offload.optimizer == "cpu" else {},
-        (
-            Case("none", lambda cfg: cfg.offload.optimizer == "none", Verdict.EXACT, ""),
-            Case("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Verdict.REFUSED, _NO_FILES),
-            Case(
-                "cpu without offload.params: cpu",
-                lambda cfg: cfg.offload.params != "cpu",
-                Verdict.APPROXIMATE,
-                "cpu_offload moves the parameters as well, which are copied to the device for each use",
-            ),
-        ),
-    ),
+    **moved_together("cpu_offload", lambda cfg, topology: {"cpu_offload": True} if _offloaded(cfg) else {}),
     "offload.pin_memory": Expression(
         Verdict.EXACT,
         "pin_memory",
@@ -228,7 +197,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "offload.nvme_path": Expression(
         Verdict.REFUSED,
         NO_KEY,
-        _NO_FILES,
+        NO_FILES,
         when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),),
     ),
     "activation_checkpointing": Expression(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.expressions import none, write
-from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Holds, Verdict
+from unishard.expressions import none, unlooked, write
+from unishard.meanings import NO_KEY, SCRIPT, Expression, Holds, Verdict
 
 __all__ = ["BY_SCRIPT"]
 
@@ -42,20 +42,7 @@ BY_SCRIPT: Mapping[str, Expression] = {
         lambda cfg: cfg.training.gradient_clipping is None,
         "null",
     ),
-    "training.nonfinite": Expression(
-        Verdict.UNDECIDED,
-        SCRIPT,
-        "look whether clip_grad_norm_ returns a finite norm before optimizer.step()",
-        when=(
-            Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
-            Case(
-                "skip in fp16",
-                lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16",
-                Verdict.EXACT,
-                "GradScaler does it",
-            ),
-        ),
-    ),
+    "training.nonfinite": unlooked(Verdict.UNDECIDED, SCRIPT, "look whether clip_grad_norm_ returns a finite norm before optimizer.step()"),
     "training.last_window": write(
         "divide the last loss sums by the number of micro-batches that are there, or leave them out",
         lambda cfg: cfg.training.gradient_accumulation_steps == 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from unishard.formats.hf.sharding import BOTH, FIRST
 from unishard.meanings import Verdict
 from unishard.topology import Topology
 
-MANY = int(os.environ.get("UNISHARD_EXAMPLES", "60"))
+MANY = 60
 RANKS = Topology(world_size=8, local_world_size=4)
 
 # Fields that a file of another tool has no place for, and that its tool has in one way only.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
-from unishard.expressions import none, write
+from unishard.expressions import NO_FILES, moved_together, none, unlooked, write
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.rules import Native
@@ -81,7 +81,6 @@ _BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "tensorrt
 _NEAREST = (
     "fsdp_reshard_after_forward: false is the nearest; FSDP keeps parameters in parts between steps and gathers them in every forward"
 )
-_NO_FILES = "PyTorch has no offload to files; write cpu, or choose deepspeed"
 _AUTOCAST = "torch.autocast keeps fp32 in chosen operations; the masters are fp32 as well"
 _FP16 = ("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", Verdict.EXACT, "nothing is scaled")
 _SCALER = "hand GradScalerKwargs to the Accelerator (kwargs_handlers)"
@@ -215,26 +214,9 @@ _PRECISION: Mapping[str, Expression] = {
 }
 
 _OFFLOAD: Mapping[str, Expression] = {
-    f"offload.{what}": Expression(
-        Verdict.EXACT,
-        "fsdp_config.fsdp_offload_params",
-        "",
-        lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg)),
-        (
-            Case("none", lambda cfg, what=what: getattr(cfg.offload, what) == "none", Verdict.EXACT, ""),  # type: ignore[misc]
-            Case("nvme", lambda cfg, what=what: getattr(cfg.offload, what) == "nvme", Verdict.REFUSED, _NO_FILES),  # type: ignore[misc]
-            Case(
-                "cpu without the other",
-                lambda cfg: cfg.offload.params != cfg.offload.optimizer,
-                Verdict.APPROXIMATE,
-                "FSDP2 moves parameters, gradients and the optimizer's step to the host together",
-            ),
-        ),
-    )
-    for what in ("params", "optimizer")
-} | {
+    **moved_together("fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))),
     "offload.pin_memory": none("memory and time alone; FSDP2 always pins", lambda cfg: cfg.offload.pin_memory, "true"),
-    "offload.nvme_path": none(_NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null", Verdict.REFUSED),
+    "offload.nvme_path": none(NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null", Verdict.REFUSED),
 }
 
 _LOOP: Mapping[str, Expression] = {
@@ -265,20 +247,11 @@ _LOOP: Mapping[str, Expression] = {
         lambda cfg: cfg.training.gradient_clipping is None,
         "null",
     ),
-    "training.nonfinite": Expression(
+    "training.nonfinite": unlooked(
         Verdict.APPROXIMATE,
         NO_KEY,
         "torch makes an update with gradients that are not finite; look at what clip_grad_norm_ returns before optimizer.step()",
-        when=(
-            Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
-            Case(
-                "skip in fp16",
-                lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16",
-                Verdict.EXACT,
-                "GradScaler does it",
-            ),
-            Case("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Verdict.APPROXIMATE, "GradScaler skips it without an error"),
-        ),
+        Case("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Verdict.APPROXIMATE, "GradScaler skips it without an error"),
     ),
     "communication.reduce_bucket_size": none("time alone; FSDP2 reduces the gradients of a unit together"),
     "communication.prefetch_bucket_size": none("time alone; FSDP2 gathers the next unit ahead"),

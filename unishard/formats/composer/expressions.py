@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle, lost, none
+from unishard.expressions import idle, lost, none, unlooked
 from unishard.formats.composer import groups
 from unishard.grouping import parts
 from unishard.meanings import NO_KEY, Case, Expression, Holds, Verdict
@@ -217,15 +217,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
             else {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": cfg.training.gradient_clipping}}}
         ),
     ),
-    "training.nonfinite": Expression(
-        Verdict.APPROXIMATE,
-        NO_KEY,
-        "Composer makes the update also when gradients are not finite",
-        when=(
-            idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
-            idle("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and not _not_fp16(cfg), "GradScaler does it"),
-        ),
-    ),
+    "training.nonfinite": unlooked(Verdict.APPROXIMATE, NO_KEY, "Composer makes the update also when gradients are not finite"),
     "training.last_window": Expression(
         Verdict.UNDECIDED,
         "train_loader.drop_last",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
+from unishard.expressions import unlooked
 from unishard.formats.hf.engine_expressions import FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
@@ -94,19 +95,11 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "training.gradient_clipping": Expression(
         Verdict.EXACT, "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
     ),
-    "training.nonfinite": Expression(
+    "training.nonfinite": unlooked(
         Verdict.APPROXIMATE,
         NO_KEY,
         "Trainer does not look: an update with a NaN is made; a callback's on_pre_optimizer_step can stop it",
-        when=(
-            Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, ""),
-            Case(
-                "skip in fp16",
-                lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16",
-                Verdict.EMULATED,
-                "torch's GradScaler leaves the update out",
-            ),
-        ),
+        scaled=(Verdict.EMULATED, "torch's GradScaler leaves the update out"),
     ),
     "training.last_window": Expression(
         Verdict.EXACT,

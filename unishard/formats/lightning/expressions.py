@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
+from unishard.expressions import NO_FILES, moved_together
 from unishard.formats.lightning.precision_expressions import PRECISION
 from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 from unishard.grouping import parts
@@ -88,7 +89,6 @@ def _buckets(cfg: Config, topology: Topology) -> Native:
 _NEAREST = (
     "SHARD_GRAD_OP is the nearest; FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
 )
-_NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 _DDP = "DDPStrategy"
 _UNSHARDED = Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, "nothing is gathered")
 _TIME = "time and memory alone"
@@ -182,38 +182,7 @@ FSDP: Mapping[str, Expression] = {
         ),
     ),
     **PRECISION,
-    "offload.params": Expression(
-        Verdict.EXACT,
-        "cpu_offload",
-        "",
-        _offload,
-        (
-            Case("none", lambda cfg: cfg.offload.params == "none", Verdict.EXACT, ""),
-            Case("nvme", lambda cfg: cfg.offload.params == "nvme", Verdict.REFUSED, _NO_FILES),
-            Case(
-                "cpu without offload.optimizer: cpu",
-                lambda cfg: cfg.offload.optimizer != "cpu",
-                Verdict.APPROXIMATE,
-                "cpu_offload moves the optimizer's state as well, and its step to the host",
-            ),
-        ),
-    ),
-    "offload.optimizer": Expression(
-        Verdict.EXACT,
-        "cpu_offload",
-        "",
-        _offload,
-        (
-            Case("none", lambda cfg: cfg.offload.optimizer == "none", Verdict.EXACT, ""),
-            Case("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Verdict.REFUSED, _NO_FILES),
-            Case(
-                "cpu without offload.params: cpu",
-                lambda cfg: cfg.offload.params != "cpu",
-                Verdict.APPROXIMATE,
-                "cpu_offload moves the parameters as well, which are copied to the device for each use",
-            ),
-        ),
-    ),
+    **moved_together("cpu_offload", _offload),
     "offload.pin_memory": Expression(
         Verdict.DROPPED,
         NO_KEY,
@@ -221,7 +190,7 @@ FSDP: Mapping[str, Expression] = {
         when=(Case("true, or nothing is offloaded", lambda cfg: cfg.offload.pin_memory, Verdict.EXACT, "FSDP1 always pins"),),
     ),
     "offload.nvme_path": Expression(
-        Verdict.REFUSED, NO_KEY, _NO_FILES, when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),)
+        Verdict.REFUSED, NO_KEY, NO_FILES, when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),)
     ),
     "activation_checkpointing": Expression(
         Verdict.EXACT,

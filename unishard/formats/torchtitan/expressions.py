@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle, lost, none
+from unishard.expressions import idle, lost, moved_together, none
 from unishard.grouping import parts
 from unishard.meanings import NO_KEY, Case, Expression, Holds, Verdict
 from unishard.rules import Native
@@ -104,7 +104,6 @@ _NO_GROUPS = "torchtitan treats all parameters alike; remove it"
 _CLIMB = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
 _BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
 _OWN_CHECK = "unishard's own check of collective calls"
-_TOGETHER = "enable_cpu_offload moves parameters, gradients and optimizer state together"
 
 EXPRESSIONS: Mapping[str, Expression] = {
     "backend": Expression(
@@ -175,25 +174,10 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "precision.loss_scale": _scaled(),
     "precision.initial_loss_scale": _scaled(),
     "precision.loss_scale_growth_interval": _scaled(),
-    "offload.params": Expression(
-        Verdict.EXACT,
+    **moved_together(
         "training.enable_cpu_offload",
-        "",
         lambda cfg, topology: _training(enable_cpu_offload="cpu" in (cfg.offload.params, cfg.offload.optimizer)),
-        (
-            Case("nvme", lambda cfg: cfg.offload.params == "nvme", Verdict.REFUSED, _NO_FILES),
-            Case("unlike the optimizer", lambda cfg: cfg.offload.params != cfg.offload.optimizer, Verdict.APPROXIMATE, _TOGETHER),
-        ),
-    ),
-    "offload.optimizer": Expression(
-        Verdict.EXACT,
-        "training.enable_cpu_offload",
-        "",
-        lambda cfg, topology: _training(enable_cpu_offload="cpu" in (cfg.offload.params, cfg.offload.optimizer)),
-        (
-            Case("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Verdict.REFUSED, _NO_FILES),
-            Case("unlike the parameters", lambda cfg: cfg.offload.params != cfg.offload.optimizer, Verdict.APPROXIMATE, _TOGETHER),
-        ),
+        _NO_FILES,
     ),
     "offload.pin_memory": Expression(
         Verdict.DROPPED,
