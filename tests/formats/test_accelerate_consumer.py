@@ -132,8 +132,8 @@ def test_the_plugin_of_deepspeed_holds_what_was_meant(folder, strategy, stage, c
 def deepspeed_config():
     from unishard_deepspeed.start import hushed
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with hushed():
+    with pytest.MonkeyPatch.context() as environment, hushed():
+        environment.setenv("DS_ACCELERATOR", "cpu")
         import deepspeed
 
         return deepspeed.DeepSpeedConfig
