@@ -12,6 +12,7 @@ from unishard.backend import Backend, Engine, OptimizerFactory, Placement, Step
 from unishard.config import Config
 from unishard.errors import (
     BackendError,
+    CheckpointError,
     ConfigError,
     ContractError,
     DataError,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "BackendError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "ContractError",

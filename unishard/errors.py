@@ -8,6 +8,7 @@
     ├── DataError             a dataset that cannot be divided between the ranks as asked
     ├── ContractError         the training loop calls the engine out of order
     ├── RankMismatchError     ranks that should agree do not
+    ├── CheckpointError       a checkpoint that cannot be written, is damaged, or does not fit what runs
     ├── NonFiniteError        a gradient is infinite or not a number, and ``training.nonfinite`` is ``raise``
     └── EngineMismatchError   what runs after ``prepare`` is not what was asked
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "BackendError",
+    "CheckpointError",
     "ConfigError",
     "ContractError",
     "DataError",
@@ -83,6 +85,10 @@ class ContractError(UnishardError, RuntimeError):
 
 class RankMismatchError(UnishardError, RuntimeError):
     """Ranks that should hold the same config or model do not."""
+
+
+class CheckpointError(UnishardError, RuntimeError):
+    """A checkpoint cannot be written, is incomplete or damaged, or does not fit the model and the optimizer that run."""
 
 
 class NonFiniteError(UnishardError, ArithmeticError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.engine.parts import Part
+from unishard.parts import Part
 from unishard_deepspeed.internals import parts
 
 __all__ = ["Access"]

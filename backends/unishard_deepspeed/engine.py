@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine import TrainingEngine
-from unishard.engine.parts import Part
+from unishard.parts import Part
 from unishard_deepspeed import internals
 from unishard_deepspeed.access import Access
 from unishard_deepspeed.clipping import clipping_of

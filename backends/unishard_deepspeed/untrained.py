@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.backend import Placement
 from unishard.config import Config
-from unishard.engine.parts import Part
 from unishard.engine.untrained import UntrainedEngine
+from unishard.parts import Part
 from unishard_deepspeed import internals
 from unishard_deepspeed.internals import parts
 

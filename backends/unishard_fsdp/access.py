@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from unishard.engine.parts import Part
+from unishard.parts import Part
 from unishard_fsdp.gradients import local
 
 __all__ = ["part_of"]

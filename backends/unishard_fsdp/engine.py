@@ -20,8 +20,8 @@ from unishard.config import Config
 from unishard.engine import TrainingEngine
 from unishard.engine.formats import DTYPES
 from unishard.engine.inputs import cast_inputs
-from unishard.engine.parts import Part
 from unishard.errors import ContractError, ModelError
+from unishard.parts import Part
 from unishard_fsdp import options
 from unishard_fsdp.access import part_of
 from unishard_fsdp.generation import gathering_in_generate

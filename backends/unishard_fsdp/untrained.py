@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unishard.backend import Placement
-from unishard.engine.parts import Part
 from unishard.engine.untrained import UntrainedEngine
+from unishard.parts import Part
 from unishard_fsdp.access import part_of
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.gradients import local

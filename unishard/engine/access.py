@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.engine.parts import Part, norms, whole, write
 from unishard.errors import ContractError
+from unishard.parts import Part, norms, whole, write
 
 __all__ = ["ParameterAccess"]
 

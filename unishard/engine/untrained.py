@@ -15,11 +15,11 @@ from unishard.engine.contract import TrainingEngine
 from unishard.engine.formats import DTYPES
 from unishard.engine.inputs import cast_inputs
 from unishard.engine.materialization import materialize
-from unishard.engine.parts import Part
 from unishard.engine.passing import tensors_in
 from unishard.engine.replica import broadcast
 from unishard.engine.turns import Call
 from unishard.errors import ContractError
+from unishard.parts import Part
 
 __all__ = ["UntrainedEngine", "WholeEngine", "hold_whole", "to_compute_format"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.engine.parts import Part
+from unishard.parts import Part
 from unishard_deepspeed.internals.masters import replicated_masters
 from unishard_deepspeed.internals.updates import give_wide_gradients
 

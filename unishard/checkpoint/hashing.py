@@ -1,0 +1,68 @@
+"""A hash of a tensor that does not depend on how it is divided: the same on every engine and any number of ranks.
+
+The tensor's bytes, flattened and padded with zeros, are read as little-endian words of 64 bits; the hash is the sum of
+`word[k] * (2 k + 1)` modulo 2^64. A sum over words is a sum over any division of the bytes, each piece alone giving what it adds. Every
+weight is odd, so a change of any single word changes the hash, and so does exchanging two words that differ in a bit below the top one.
+It guards against misplaced and damaged data, not against an attacker.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["MASK", "hash_of", "hexadecimal"]
+
+MASK = 2**64 - 1
+_WORD = 8
+_BLOCK = 1 << 17
+"""Words that are multiplied at once: 1 MiB, which stays in a processor's cache."""
+_weights: dict[torch.device, Tensor] = {}
+
+
+def hash_of(values: Tensor, start: int = 0) -> int:
+    """What a stretch adds to the hash of its tensor, modulo 2^64.
+
+    Args:
+        values: A flat stretch, any dtype and device, contiguous.
+        start: Where it begins in the flattened tensor, in elements.
+    """
+    bytes_ = values.detach().reshape(-1).view(torch.uint8)
+    begin = start * values.element_size()
+    if not bytes_.numel():
+        return 0
+    head = min(-begin % _WORD, bytes_.numel())
+    words = (bytes_.numel() - head) // _WORD
+    total = _edge(bytes_[:head], begin) + _edge(bytes_[head + words * _WORD :], begin + head + words * _WORD)
+    body = bytes_[head : head + words * _WORD]
+    if body.data_ptr() % _WORD:
+        body = body.clone()
+    return (total + _sum(body.view(torch.int64), (begin + head) // _WORD)) & MASK if words else total & MASK
+
+
+def hexadecimal(value: int) -> str:
+    """As it stands in the manifest: 16 digits."""
+    return f"{value & MASK:016x}"
+
+
+def _edge(values: Tensor, begin: int) -> int:
+    """Bytes that do not fill a word of their own."""
+    total = 0
+    for at, byte in enumerate(values.tolist(), begin):
+        word, place = divmod(at, _WORD)
+        total += (byte << (8 * place)) * (2 * word + 1)
+    return total
+
+
+def _sum(words: Tensor, first: int) -> int:
+    """Of whole words, in blocks: weights within a block are the same each time, what precedes it is a factor of its plain sum."""
+    device = words.device
+    if device not in _weights:
+        _weights[device] = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=device)
+    plain, weighted = [], []
+    for block in torch.split(words, _BLOCK):
+        plain.append(block.sum())
+        weighted.append((block * _weights[device][: len(block)]).sum())
+    sums, weights = torch.stack(plain).tolist(), torch.stack(weighted).tolist()
+    total: int = sum(weights) + sum(2 * (first + at * _BLOCK) * each for at, each in enumerate(sums))
+    return total

@@ -1,0 +1,250 @@
+"""Writes tensors that are in parts as one directory of torch.distributed.checkpoint, with checksums of its files and hashes of its tensors.
+
+Every rank writes what it holds, straight from where it lies; what several ranks hold is divided between them. Nobody gathers anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import math
+import os
+import warnings
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (  # private; what a reader of torch 2.13 expects in the index
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from unishard.checkpoint import metadata
+from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.hashing import MASK, hash_of
+from unishard.checkpoint.intervals import boxes
+from unishard.errors import CheckpointError
+
+__all__ = ["Written", "fsync", "write"]
+
+CHUNK = 1 << 24
+"""Bytes in one chunk of a file: whoever reads a part of it reads all of it."""
+
+Advance = Callable[[int], None]
+"""Told how many bytes more have been written."""
+
+
+class Written(NamedTuple):
+    """What all ranks together have written."""
+
+    files: dict[str, tuple[int, int]]
+    """Size and CRC-32 of each file."""
+    hashes: dict[str, int]
+    """Of each tensor."""
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+
+def write(
+    folder: Path,
+    stretches: Mapping[str, Stretch],
+    *,
+    ties: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    advance: Advance = lambda written: None,
+) -> Written | None:
+    """Write a directory. Collective where there is a process group, else by one process.
+
+    Args:
+        folder: Empty or not there yet; the same on all ranks.
+        stretches: What this rank holds of each tensor, by the tensor's name in the checkpoint. Ranks may hold the same.
+        ties: Other names of tensors, to the names under which they are stored; readers find them under both.
+        group: Whose ranks take part, of a backend for the CPU.
+        advance: Told of this rank's progress.
+
+    Returns:
+        What has been written, on rank 0; None on the others.
+
+    Raises:
+        CheckpointError: On every rank: one of them could not write its file, or the parts do not make up the tensors.
+    """
+    alone = not dist.is_initialized()
+    writer = _Writer(folder, ties or {}, advance)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # by `no_dist`, as it should be
+            save({}, storage_writer=writer, planner=_Planner(stretches), process_group=group, no_dist=alone)
+    except (CheckpointException, OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {_cause(error)}") from error
+    mine = (writer.files, dict(writer.hashes))
+    if alone:
+        return _merged(folder, [mine], writer)
+    everyone: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(mine, everyone, group=group, group_dst=0)
+    return None if everyone is None else _merged(folder, everyone, writer)
+
+
+def fsync(path: Path) -> None:
+    """Bring a file, or what a directory says of its files, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _merged(folder: Path, everyone: list[tuple[dict[str, tuple[int, int]], dict[str, int]]], writer: _Writer) -> Written:
+    files: dict[str, tuple[int, int]] = {}
+    hashes: dict[str, int] = {}
+    for theirs, parts in everyone:
+        files |= theirs
+        for name, part in parts.items():
+            hashes[name] = (hashes.get(name, 0) + part) & MASK
+    index = (folder / metadata.FILE).read_bytes()
+    files[metadata.FILE] = (len(index), zlib.crc32(index))
+    hashes |= {alias: hashes[name] for alias, name in writer.ties.items()}
+    return Written(files, hashes, writer.shapes, writer.dtypes)
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's own words out of what torch.distributed.checkpoint raises on all of them."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    rank, (cause, _) = next(iter(sorted(error.failures.items())))
+    return f"rank {rank} could not write its part: {cause}"
+
+
+class _Planner(DefaultSavePlanner):
+    """Says which boxes this rank holds; the base class divides what several ranks hold, and checks that nothing is missing."""
+
+    def __init__(self, stretches: Mapping[str, Stretch]) -> None:
+        super().__init__()
+        self._stretches = stretches
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [item for name, stretch in self._stretches.items() for item in _items(name, stretch)]
+        paths = {name: _path(name) for name in self._stretches}
+        self.plan = dataclasses.replace(plan, items=items, planner_data=paths)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        stretch, data = self._stretches[write_item.index.fqn], write_item.tensor_data
+        assert data is not None
+        begin = _start(write_item)
+        return stretch.read(begin, begin + data.chunk.sizes.numel()).view(data.chunk.sizes)
+
+
+def _start(item: WriteItem) -> int:
+    """Where its box begins in the flattened tensor."""
+    data = item.tensor_data
+    assert data is not None
+    return sum(offset * math.prod(data.size[dim + 1 :]) for dim, offset in enumerate(data.chunk.offsets))
+
+
+def _items(name: str, stretch: Stretch) -> list[WriteItem]:
+    length = max(1, CHUNK // stretch.dtype.itemsize)
+    # Cut at multiples of the length, so that all who hold the same elements cut them alike.
+    cuts = [stretch.start, *range((stretch.start // length + 1) * length, stretch.end, length), stretch.end]
+    return [
+        WriteItem(
+            index=MetadataIndex(name, torch.Size(offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
+                properties=TensorProperties(dtype=stretch.dtype),
+                size=stretch.shape,
+            ),
+        )
+        for begin, end in itertools.pairwise(cuts)
+        for offsets, sizes in boxes(stretch.shape, begin, end)
+    ]
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Where torch puts it when it makes nested dictionaries of the directory: names of parameters have dots of their own."""
+    if name.startswith("optim.state."):
+        parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
+        return ("optim", "state", parameter, key)
+    head, _, rest = name.partition(".")
+    return (head, rest)
+
+
+class _Writer(FileSystemWriter):
+    """One file for each rank, its checksum and the hashes of what is in it taken on the way."""
+
+    def __init__(self, folder: Path, ties: Mapping[str, str], advance: Advance) -> None:
+        super().__init__(folder, overwrite=False)
+        self.ties = {f"model.{alias}": f"model.{name}" for alias, name in ties.items()}
+        self.files: dict[str, tuple[int, int]] = {}
+        self.hashes: dict[str, int] = defaultdict(int)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._advance = advance
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # the base class writes the path of this machine into the file
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results: list[WriteResult] = []
+        at = crc = 0
+        with (Path(self.path) / name).open("wb", buffering=0) as file:
+            for item in plan.items:
+                values = planner.resolve_data(item)
+                record = _record(values)
+                if file.write(record) != len(record):
+                    raise OSError(28, "No space left on device")
+                crc = zlib.crc32(record, crc)
+                self.hashes[item.index.fqn] += hash_of(values.reshape(-1), _start(item))
+                results.append(WriteResult(item.index, len(record), _StorageInfo(name, at, len(record))))
+                at += len(record)
+                self._advance(values.nbytes)
+            os.fsync(file.fileno())
+        self.files[name] = (at, crc)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        entries = metadata.state_dict_metadata
+        for alias, name in self.ties.items():
+            entries[alias] = entries[name]
+            metadata.planner_data[alias] = _path(alias)
+            own = [result for rank in results for result in rank if result.index.fqn == name]
+            results[0] += [dataclasses.replace(each, index=dataclasses.replace(each.index, fqn=alias)) for each in own]
+        self.shapes = {name: tuple(entry.size) for name, entry in entries.items()}  # type: ignore[union-attr]
+        self.dtypes = {name: str(entry.properties.dtype).removeprefix("torch.") for name, entry in entries.items()}  # type: ignore[union-attr]
+        super().finish(metadata, results)
+        fsync(Path(self.path))
+
+
+def _record(values: Tensor) -> memoryview:
+    """As torch.save writes it. In memory first, since torch's own writer gives no clean error on a full disk (torch 2.13)."""
+    buffer = io.BytesIO()
+    torch.save(_alone(values), buffer)
+    return buffer.getbuffer()
+
+
+def _alone(values: Tensor) -> Tensor:
+    """The same memory under a storage of just its size: torch.save writes the whole storage of a view."""
+    values = values.cpu()
+    if values.untyped_storage().nbytes() == values.nbytes:
+        return values
+    first = values.storage_offset() * values.itemsize
+    storage = values.untyped_storage()[first : first + values.nbytes]
+    alone: Tensor = torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape)  # type: ignore[call-overload]
+    return alone
