@@ -10,6 +10,7 @@ from unishard.backend import Backend, Engine, Placement, Step
 PUBLIC = [
     "Backend",
     "BackendError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "ContractError",

@@ -65,8 +65,14 @@ def test_any_stretch_is_read(folder: Path) -> None:
 def test_missing_elements_are_refused(tmp_path: Path) -> None:
     value = torch.arange(10.0)
     half = Stretch(value.shape, value.dtype, 0, 5, lambda begin, end: value[begin:end])
-    with pytest.raises(CheckpointError, match="validate"):
+    with pytest.raises(CheckpointError, match=r"no rank holds all or a part of model\.a"):
         writing.write(tmp_path / "here", {"model.a": half})
+
+
+def test_a_tensor_that_nobody_holds_is_refused(tmp_path: Path) -> None:
+    nothing = Stretch(torch.Size((10,)), torch.float32, 0, 0, lambda begin, end: torch.empty(0))
+    with pytest.raises(CheckpointError, match=r"no rank holds all or a part of model\.a"):
+        writing.write(tmp_path / "here", {"model.a": nothing})
 
 
 def test_a_name_that_is_not_there_is_refused(folder: Path) -> None:

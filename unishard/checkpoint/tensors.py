@@ -73,7 +73,12 @@ class Tensors:
         return iter(self._chunks)
 
     def stretch(self, name: str) -> Stretch:
-        """A whole tensor, to be read when and where it is needed."""
+        """A whole tensor, to be read when and where it is needed.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
+        self._of(name)
 
         def read(begin: int, end: int) -> Tensor:
             values = torch.empty(end - begin, dtype=self.dtypes[name])

@@ -26,7 +26,14 @@ from torch.distributed.checkpoint.filesystem import (  # private; what a reader 
     FileSystemWriter,
     _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -140,6 +147,16 @@ class _Planner(DefaultSavePlanner):
         paths = {name: _path(name) for name in self._stretches}
         self.plan = dataclasses.replace(plan, items=items, planner_data=paths)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        # torch looks for elements that nobody holds only where several ranks write, and never for tensors that nobody holds (torch 2.13).
+        for name in metadata.planner_data:
+            entry = metadata.state_dict_metadata.get(name)
+            held = sum(chunk.sizes.numel() for chunk in entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0
+            if not isinstance(entry, TensorStorageMetadata) or held != entry.size.numel():
+                raise ValueError(f"no rank holds all or a part of {name}")
+        return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         stretch, data = self._stretches[write_item.index.fqn], write_item.tensor_data
