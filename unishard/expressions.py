@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Holds, Setting, Verdict
 
-__all__ = ["NO_FILES", "idle", "lost", "moved_together", "none", "unlooked", "write"]
+__all__ = ["NO_FILES", "idle", "lost", "moved_together", "none", "saved_by_script", "unlooked", "write"]
 
+_WAITS = "time alone: the training waits until the files are written"
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
 
@@ -83,6 +84,30 @@ def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Ex
                     f"{key} moves the parameters as well, which are copied to the device for each use",
                 ),
             ),
+        ),
+    }
+
+
+def saved_by_script(call: str) -> dict[str, Expression]:
+    """The rows of `checkpoint` where the training script saves.
+
+    Args:
+        call: What it calls for that, such as `accelerator.save_state(...)`.
+    """
+    null = "null"
+    return {
+        "checkpoint.dir": write(f"the directory of {call}", lambda cfg: cfg.checkpoint.dir is None, null),
+        "checkpoint.every_steps": write(
+            f"{call} whenever the number of updates is a multiple of it", lambda cfg: cfg.checkpoint.every_steps is None, null
+        ),
+        "checkpoint.every_minutes": write(
+            f"{call} by the clock of rank 0, broadcast to all ranks", lambda cfg: cfg.checkpoint.every_minutes is None, null
+        ),
+        "checkpoint.keep_last": write("delete older checkpoints", lambda cfg: cfg.checkpoint.keep_last is None, null),
+        "checkpoint.keep_every": write("spare these from it", lambda cfg: cfg.checkpoint.keep_every is None, null),
+        "checkpoint.async_save": none(_WAITS, lambda cfg: not cfg.checkpoint.async_save, "false"),
+        "checkpoint.on_signal": write(
+            f"a handler (signal.signal) that sets a flag, and {call} after the update", lambda cfg: not cfg.checkpoint.on_signal, "empty"
         ),
     }
 

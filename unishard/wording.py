@@ -28,7 +28,7 @@ def type_in_words(kind: Any, metadata: Iterable[Any] = (), *, plural: bool = Fal
     if origin is Annotated:
         return type_in_words(args[0], [*_flat(args[1:]), *metadata], plural=plural)
     if origin is Literal:
-        return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
+        return (("any" if plural else "one") + " of " if len(args) > 1 else "") + ", ".join(map(str, args))
     if origin in (Union, types.UnionType):
         parts = [type_in_words(arg, metadata) for arg in args]
         return (", or " if any(" " in part for part in parts[:-1]) else " or ").join(parts)

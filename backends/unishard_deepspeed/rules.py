@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unishard.rules import Fit, Rule, When, idle, loop
 from unishard_deepspeed import fields
-from unishard_deepspeed.loop_rules import LOOP
+from unishard_deepspeed.loop_rules import LOOP, SAVING
 
 __all__ = ["RULES"]
 
@@ -328,6 +328,7 @@ RULES: dict[str, Rule] = {
         ),
     ),
     "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
+    **SAVING,
     "strict": loop("decides about the report of this table"),
     "native": Rule(
         Fit.EXACT,

@@ -9,7 +9,7 @@ from unishard.config import Config
 from unishard.grouping import parts
 from unishard.rules import Fit, Native, Rule, When, idle, loop
 from unishard.topology import Topology
-from unishard_fsdp.loop_rules import LOOP
+from unishard_fsdp.loop_rules import LOOP, SAVING
 
 __all__ = ["RULES", "form_of"]
 
@@ -375,6 +375,7 @@ RULES: Mapping[str, Rule] = {
         ),
     ),
     "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
+    **SAVING,
     "strict": loop("an approximation is refused"),
     "native": Rule(
         Fit.EXACT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.expressions import none, unlooked, write
+from unishard.expressions import none, saved_by_script, unlooked, write
 from unishard.meanings import NO_KEY, SCRIPT, Expression, Holds, Verdict
 
 __all__ = ["BY_SCRIPT"]
@@ -78,6 +78,7 @@ BY_SCRIPT: Mapping[str, Expression] = {
     "communication.desync_timeout": none(_OWN_CHECK),
     "compile.mode": write("block.compile() before fully_shard, or model.compile()", lambda cfg: cfg.compile.mode == "none", "none"),
     "compile.backend": write("compile(backend=...)", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
+    **saved_by_script("torch.distributed.checkpoint.save(...)"),
     "strict": none("says how unishard itself takes approximations"),
 }
 """Rows by field; `unishard_fsdp.expressions` puts them in the order of the schema."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from unishard.config.checkpoint import Checkpoint
 from unishard.config.communication import Communication
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
@@ -22,6 +23,7 @@ from unishard.errors import ConfigError, Problem
 
 __all__ = [
     "CROSS_FIELD",
+    "Checkpoint",
     "Communication",
     "Compile",
     "Config",
@@ -72,6 +74,8 @@ class Config(Section):
     """Collectives."""
     compile: Compile = Field(default_factory=Compile)
     """`torch.compile`."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """What is saved, when and where."""
     strict: bool = Field(default=False)
     """Whether an approximation is an error instead of a line in the report."""
     native: dict[str, dict[str, Any]] = Field(default_factory=dict)

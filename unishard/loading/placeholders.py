@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["STAND_INS", "placeholder", "undecided_in"]
 
-STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2}
+STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2, "checkpoint.dir": "checkpoints"}
 """What fills the place of an undecided field that others need; every other one keeps its default."""
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+(?:\.[a-z_]+)*)\}")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.expressions import saved_by_script
 from unishard.keys import boolean, drops, integer, number, own, refuses, text
 from unishard.meanings import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
 from unishard_deepspeed.arguments.facts import device, dropped, only, quiet, stage
@@ -215,6 +216,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
     ),
     "compile.mode": Expression(Verdict.UNDECIDED, SCRIPT, "engine.compile(), or torch.compile of each block", when=(_NOT_COMPILED,)),
     "compile.backend": Expression(Verdict.UNDECIDED, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
+    **saved_by_script("engine.save_checkpoint(...)"),
     "strict": Expression(
         Verdict.DROPPED, "", "about unishard's report", when=(Case("false", lambda cfg: not cfg.strict, Verdict.EXACT, ""),)
     ),

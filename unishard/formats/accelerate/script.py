@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.expressions import none, write
+from unishard.expressions import none, saved_by_script, write
 from unishard.meanings import NO_KEY, Case, Expression, Verdict
 
 __all__ = ["BY_SCRIPT"]
@@ -72,6 +72,7 @@ BY_SCRIPT: Mapping[str, Expression] = {
     "communication.overlap": none("time alone", lambda cfg: cfg.communication.overlap, "true"),
     "communication.desync_check": none(_OWN_CHECK),
     "communication.desync_timeout": none(_OWN_CHECK),
+    **saved_by_script("accelerator.save_state(...)"),
     "strict": none("says how unishard itself takes approximations", lambda cfg: not cfg.strict, "false"),
 }
 """Rows by field."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.formats.axolotl.keys import NAMES
+from unishard.formats.axolotl.saving import SAVING
 from unishard.formats.hf.engine_expressions import decided_of, engine_of
 from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
 from unishard.formats.hf.lengths import lengths_of
@@ -112,6 +113,7 @@ _OWN: Mapping[str, Expression] = {
             *ARGUMENTS["precision.accumulate"].when,
         ),
     ),
+    **SAVING,
 }
 
 EXPRESSIONS: Mapping[str, Expression] = {name: replace(row, key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}

@@ -81,9 +81,8 @@ _GROUPS: Mapping[str, str] = {
         "generation_prompt_ratio generation_do_sample lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model"
     ),
     "concerns checkpoints alone": (
-        "output_dir save_steps saves_per_epoch save_strategy save_total_limit save_first_step save_only_model save_safetensors "
-        "load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint auto_resume_from_checkpoints "
-        "dynamic_checkpoint hub_model_id hub_strategy hub_revision early_stopping_patience fsdp_final_state_dict_type"
+        "save_first_step save_only_model save_safetensors load_best_model_at_end metric_for_best_model greater_is_better "
+        "resume_from_checkpoint auto_resume_from_checkpoints dynamic_checkpoint hub_model_id hub_strategy hub_revision early_stopping_patience fsdp_final_state_dict_type"
     ),
     "stops the training, which the training script does": "loss_watchdog_threshold loss_watchdog_patience",
     "concerns the start of the processes alone": (

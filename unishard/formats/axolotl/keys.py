@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.formats.axolotl.idle import IDLE
+from unishard.formats.axolotl.saving import SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, off
 from unishard.formats.hf.optimizing import named
@@ -193,6 +194,7 @@ KEYS: Mapping[str, Key] = {
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "fp32_norms": refuses("keeps norms in fp32 beside bf16, and unishard computes all of the model in one format; remove it", off),
     "fp32_norm_classes": drops("names what fp32_norms switches on"),
+    **SAVED,
     **{name: _engine(FSDP) for name in ENGINES},
     DEEPSPEED: _engine(DEEPSPEED),
     **IDLE,

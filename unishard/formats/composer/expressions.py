@@ -8,6 +8,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.expressions import idle, lost, none, unlooked
 from unishard.formats.composer import groups
+from unishard.formats.composer.saving import SAVING
 from unishard.grouping import parts
 from unishard.meanings import NO_KEY, Case, Expression, Holds, Verdict
 from unishard.rules import Native
@@ -301,6 +302,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         (idle("none or full", lambda cfg: cfg.compile.mode != "per_block"),),
     ),
     "compile.backend": Expression(Verdict.EXACT, "compile_config.backend"),
+    **SAVING,
     "strict": none("says how unishard itself takes approximations"),
     "native": Expression(
         Verdict.APPROXIMATE,

@@ -11,6 +11,7 @@ from typing import Any
 from unishard.formats.composer.batches import BATCHES
 from unishard.formats.composer.fsdp_keys import FSDP
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
+from unishard.formats.composer.saving import SAVED
 from unishard.keys import boolean, drops, integer, refuses
 from unishard.meanings import Given, Key, Meaning, Undecided, Verdict
 
@@ -26,8 +27,8 @@ _REASONS: Mapping[str, str] = {
     "eval_gauntlet eval_gauntlet_str model_gauntlet models validate_every_n_batches validate_every_n_epochs",
     "concerns logs alone": "callbacks loggers progress_bar log_to_console console_log_interval console_stream python_log_level log_config "
     "run_name metadata flatten_metadata profiler",
-    "concerns the files of checkpoints alone": "save_folder save_filename save_latest_filename save_interval save_overwrite "
-    "save_weights_only save_num_checkpoints_to_keep save_ignore_keys load_path load_weights_only load_strict_model_weights "
+    "concerns the files of checkpoints alone": "save_filename save_latest_filename save_overwrite "
+    "save_weights_only save_ignore_keys load_path load_weights_only load_strict_model_weights "
     "load_ignore_keys load_exclude_algorithms autoresume only_hf_checkpoint only_composer_checkpoint",
     "concerns the launcher alone": "dist_timeout device n_gpus",
     "tells the script what to run": "is_train parallel tasks",
@@ -76,6 +77,7 @@ KEYS: Mapping[str, Key] = {
     **BATCHES,
     **FSDP,
     **OPTIMIZATION,
+    **SAVED,
     "seed": Key(_seed, "training.seed"),
     "tp_config": Key(_tensor_parallel, "", Verdict.REFUSED, _WHOLE),
     "parallelism_config.tp": Key(_tensor_parallel, "", Verdict.REFUSED, _WHOLE),

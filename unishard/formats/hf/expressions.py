@@ -9,6 +9,7 @@ from unishard.expressions import unlooked
 from unishard.formats.hf.engine_expressions import FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
+from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.formats.reading import Reading
 from unishard.meanings import NO_KEY, Case, Expressed, Expression, Verdict, Word, express
@@ -140,6 +141,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "torch_compile_backend",
         to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"torch_compile_backend": cfg.compile.backend},
     ),
+    **SAVING,
     "strict": Expression(Verdict.EXACT, "none: it is about unishard's own report"),
     "native": Expression(
         Verdict.APPROXIMATE,

@@ -26,8 +26,8 @@ _GROUPS: Mapping[str, str] = {
         "predict_with_generate generation_max_length generation_num_beams generation_config sortish_sampler jit_mode_eval"
     ),
     "concerns checkpoints alone": (
-        "output_dir overwrite_output_dir save_strategy save_steps save_total_limit save_only_model save_safetensors save_on_each_node "
-        "enable_jit_checkpoint load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip "
+        "overwrite_output_dir save_only_model save_safetensors save_on_each_node load_best_model_at_end metric_for_best_model "
+        "greater_is_better ignore_data_skip "
         "restore_callback_states_from_checkpoint resume_from_checkpoint"
     ),
     "concerns the Hub alone": (

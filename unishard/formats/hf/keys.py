@@ -8,6 +8,7 @@ from typing import Any
 from unishard.formats.hf.idle import IDLE
 from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
+from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
 from unishard.keys import listed
 from unishard.meanings import Given, Key, Meaning, Verdict
@@ -43,6 +44,7 @@ KEYS: Mapping[str, Key] = {
     **LOOP,
     **OPTIMIZER,
     **SCHEDULE,
+    **SAVED,
     "fsdp": _engine("fsdp"),
     "fsdp_config": _engine("fsdp"),
     "deepspeed": _engine("deepspeed"),

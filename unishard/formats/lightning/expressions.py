@@ -9,6 +9,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.expressions import NO_FILES, moved_together
 from unishard.formats.lightning.precision_expressions import PRECISION
+from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 from unishard.grouping import parts
 from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
@@ -260,6 +261,7 @@ FSDP: Mapping[str, Expression] = {
         "say it in the call of torch.compile",
         when=(Case("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),),
     ),
+    **SAVING,
     "strict": Expression(Verdict.DROPPED, NO_KEY, "unishard's own; this report says what it asks for"),
     "native": Expression(
         Verdict.UNDECIDED,

@@ -151,6 +151,12 @@ def _callbacks(value: Any, given: Given) -> Meaning:
     return Meaning(Verdict.DROPPED, "callbacks that only log, report or write files", kept=True)
 
 
+def _saving(value: Any, given: Given) -> Meaning:
+    if boolean(value):
+        return Meaning(Verdict.DROPPED, "is on: a ModelCheckpoint among the callbacks says more", kept=True)
+    return Meaning(fields={"checkpoint.every_steps": None})
+
+
 PRECISIONS = ("FSDPPrecision", "MixedPrecision", "DeepSpeedPrecision", "HalfPrecision")
 """Plugins that stand for a word of `precision`."""
 _PLUGINS = ("Environment", "CheckpointIO")
@@ -207,6 +213,7 @@ TRAINER: Mapping[str, Key] = {
     "devices": optional(_devices, "", Verdict.DROPPED, _LAUNCH),
     "num_nodes": optional(_nodes, "", Verdict.DROPPED, _LAUNCH),
     "callbacks": optional(_callbacks, SCRIPT, Verdict.UNDECIDED, "callbacks that train, not only log, are your loop's to do"),
+    "enable_checkpointing": optional(_saving, "checkpoint.every_steps", note="true leaves it to the callbacks"),
     "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
     "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before unishard.prepare"),
     "deterministic": _script("call torch.use_deterministic_algorithms(True) at the start; Lightning's value is {value}"),
@@ -238,7 +245,7 @@ TRAINER: Mapping[str, Key] = {
     ),
     **dict.fromkeys(("logger", "loggers", "log_every_n_steps", "enable_progress_bar", "enable_model_summary", "profiler"), left(_LOGS)),
     **dict.fromkeys(("barebones", "enable_autolog_hparams"), left(_LOGS)),
-    **dict.fromkeys(("enable_checkpointing", "default_root_dir", "model_registry"), left(_FILES)),
+    **dict.fromkeys(("default_root_dir", "model_registry"), left(_FILES)),
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
 

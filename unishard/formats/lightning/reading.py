@@ -9,6 +9,7 @@ from typing import Any
 from unishard.formats.lightning.keys import BESIDE, PRECISIONS, TRAINER, UNSET
 from unishard.formats.lightning.older_keys import OLDER, place_in, strategy_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
+from unishard.formats.lightning.saving import saving_entries
 from unishard.formats.lightning.shape import CLASS, Built, Shape, built, short
 from unishard.formats.lightning.strategies import Strategy, strategy_of
 from unishard.formats.lightning.unwrapping import TOOL, Unwrapped, entries_of
@@ -163,6 +164,7 @@ class Document:
         rows |= {word: Key(_target) for word in CLASS if not self.shape.bare}
         found_entries = interpret(rows, said, tool=TOOL, defaults=_by_plugin(said.get("plugins")), topology=self.topology)
         entries = [entry.at(*self.shape.trainer, *entry.path) for entry in found_entries if entry.path[0] not in elsewhere]
+        entries += saving_entries(said.get("callbacks"), (*self.shape.trainer, "callbacks"))
         if self.shape.trainer == self.shape.top:
             entries += self._recipes(said)
         return entries

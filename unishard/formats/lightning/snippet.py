@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from unishard.formats.lightning.keys import CALLBACKS
+from unishard.formats.lightning.saving import minutes_of
 from unishard.formats.lightning.shape import Shape, built, short
 from unishard.formats.reading import Reading
 from unishard.rules import Native
@@ -88,6 +89,9 @@ class _Code:
             self.policy = True
             self.imports |= {"from functools import partial", "from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy"}
             return f"blocks({', '.join(_literal(short(name), 0) for name in value)})"
+        if key == "train_time_interval" and isinstance(value, str):
+            self.imports.add("from datetime import timedelta")
+            return f"timedelta(minutes={minutes_of(value)!r})"
         if key in ("device_mesh", "betas") and isinstance(value, list):
             return repr(tuple(value))
         return self.value(value, indent)

@@ -9,6 +9,7 @@ from typing import Any
 from unishard import registry
 from unishard.config import Config, leaves
 from unishard.formats.lightning.expressions import FSDP, strategy
+from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.trainer_expressions import MODULE, TRAINING, trainer
 from unishard.formats.reading import Reading
@@ -59,7 +60,11 @@ def _fsdp(reading: Reading, topology: Topology) -> Expressed:
     return found
 
 
-_MOVED = ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")
+_MOVED: Mapping[str, Expression] = {
+    **{path: TRAINING[path] for path in ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")},
+    **SAVING,
+}
+"""Rows of the Trainer's arguments, which hold beside every strategy."""
 _MESH = "write device_mesh=(copies, {0}), whose product is the number of ranks; or give --world-size"
 _FULL = "32-true"
 _CONFIG = "config of DeepSpeedStrategy"
@@ -69,7 +74,7 @@ def _deepspeed(reading: Reading, topology: Topology) -> Expressed:
     open_ = frozenset(path for path, _ in leaves(Config) if path not in reading.decided and path.partition(".")[0] not in _ALWAYS)
     undecided = open_ | reading.undecided.keys()
     engine = registry.get("deepspeed").arguments(reading.config, topology, undecided)
-    rows = _said(reading, {path: row for path, row in TRAINING.items() if path in _MOVED})
+    rows = _said(reading, _MOVED)
     around = express(rows, reading.config, topology, reading.undecided.keys())
     asked = registry.get("deepspeed").arguments(reading.config, topology, reading.undecided.keys()).document
     config = _without_auto({key: value for key, value in engine.document.items() if key not in _CARRIED}, keep=_open(asked))

@@ -8,6 +8,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.expressions import idle, lost, moved_together, none
+from unishard.formats.torchtitan.saving import SAVING
 from unishard.grouping import parts
 from unishard.meanings import NO_KEY, Case, Expression, Holds, Verdict
 from unishard.rules import Native
@@ -304,6 +305,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "",
         lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}},
     ),
+    **SAVING,
     "strict": none("says how unishard itself takes approximations"),
     "native": Expression(
         Verdict.APPROXIMATE,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unishard.formats.torchtitan.saving import SAVED
 from unishard.keys import boolean, drops, integer, number, one_of, refuses
 from unishard.meanings import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
 from unishard.wording import shown
@@ -224,11 +225,10 @@ _PIPELINE = "belongs to pipeline parallelism"
 _TIME = drops("time alone")
 
 _REST: Mapping[str, str] = {
-    "concerns the launcher and its folders": "job comm memory_estimation",
+    "concerns the launcher and its folders": "comm memory_estimation",
     "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import experimental.custom_model_path",
     "concerns logs alone": "metrics profiling",
-    "concerns the files of checkpoints alone": "checkpoint training.checkpoint_interval training.checkpoint_interval_type "
-    "training.checkpoint_folder",
+    "concerns the files of checkpoints alone": "training.checkpoint_interval training.checkpoint_interval_type training.checkpoint_folder",
     "concerns evaluation alone": "validation eval inference",
     "is only read with a converter of that name": "mx quantize",
     "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name "
@@ -298,6 +298,7 @@ KEYS: Mapping[str, Key] = {
         "no engine is called so any more; write data_parallel_replicate_degree = the ranks and data_parallel_shard_degree = 1", _sharded
     ),
     "fault_tolerance.enable": refuses("unishard has no groups that come and go; remove it", _off),
+    **SAVED,
     **{name: drops(why) for why, names in _REST.items() for name in names.split()},
 }
 """What each says. The degrees of data parallelism and what `ENGINE` names stand in FSDP's own table."""

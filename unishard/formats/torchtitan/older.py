@@ -19,6 +19,7 @@ _MOVED: Mapping[str, str] = {
         f"experimental.{name}": f"parallelism.{name}"
         for name in ("pipeline_parallel_degree", "context_parallel_degree", "enable_async_tensor_parallel", "enable_compiled_autograd")
     },
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
     "optimizer.fused": "optimizer.implementation",
 }
 

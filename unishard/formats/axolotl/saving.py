@@ -1,0 +1,103 @@
+"""What axolotl's keys say about checkpoints (axolotl 0.18.0, core/builders/base.py, `_configure_save_and_eval_strategy`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.expressions import idle
+from unishard.formats.hf.accepted import VALUES
+from unishard.formats.hf.loop import off
+from unishard.formats.hf.saving import EPOCHS, limit, stepped
+from unishard.keys import number, text
+from unishard.meanings import Case, Expression, Given, Key, Meaning, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["SAVED", "SAVING"]
+
+_FOLDER = "./model-out"
+"""Where axolotl writes if nobody says (schemas/config.py)."""
+_KEPT = 4
+"""How many checkpoints it keeps if nobody says."""
+_MANY = 1_000_000
+"""Stands for all of them: 0 and null stand for four."""
+
+
+def _beside(given: Given) -> Mapping[str, Any]:
+    """What axolotl assumes about the checkpoints that it writes."""
+    folder = {} if given.get("output_dir") else {"checkpoint.dir": _FOLDER}
+    return folder if given.get("save_total_limit") else {**folder, "checkpoint.keep_last": _KEPT}
+
+
+def _directory(value: Any, given: Given) -> Meaning:
+    if not value:
+        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+    return Meaning(fields={"checkpoint.dir": text(value)})
+
+
+def _steps(value: Any, given: Given) -> Meaning:
+    if off(value):
+        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+    return stepped(value, given, _beside(given))
+
+
+def _strategy(value: Any, given: Given) -> Meaning:
+    if not off(given.get("save_steps")):
+        return Meaning(Verdict.DROPPED, "save_steps counts", kept=True)
+    if value is None:
+        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+    if value is False or value == "no":  # YAML reads a bare no as false, and axolotl's schema takes it
+        return Meaning(fields={"checkpoint.every_steps": None})
+    VALUES["save_strategy"](value)
+    if value == "steps":
+        return stepped(500, given, _beside(given))
+    if value == "best":
+        return Meaning(Verdict.UNDECIDED, "saves where an evaluation was the best so far; call engine.save() there", kept=True)
+    return Meaning(Verdict.UNDECIDED, EPOCHS, kept=True)
+
+
+def _times(value: Any, given: Given) -> Meaning:
+    """`saves_per_epoch`."""
+    if off(value):
+        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+    number(0)(value)
+    return Meaning(Verdict.UNDECIDED, "counts in epochs, of which only the data knows; set checkpoint.every_steps", kept=True)
+
+
+def _limit(value: Any, given: Given) -> Meaning:
+    found = limit(value, given)
+    count = found.fields.get("checkpoint.keep_last", _KEPT)
+    return Meaning(fields={"checkpoint.keep_last": None if count == _MANY else count or _KEPT})
+
+
+SAVED: Mapping[str, Key] = {
+    "output_dir": Key(_directory, "checkpoint.dir"),
+    "save_steps": Key(_steps, "checkpoint.every_steps", Verdict.EMULATED, "axolotl also saves at the end of the training"),
+    "save_strategy": Key(_strategy, "checkpoint.every_steps", note="epoch and best are your loop's to do"),
+    "saves_per_epoch": Key(_times, "", Verdict.UNDECIDED, "counts in epochs"),
+    "save_total_limit": Key(_limit, "checkpoint.keep_last", note=f"axolotl keeps {_KEPT} where it saves and this is not said"),
+}
+"""What each key says."""
+
+
+def _kept(cfg: Config, topology: Topology) -> Native:
+    """All are kept by a number that no training reaches; nothing needs to be said where nothing is saved by itself."""
+    count = cfg.checkpoint.keep_last if cfg.checkpoint.keep_every is None else None
+    return {} if count is None and cfg.checkpoint.every_steps is None else {"save_total_limit": count or _MANY}
+
+
+SAVING: Mapping[str, Expression] = {
+    "checkpoint.keep_last": Expression(
+        Verdict.EXACT,
+        "save_total_limit",
+        "",
+        _kept,
+        (
+            idle("null", lambda cfg: cfg.checkpoint.keep_last is None, "a number that no training reaches stands for all"),
+            Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, "all are kept"),
+        ),
+    ),
+}
+"""How a field is said, where TrainingArguments say it otherwise."""

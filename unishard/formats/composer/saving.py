@@ -1,0 +1,137 @@
+"""What llm-foundry's keys say about checkpoints, and how they say it (Composer 0.32, utils/misc.py; llm-foundry 0.22)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.expressions import idle, none, write
+from unishard.formats.composer.durations import updates
+from unishard.keys import integer, number, text
+from unishard.meanings import NO_KEY, Case, Expression, Given, Key, Meaning, Undecided, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["SAVED", "SAVING"]
+
+_STEPS = 1000
+"""llm-foundry's interval if nobody says."""
+_LAST = "Composer also saves at the end of the training; call engine.save() there"
+_NOWHERE = "nothing is saved without save_folder"
+
+
+def _folder(value: Any, given: Given) -> Meaning:
+    if not value:
+        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+    named = text(value).replace("{run_name}", given.get("run_name") or "{run_name}")
+    implied = {} if "save_interval" in given else {"checkpoint.every_steps": _STEPS}
+    if "://" in named or "{" in named:
+        why = "is no directory of a file system" if "://" in named else "has names in it that Composer fills in"
+        who = Undecided(f"save_folder, which {why}: {value}")
+        return Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", {"checkpoint.dir": who, **implied})
+    fields = {"checkpoint.dir": named, **implied}
+    return Meaning(Verdict.EMULATED, f"llm-foundry saves every {_STEPS} updates; {_LAST}", fields) if implied else Meaning(fields=fields)
+
+
+def _interval(value: Any, given: Given) -> Meaning:
+    if not given.get("save_folder"):
+        return Meaning(Verdict.DROPPED, _NOWHERE, kept=True)
+    if isinstance(value, str) and value.strip().endswith("sec"):
+        minutes = number(0)(value.strip().removesuffix("sec")) / 60
+        return Meaning(Verdict.EMULATED, _LAST, {"checkpoint.every_minutes": minutes or None})
+    steps = updates(value, given)
+    if isinstance(steps, Undecided):
+        return Meaning(Verdict.UNDECIDED, f"comes from {steps.who}; call engine.save() there, or set checkpoint.every_steps", kept=True)
+    return Meaning(Verdict.EMULATED, _LAST, {"checkpoint.every_steps": steps or None})
+
+
+def _kept(value: Any, given: Given) -> Meaning:
+    count = integer(-1)(value)
+    if not count:
+        return Meaning(
+            Verdict.UNDECIDED, "keeps none where they are uploaded; upload in your script, and set checkpoint.keep_last", kept=True
+        )
+    return Meaning(fields={"checkpoint.keep_last": None if count < 0 else count})
+
+
+SAVED: Mapping[str, Key] = {
+    "save_folder": Key(_folder, "checkpoint.dir", note=f"llm-foundry saves every {_STEPS} updates where save_interval is not said"),
+    "save_interval": Key(_interval, "checkpoint.every_steps", Verdict.EMULATED, _LAST),
+    "save_num_checkpoints_to_keep": Key(_kept, "checkpoint.keep_last", note="-1 keeps all"),
+}
+"""What each key says."""
+
+
+def _place(cfg: Config, topology: Topology) -> Native:
+    return {"save_folder": cfg.checkpoint.dir} if cfg.checkpoint.dir is not None and cfg.checkpoint.automatic else {}
+
+
+def _time(cfg: Config, topology: Topology) -> Native:
+    """Composer has one interval; that in updates counts."""
+    if cfg.checkpoint.every_steps is not None:
+        return {"save_interval": f"{cfg.checkpoint.every_steps}ba"}
+    minutes = cfg.checkpoint.every_minutes
+    return {} if minutes is None else {"save_interval": f"{max(round(minutes * 60), 1)}sec"}
+
+
+def _count(cfg: Config, topology: Topology) -> Native:
+    all_ = cfg.checkpoint.keep_last is None or cfg.checkpoint.keep_every is not None
+    return {"save_num_checkpoints_to_keep": -1 if all_ else cfg.checkpoint.keep_last} if cfg.checkpoint.automatic else {}
+
+
+_ALL = "Composer keeps the newest or all: all are kept"
+_ALSO = "Composer also saves at the end of the training"
+
+SAVING: Mapping[str, Expression] = {
+    "checkpoint.dir": Expression(
+        Verdict.EXACT,
+        "save_folder",
+        "",
+        _place,
+        (
+            idle("null", lambda cfg: cfg.checkpoint.dir is None),
+            Case(
+                "nothing is saved by itself",
+                lambda cfg: not cfg.checkpoint.automatic,
+                Verdict.UNDECIDED,
+                f"trainer.save_checkpoint(...) in your script; save_folder alone would save every {_STEPS} updates",
+            ),
+        ),
+    ),
+    "checkpoint.every_steps": Expression(
+        Verdict.EMULATED, "save_interval", _ALSO, _time, (idle("null", lambda cfg: cfg.checkpoint.every_steps is None),)
+    ),
+    "checkpoint.every_minutes": Expression(
+        Verdict.EMULATED,
+        "save_interval",
+        _ALSO,
+        _time,
+        (
+            idle("null", lambda cfg: cfg.checkpoint.every_minutes is None),
+            Case(
+                "with every_steps",
+                lambda cfg: cfg.checkpoint.every_steps is not None,
+                Verdict.APPROXIMATE,
+                "Composer has one interval: every_steps counts",
+            ),
+        ),
+    ),
+    "checkpoint.keep_last": Expression(
+        Verdict.EXACT,
+        "save_num_checkpoints_to_keep",
+        "-1 keeps all",
+        _count,
+        (Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, _ALL),),
+    ),
+    "checkpoint.keep_every": Expression(
+        Verdict.APPROXIMATE, NO_KEY, _ALL, when=(idle("null", lambda cfg: cfg.checkpoint.keep_every is None),)
+    ),
+    "checkpoint.async_save": none(
+        "time alone: Composer waits until the files are written", lambda cfg: not cfg.checkpoint.async_save, "false"
+    ),
+    "checkpoint.on_signal": write(
+        "a handler (signal.signal) that sets a flag, and a callback that saves and stops", lambda cfg: not cfg.checkpoint.on_signal, "empty"
+    ),
+}
+"""How each field is said."""

@@ -1,0 +1,176 @@
+"""What TrainingArguments say about checkpoints, and how they say it (transformers 5.23, trainer_callback.py and training_args.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.expressions import idle, write
+from unishard.formats.hf.accepted import VALUES
+from unishard.formats.hf.loop import off
+from unishard.keys import boolean, integer, number, text
+from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+
+__all__ = ["EPOCHS", "FOLDER", "SAVED", "SAVING", "limit", "stepped"]
+
+FOLDER = "trainer_output"
+"""Where Trainer writes if nobody says."""
+_STEPS = 500
+"""Trainer's interval if nobody says."""
+
+_LAST = "Trainer also saves at the end of the training; call engine.save() there"
+EPOCHS = "saves at the end of epochs, of which only the data knows; call engine.save() there in your loop, or set checkpoint.every_steps"
+"""What is left to the script where a tool saves once an epoch."""
+_PART = "is a part of the number of updates, of which only the data knows; set checkpoint.every_steps"
+_BEST = "saves where an evaluation was the best so far, and your loop evaluates; call engine.save() there"
+
+
+def _somewhere(given: Given) -> Mapping[str, Any]:
+    """Trainer's own directory, where the document names none."""
+    return {} if given.get("output_dir") else {"checkpoint.dir": FOLDER}
+
+
+def _directory(value: Any, given: Given) -> Meaning:
+    if not value:
+        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+    VALUES["output_dir"](value)
+    fields = {"checkpoint.dir": text(value)}
+    if "save_strategy" in given or "save_steps" in given:
+        return Meaning(fields=fields)
+    return Meaning(Verdict.EMULATED, f"Trainer saves every {_STEPS} updates; {_LAST}", {**fields, "checkpoint.every_steps": _STEPS})
+
+
+def _strategy(value: Any, given: Given) -> Meaning:
+    VALUES["save_strategy"](value)
+    match value:
+        case "no":
+            return Meaning(fields={"checkpoint.every_steps": None})
+        case "steps" if "save_steps" not in given:
+            return Meaning(Verdict.EMULATED, _LAST, {**_somewhere(given), "checkpoint.every_steps": _STEPS})
+        case "steps":
+            return Meaning(Verdict.EXACT, "", {}, kept=True)
+        case "epoch":
+            return Meaning(Verdict.UNDECIDED, EPOCHS, kept=True)
+    return Meaning(Verdict.UNDECIDED, _BEST, kept=True)
+
+
+def _steps(value: Any, given: Given) -> Meaning:
+    VALUES["save_steps"](value)
+    strategy = given.get("save_strategy")
+    if strategy not in (None, "steps"):
+        return Meaning(Verdict.DROPPED, f"is read where save_strategy is steps, and not {strategy}", kept=True)
+    return stepped(value, given, _somewhere(given))
+
+
+def stepped(value: Any, given: Given, beside: Mapping[str, Any]) -> Meaning:
+    """An interval in updates, or below 1 as a part of all of them.
+
+    Args:
+        value: The interval.
+        given: The document, which may hold `max_steps`.
+        beside: What is decided along with it.
+
+    Raises:
+        Unreadable: It is no interval.
+    """
+    every = number(0)(value)
+    if not every:
+        return Meaning(fields={"checkpoint.every_steps": None})
+    if every < 1:
+        whole = given.get("max_steps")
+        if off(whole) or whole == -1:
+            return Meaning(Verdict.UNDECIDED, _PART, kept=True)
+        every = math.ceil(integer(1)(whole) * every)
+    return Meaning(Verdict.EMULATED, _LAST, {**beside, "checkpoint.every_steps": integer(1)(every)})
+
+
+def limit(value: Any, given: Given) -> Meaning:
+    """How many checkpoints are kept; 0 and null keep all."""
+    if value is None:
+        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+    count = integer()(value)
+    return Meaning(fields={"checkpoint.keep_last": count if count > 0 else None})
+
+
+def _at_signal(value: Any, given: Given) -> Meaning:
+    if not boolean(value if value is not None else False):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    return Meaning(Verdict.EMULATED, _EXIT, {**_somewhere(given), "checkpoint.on_signal": ["SIGTERM"]})
+
+
+_EXIT = "Trainer waits 3 seconds, saves and returns from train(); unishard saves and ends the process with exit code 85"
+
+SAVED: Mapping[str, Key] = {
+    "output_dir": Key(_directory, "checkpoint.dir", note=f"Trainer saves every {_STEPS} updates where nothing else is said"),
+    "save_strategy": Key(_strategy, "checkpoint.every_steps", note="epoch and best are your loop's to do"),
+    "save_steps": Key(_steps, "checkpoint.every_steps", Verdict.EMULATED, _LAST),
+    "save_total_limit": Key(limit, "checkpoint.keep_last"),
+    "enable_jit_checkpoint": Key(_at_signal, "checkpoint.on_signal", Verdict.EMULATED, _EXIT),
+}
+"""What each argument says."""
+
+
+def _interval(cfg: Config, topology: Topology) -> Native:
+    steps = cfg.checkpoint.every_steps
+    return {"save_strategy": "no"} if steps is None else {"save_strategy": "steps", "save_steps": steps}
+
+
+def _kept(cfg: Config, topology: Topology) -> Native:
+    spared = cfg.checkpoint.keep_last is None or cfg.checkpoint.keep_every is not None
+    return {} if spared else {"save_total_limit": cfg.checkpoint.keep_last}
+
+
+def _caught(cfg: Config, topology: Topology) -> Native:
+    return {"enable_jit_checkpoint": True} if "SIGTERM" in cfg.checkpoint.on_signal else {}
+
+
+_ALL = "Trainer keeps the newest or all: all are kept"
+_FLAG = "a TrainerCallback that sets control.should_save"
+
+SAVING: Mapping[str, Expression] = {
+    "checkpoint.dir": Expression(
+        Verdict.EXACT,
+        "output_dir",
+        "",
+        lambda cfg, topology: {} if cfg.checkpoint.dir is None else {"output_dir": cfg.checkpoint.dir},
+    ),
+    "checkpoint.every_steps": Expression(
+        Verdict.EMULATED,
+        "save_strategy, save_steps",
+        "Trainer also saves at the end of the training",
+        _interval,
+        (idle("null", lambda cfg: cfg.checkpoint.every_steps is None),),
+    ),
+    "checkpoint.every_minutes": write(f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"),
+    "checkpoint.keep_last": Expression(
+        Verdict.EXACT,
+        "save_total_limit",
+        "",
+        _kept,
+        (Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, _ALL),),
+    ),
+    "checkpoint.keep_every": Expression(
+        Verdict.APPROXIMATE, NO_KEY, _ALL, when=(idle("null", lambda cfg: cfg.checkpoint.keep_every is None),)
+    ),
+    "checkpoint.async_save": Expression(
+        Verdict.DROPPED,
+        NO_KEY,
+        "time alone: Trainer waits until the files are written",
+        when=(idle("false", lambda cfg: not cfg.checkpoint.async_save),),
+    ),
+    "checkpoint.on_signal": Expression(
+        Verdict.UNDECIDED,
+        f"enable_jit_checkpoint, {SCRIPT}",
+        f"enable_jit_checkpoint is for SIGTERM alone; for others a handler, and {_FLAG} and control.should_training_stop",
+        _caught,
+        (
+            idle("empty", lambda cfg: not cfg.checkpoint.on_signal),
+            Case("SIGTERM alone", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, Verdict.EMULATED, _EXIT),
+        ),
+    ),
+}
+"""How each field is said."""

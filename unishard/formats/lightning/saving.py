@@ -1,0 +1,181 @@
+"""What Lightning's ModelCheckpoint says, and how it says a field (2.6.6, pytorch/callbacks/model_checkpoint.py)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+from unishard.config import Config
+from unishard.expressions import idle, none, write
+from unishard.formats.lightning.shape import Built, built, short
+from unishard.keys import integer, number, text
+from unishard.meanings import NO_KEY, Case, Entry, Expression, Meaning, Path, Undecided, Unreadable, Verdict
+from unishard.rules import Native
+from unishard.topology import Topology
+from unishard.wording import shown
+
+__all__ = ["SAVING", "minutes_of", "saving_entries"]
+
+_CLASS = "lightning.pytorch.callbacks.ModelCheckpoint"
+_EPOCHS = "saves at the end of epochs, of which only the data knows; call engine.save() there in your loop, or set checkpoint.every_steps"
+_ANOTHER = "is another ModelCheckpoint, and unishard writes one kind of checkpoint; call engine.save() in your loop where this one saves"
+_BEST = "keeps those whose {} is the best, and your loop evaluates; call engine.save() there"
+_LOGGER = Undecided("the logger's directory, since ModelCheckpoint has no dirpath")
+_TIME = re.compile(r"(?:(?P<days>\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
+
+
+def saving_entries(value: Any, path: Path) -> Iterator[Entry]:
+    """What the ModelCheckpoints among the callbacks say, an entry for each of their arguments that counts.
+
+    Args:
+        value: The callbacks.
+        path: Where they stand.
+    """
+    said: dict[str, Any] = {}
+    for index, item in enumerate(value if isinstance(value, list | tuple) else [value]):
+        found = built(item)
+        if found is None or short(found.path) != "ModelCheckpoint":
+            continue
+        place = (*path, str(index))
+        entries = list(_arguments(found, place))
+        fields = {field: value for entry in entries for field, value in entry.meaning.fields.items()}
+        if any(field in said and said[field] != value for field, value in fields.items()):
+            yield Entry(place, found.path, Meaning(Verdict.UNDECIDED, _ANOTHER))
+            continue
+        said |= fields
+        yield from entries
+
+
+def _arguments(found: Built, place: Path) -> Iterator[Entry]:
+    arguments = {name: item for name, item in found.arguments.items() if item is not None}
+    steps, time, top = arguments.get("every_n_train_steps"), arguments.get("train_time_interval"), arguments.get("save_top_k", 1)
+
+    def entry(name: str, meaning: Meaning) -> Entry:
+        at = (*place, *found.inside.get(name, ()), name)
+        return Entry(at, arguments.get(name), meaning, assumed=name not in arguments)
+
+    if top == 0:
+        return
+    try:
+        if "dirpath" in arguments:
+            yield entry("dirpath", Meaning(fields={"checkpoint.dir": text(arguments["dirpath"])}))
+        if not steps and time is None:
+            yield Entry(place, found.path, Meaning(Verdict.UNDECIDED, _EPOCHS))
+            return
+        if "dirpath" not in arguments:
+            yield entry("dirpath", Meaning(Verdict.UNDECIDED, f"the value comes from {_LOGGER.who}", {"checkpoint.dir": _LOGGER}))
+        if steps:
+            yield entry("every_n_train_steps", Meaning(fields={"checkpoint.every_steps": integer(1)(steps)}))
+        if time is not None:
+            yield entry("train_time_interval", Meaning(fields={"checkpoint.every_minutes": minutes_of(time)}))
+        yield _kept(arguments, entry)
+    except Unreadable as error:
+        yield Entry(place, found.path, Meaning(Verdict.REFUSED, f"has an argument that {error}"))
+
+
+def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
+    """How many are kept: without a monitor the newest or all, and with the monitor `step` the newest."""
+    monitor, top = arguments.get("monitor"), integer(-1)(arguments.get("save_top_k", 1))
+    newest = monitor == "step" and arguments.get("mode") == "max"
+    if top > 1 and monitor is None:
+        raise Unreadable(f"must be -1, 0 or 1 without a monitor, got save_top_k {top}; write one of them, or monitor: step and mode: max")
+    if monitor is not None and not newest and top > 0:
+        return entry("monitor", Meaning(Verdict.UNDECIDED, _BEST.format(shown(monitor))))  # type: ignore[no-any-return]
+    return entry("save_top_k", Meaning(fields={"checkpoint.keep_last": None if top < 0 else top}))  # type: ignore[no-any-return]
+
+
+def minutes_of(value: Any) -> float:
+    """A `timedelta`, as jsonargparse reads it from text or Hydra builds it."""
+    found = built(value) if isinstance(value, Mapping) else None
+    if found and short(found.path) == "timedelta":
+        return _positive(timedelta(**{name: number(0)(item) for name, item in found.arguments.items() if name in _UNITS}))
+    parts = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
+    if parts is None:
+        raise Unreadable(f"must be a time such as '1:30:00', got train_time_interval {shown(value)}; write one in quotes")
+    return _positive(timedelta(**{name: float(item) for name, item in parts.groupdict().items() if item}))
+
+
+_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+
+
+def _positive(time: timedelta) -> float:
+    if not time:
+        raise Unreadable("must be above 0, got train_time_interval 0; write a time")
+    return time.total_seconds() / 60
+
+
+def _callbacks(cfg: Config, topology: Topology) -> Native:
+    """One ModelCheckpoint for each interval: Lightning refuses two intervals in one."""
+    asked = cfg.checkpoint
+    intervals: list[Native] = []
+    if asked.every_steps is not None:
+        intervals.append({"every_n_train_steps": asked.every_steps})
+    if asked.every_minutes is not None:
+        intervals.append({"train_time_interval": str(timedelta(minutes=asked.every_minutes))})
+    if not intervals:
+        return {"trainer": {"enable_checkpointing": False}}
+    made = [{"class_path": _CLASS, "init_args": {"dirpath": asked.dir, **interval, **_top(cfg)}} for interval in intervals]
+    return {"trainer": {"callbacks": made}}
+
+
+def _top(cfg: Config) -> Native:
+    count = cfg.checkpoint.keep_last
+    if count is None or cfg.checkpoint.keep_every is not None:
+        return {"save_top_k": -1}
+    return {"save_top_k": 1} if count == 1 else {"save_top_k": count, "monitor": "step", "mode": "max"}
+
+
+_ALL = "ModelCheckpoint keeps the newest or all: all are kept"
+
+SAVING: Mapping[str, Expression] = {
+    "checkpoint.dir": Expression(
+        Verdict.EXACT,
+        "dirpath of ModelCheckpoint",
+        "",
+        _callbacks,
+        (
+            idle("null", lambda cfg: cfg.checkpoint.dir is None),
+            Case(
+                "nothing is saved by itself",
+                lambda cfg: not cfg.checkpoint.automatic,
+                Verdict.UNDECIDED,
+                "the directory of trainer.save_checkpoint(...) in your script",
+            ),
+        ),
+    ),
+    "checkpoint.every_steps": Expression(
+        Verdict.EXACT, "every_n_train_steps of ModelCheckpoint, enable_checkpointing", "null: enable_checkpointing=False", _callbacks
+    ),
+    "checkpoint.every_minutes": Expression(Verdict.EXACT, "train_time_interval of ModelCheckpoint", "", _callbacks),
+    "checkpoint.keep_last": Expression(
+        Verdict.EXACT,
+        "save_top_k of ModelCheckpoint",
+        'with monitor="step" and mode="max", which keeps the newest',
+        _callbacks,
+        (
+            idle("null", lambda cfg: cfg.checkpoint.keep_last is None, "-1 keeps all"),
+            Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, _ALL),
+            Case(
+                "nothing is saved by itself",
+                lambda cfg: not cfg.checkpoint.automatic,
+                Verdict.UNDECIDED,
+                "delete older checkpoints in your script",
+            ),
+        ),
+    ),
+    "checkpoint.keep_every": Expression(
+        Verdict.APPROXIMATE, NO_KEY, _ALL, when=(idle("null", lambda cfg: cfg.checkpoint.keep_every is None),)
+    ),
+    "checkpoint.async_save": none(
+        "time alone; AsyncCheckpointIO in plugins of the Trainer does it", lambda cfg: not cfg.checkpoint.async_save, "false"
+    ),
+    "checkpoint.on_signal": write(
+        "SLURMEnvironment(requeue_signal=...) in plugins saves and starts the job again; elsewhere a handler (signal.signal) that sets "
+        "trainer.should_stop, and trainer.save_checkpoint(...)",
+        lambda cfg: not cfg.checkpoint.on_signal,
+        "empty",
+    ),
+}
+"""How each field is said."""

@@ -1,0 +1,181 @@
+"""What torchtitan's TOML says about checkpoints, and how it says it (torchtitan 0.2, components/checkpoint.py and config/job_config.py)."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
+from unishard.expressions import idle
+from unishard.keys import boolean, drops, integer, number, one_of, text
+from unishard.meanings import NO_KEY, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.rules import Native, merge
+from unishard.topology import Topology
+
+__all__ = ["SAVED", "SAVING"]
+
+_DUMP, _FOLDER = "job.dump_folder", "checkpoint.folder"
+_SILENT: Mapping[str, Any] = {_DUMP: "./outputs", _FOLDER: "checkpoint", "checkpoint.interval": 500, "checkpoint.keep_latest_k": 10}
+_LAST = "torchtitan also saves at the end of the training; call engine.save() there"
+_OFF = "is read where checkpoint.enable is true alone"
+_LEAST = 2
+
+
+def _saves(given: Given) -> bool:
+    return given.get("checkpoint.enable") in (True, "true")
+
+
+def _said(key: str, given: Given) -> Any:
+    return given.get(key) if key in given else _SILENT[key]
+
+
+def _directory(given: Given) -> Mapping[str, Any]:
+    dump, folder = text(_said(_DUMP, given)), text(_said(_FOLDER, given))
+    return {"checkpoint.dir": folder if dump == "." else posixpath.join(dump, folder)}
+
+
+def _interval(given: Given) -> Mapping[str, Any]:
+    """In updates, or, in older versions, in seconds."""
+    if str(given.get("checkpoint.interval_type")).lower() == "seconds":
+        return {"checkpoint.every_minutes": number(1e-9)(_said("checkpoint.interval", given)) / 60}
+    return {"checkpoint.every_steps": integer(1)(_said("checkpoint.interval", given))}
+
+
+def _limit(given: Given) -> Mapping[str, Any]:
+    return {"checkpoint.keep_last": integer(0)(_said("checkpoint.keep_latest_k", given)) or None}
+
+
+def _enabled(value: Any, given: Given) -> Meaning:
+    if not boolean(value):
+        return Meaning(Verdict.DROPPED, "is off", kept=True)
+    fields = dict(_directory(given)) if _DUMP not in given and _FOLDER not in given else {}
+    fields |= {} if "checkpoint.interval" in given else _interval(given)
+    fields |= {} if "checkpoint.keep_latest_k" in given else _limit(given)
+    return Meaning(Verdict.EMULATED, _LAST, fields) if fields else Meaning(Verdict.DROPPED, _LAST, kept=True)
+
+
+def _key(fields: str, read: Any, note: str = "") -> Key:
+    """A key that says something where checkpoints are written alone."""
+
+    def meaning(value: Any, given: Given) -> Meaning:
+        return Meaning(fields=read(given)) if _saves(given) else Meaning(Verdict.DROPPED, _OFF, kept=True)
+
+    return Key(meaning, fields, note=note)
+
+
+def _mode(given: Given) -> Mapping[str, Any]:
+    modes = {"disabled": False, "async": True, "async_with_pinned_mem": True}
+    return {"checkpoint.async_save": one_of(modes)(given.get("checkpoint.async_mode"))}
+
+
+_JOB = "config_file description use_for_integration_test print_args print_config save_config_file custom_config_module"
+_OTHERS = (
+    "interval_type initial_load_path initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized last_save_model_only "
+    "last_save_in_hf model_weights_only export_dtype create_seed_checkpoint load_step load_only exclude_from_loading "
+    "enable_first_step_checkpoint enable_ft_dataloader_checkpoints"
+)
+
+SAVED: Mapping[str, Key] = {
+    _DUMP: _key("checkpoint.dir", _directory, "with checkpoint.folder below it"),
+    **{f"job.{name}": drops("concerns the launcher and its folders") for name in _JOB.split()},
+    "checkpoint.enable": Key(_enabled, "checkpoint.dir, checkpoint.every_steps, checkpoint.keep_last", Verdict.EMULATED, _LAST),
+    _FOLDER: _key("checkpoint.dir", _directory, "below job.dump_folder"),
+    "checkpoint.interval": _key("checkpoint.every_steps", _interval, "checkpoint.every_minutes where interval_type is seconds"),
+    "checkpoint.keep_latest_k": _key("checkpoint.keep_last", _limit, "0 keeps all"),
+    "checkpoint.async_mode": _key("checkpoint.async_save", _mode),
+    **{f"checkpoint.{name}": drops("concerns the files of checkpoints alone") for name in _OTHERS.split()},
+}
+"""What each key says."""
+
+
+def _checkpoint(**values: Any) -> Native:
+    return {"checkpoint": values}
+
+
+def _automatic(cfg: Config) -> bool:
+    return cfg.checkpoint.every_steps is not None
+
+
+def _place(cfg: Config, topology: Topology) -> Native:
+    if cfg.checkpoint.dir is None or not _automatic(cfg):
+        return {}
+    dump, folder = posixpath.split(cfg.checkpoint.dir.rstrip("/"))
+    return merge({"job": {"dump_folder": dump or "."}}, _checkpoint(folder=folder))
+
+
+def _steps(cfg: Config, topology: Topology) -> Native:
+    return _checkpoint(enable=True, interval=cfg.checkpoint.every_steps) if _automatic(cfg) else _checkpoint(enable=False)
+
+
+def _count(cfg: Config, topology: Topology) -> Native:
+    if not _automatic(cfg):
+        return {}
+    all_ = cfg.checkpoint.keep_last is None or cfg.checkpoint.keep_every is not None
+    return _checkpoint(keep_latest_k=0 if all_ else max(cfg.checkpoint.keep_last or 0, _LEAST))
+
+
+def _async(cfg: Config, topology: Topology) -> Native:
+    return _checkpoint(async_mode="async" if cfg.checkpoint.async_save else "disabled") if _automatic(cfg) else {}
+
+
+_ALL = "torchtitan keeps the newest or all: all are kept"
+_UNASKED = Case(
+    "without every_steps", lambda cfg: not _automatic(cfg), Verdict.DROPPED, "torchtitan saves every so many updates, or not at all"
+)
+
+SAVING: Mapping[str, Expression] = {
+    "checkpoint.dir": Expression(
+        Verdict.EXACT,
+        "job.dump_folder, checkpoint.folder",
+        "",
+        _place,
+        (idle("null", lambda cfg: cfg.checkpoint.dir is None), _UNASKED),
+    ),
+    "checkpoint.every_steps": Expression(
+        Verdict.EMULATED,
+        "checkpoint.enable, checkpoint.interval",
+        "torchtitan also saves at the end of the training",
+        _steps,
+        (idle("null", lambda cfg: not _automatic(cfg)),),
+    ),
+    "checkpoint.every_minutes": Expression(
+        Verdict.APPROXIMATE,
+        NO_KEY,
+        "torchtitan counts updates alone",
+        when=(
+            idle("null", lambda cfg: cfg.checkpoint.every_minutes is None),
+            Case(
+                "without every_steps",
+                lambda cfg: not _automatic(cfg),
+                Verdict.REFUSED,
+                "torchtitan counts updates alone; set checkpoint.every_steps",
+            ),
+        ),
+    ),
+    "checkpoint.keep_last": Expression(
+        Verdict.EXACT,
+        "checkpoint.keep_latest_k",
+        "0 keeps all",
+        _count,
+        (
+            idle("null", lambda cfg: cfg.checkpoint.keep_last is None),
+            _UNASKED,
+            Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, _ALL),
+            Case("1", lambda cfg: cfg.checkpoint.keep_last == 1, Verdict.APPROXIMATE, f"torchtitan keeps at least {_LEAST}"),
+        ),
+    ),
+    "checkpoint.keep_every": Expression(
+        Verdict.APPROXIMATE, NO_KEY, _ALL, when=(idle("null", lambda cfg: cfg.checkpoint.keep_every is None),)
+    ),
+    "checkpoint.async_save": Expression(
+        Verdict.EXACT, "checkpoint.async_mode", "", _async, (idle("false", lambda cfg: not cfg.checkpoint.async_save), _UNASKED)
+    ),
+    "checkpoint.on_signal": Expression(
+        Verdict.APPROXIMATE,
+        NO_KEY,
+        "torchtitan ends at once at a signal: what was trained since the last checkpoint is lost",
+        when=(idle("empty", lambda cfg: not cfg.checkpoint.on_signal),),
+    ),
+}
+"""How each field is said."""
