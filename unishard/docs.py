@@ -114,7 +114,8 @@ def reference() -> str:
 
 def _shorthand(name: str, kind: type[Section]) -> Iterator[str]:
     if kind.shorthand:
-        value = bare(kind.model_fields[kind.shorthand[0]].default)
+        usual = kind.model_fields[kind.shorthand[0]].default
+        value = f"<{kind.shorthand[0]}>" if usual is None else bare(usual)
         fields = ", ".join(f"{field}: {value}" for field in kind.shorthand)
         yield f"Short form: `{name}: {value}` means `{name}: {{{fields}}}`."
 

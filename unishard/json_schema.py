@@ -19,6 +19,8 @@ def json_schema() -> dict[str, Any]:
             whole = schema["properties"][name]
             short = [definitions[kind.__name__]["properties"][inner] for inner in kind.shorthand]
             bare = {key: value for key, value in short[0].items() if key not in ("default", "description", "title")}
+            if {"type": "null"} in bare.get("anyOf", ()):  # a section cannot be null, whatever its field can
+                bare["anyOf"] = [kind for kind in bare["anyOf"] if kind != {"type": "null"}]
             schema["properties"][name] = {
                 **{key: value for key, value in whole.items() if key != "$ref"},
                 "anyOf": [{"$ref": whole["$ref"]}, bare],

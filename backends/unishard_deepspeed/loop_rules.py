@@ -38,7 +38,7 @@ LOOP: dict[str, Rule] = {
 }
 
 SAVING: dict[str, Rule] = {
-    "checkpoint.dir": loop("each rank writes parts of ZeRO's flat partitions, under the names that parameters have in the model"),
+    "checkpoint.dir": loop("each rank writes the parts that it holds, under the names that parameters have in the model"),
     "checkpoint.every_steps": loop("counts updates, at the end of a window"),
     "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
     "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),

@@ -184,6 +184,7 @@ def test_what_is_written() -> None:
         "cosine_min_lr_ratio": 0.1,
         "warmup_steps": 5,
         "max_steps": 50,
+        "save_strategy": "no",
     }
     assert yaml.safe_load(outcome.text) == outcome.document
 

@@ -330,6 +330,7 @@ def test_what_is_written_for_fsdp() -> None:
         "lr_scheduler_type": "cosine",
         "warmup_steps": 5,
         "max_steps": 50,
+        "save_strategy": "no",
     }
     assert yaml.safe_load(outcome.text) == outcome.document
 

@@ -23,6 +23,7 @@ EIGHT = Topology(world_size=8, local_world_size=8)
 TRAINING = """
 [job]
 dump_folder = "./outputs"
+description = "a run"
 
 [model]
 name = "llama3"
@@ -182,7 +183,7 @@ def test_what_cannot_be_had_is_refused(key, value):
     assert item.note
 
 
-KEPT = ["job.dump_folder", "model.flavor", "training.seq_len", "compile.components", "checkpoint.enable"]
+KEPT = ["job.description", "model.flavor", "training.seq_len", "compile.components", "checkpoint.initial_load_path"]
 
 
 @pytest.mark.parametrize("key", KEPT)

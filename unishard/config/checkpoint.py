@@ -46,7 +46,7 @@ class Checkpoint(Section):
     every_steps: int | None = Field(default=None, ge=1)
     """Saves by itself after every so many updates, counted from the start of the training: at steps 500, 1000, ... also after a resume.
     `null`: not by steps."""
-    every_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    every_minutes: float | None = Field(default=None, gt=0, le=525_600, allow_inf_nan=False)
     """Saves by itself at the first end of an update at which the last checkpoint is this many minutes old. `null`: not by time."""
     keep_last: int | None = Field(default=None, ge=1)
     """How many of the newest checkpoints in `dir` are kept. Older ones are deleted once a newer one is complete. `null` keeps all."""

@@ -82,7 +82,8 @@ _GROUPS: Mapping[str, str] = {
     ),
     "concerns checkpoints alone": (
         "save_first_step save_only_model save_safetensors load_best_model_at_end metric_for_best_model greater_is_better "
-        "resume_from_checkpoint auto_resume_from_checkpoints dynamic_checkpoint hub_model_id hub_strategy hub_revision early_stopping_patience fsdp_final_state_dict_type"
+        "resume_from_checkpoint auto_resume_from_checkpoints dynamic_checkpoint hub_model_id hub_strategy hub_revision "
+        "early_stopping_patience fsdp_final_state_dict_type"
     ),
     "stops the training, which the training script does": "loss_watchdog_threshold loss_watchdog_patience",
     "concerns the start of the processes alone": (

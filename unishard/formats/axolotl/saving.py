@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle
+from unishard.expressions import idle, write
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
@@ -98,6 +98,14 @@ SAVING: Mapping[str, Expression] = {
             idle("null", lambda cfg: cfg.checkpoint.keep_last is None, "a number that no training reaches stands for all"),
             Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, "all are kept"),
         ),
+    ),
+    "checkpoint.every_minutes": write(
+        "a plugin of axolotl whose TrainerCallback sets control.should_save", lambda cfg: cfg.checkpoint.every_minutes is None, "null"
+    ),
+    "checkpoint.on_signal": write(
+        "a plugin of axolotl whose TrainerCallback sets control.should_save and control.should_training_stop",
+        lambda cfg: not cfg.checkpoint.on_signal,
+        "empty",
     ),
 }
 """How a field is said, where TrainingArguments say it otherwise."""

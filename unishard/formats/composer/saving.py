@@ -24,7 +24,7 @@ _NOWHERE = "nothing is saved without save_folder"
 def _folder(value: Any, given: Given) -> Meaning:
     if not value:
         return Meaning(Verdict.DROPPED, "is not set", kept=True)
-    named = text(value).replace("{run_name}", given.get("run_name") or "{run_name}")
+    named = text(value).replace("{run_name}", str(given.get("run_name") or "{run_name}"))
     implied = {} if "save_interval" in given else {"checkpoint.every_steps": _STEPS}
     if "://" in named or "{" in named:
         why = "is no directory of a file system" if "://" in named else "has names in it that Composer fills in"
@@ -43,7 +43,7 @@ def _interval(value: Any, given: Given) -> Meaning:
     steps = updates(value, given)
     if isinstance(steps, Undecided):
         return Meaning(Verdict.UNDECIDED, f"comes from {steps.who}; call engine.save() there, or set checkpoint.every_steps", kept=True)
-    return Meaning(Verdict.EMULATED, _LAST, {"checkpoint.every_steps": steps or None})
+    return Meaning(Verdict.EMULATED if steps else Verdict.EXACT, _LAST, {"checkpoint.every_steps": steps or None})
 
 
 def _kept(value: Any, given: Given) -> Meaning:
@@ -64,20 +64,21 @@ SAVED: Mapping[str, Key] = {
 
 
 def _place(cfg: Config, topology: Topology) -> Native:
-    return {"save_folder": cfg.checkpoint.dir} if cfg.checkpoint.dir is not None and cfg.checkpoint.automatic else {}
+    return {} if cfg.checkpoint.dir is None else {"save_folder": cfg.checkpoint.dir}
 
 
 def _time(cfg: Config, topology: Topology) -> Native:
-    """Composer has one interval; that in updates counts."""
-    if cfg.checkpoint.every_steps is not None:
-        return {"save_interval": f"{cfg.checkpoint.every_steps}ba"}
-    minutes = cfg.checkpoint.every_minutes
-    return {} if minutes is None else {"save_interval": f"{max(round(minutes * 60), 1)}sec"}
+    """Composer has one interval, and that in updates counts. With 0 it never saves, where it would at its default."""
+    if cfg.checkpoint.dir is None:
+        return {}
+    if cfg.checkpoint.every_steps is not None or cfg.checkpoint.every_minutes is None:
+        return {"save_interval": f"{cfg.checkpoint.every_steps or 0}ba"}
+    return {"save_interval": f"{max(round(cfg.checkpoint.every_minutes * 60), 1)}sec"}
 
 
 def _count(cfg: Config, topology: Topology) -> Native:
     all_ = cfg.checkpoint.keep_last is None or cfg.checkpoint.keep_every is not None
-    return {"save_num_checkpoints_to_keep": -1 if all_ else cfg.checkpoint.keep_last} if cfg.checkpoint.automatic else {}
+    return {"save_num_checkpoints_to_keep": -1 if all_ else cfg.checkpoint.keep_last} if cfg.checkpoint.dir or not all_ else {}
 
 
 _ALL = "Composer keeps the newest or all: all are kept"
@@ -89,15 +90,6 @@ SAVING: Mapping[str, Expression] = {
         "save_folder",
         "",
         _place,
-        (
-            idle("null", lambda cfg: cfg.checkpoint.dir is None),
-            Case(
-                "nothing is saved by itself",
-                lambda cfg: not cfg.checkpoint.automatic,
-                Verdict.UNDECIDED,
-                f"trainer.save_checkpoint(...) in your script; save_folder alone would save every {_STEPS} updates",
-            ),
-        ),
     ),
     "checkpoint.every_steps": Expression(
         Verdict.EMULATED, "save_interval", _ALSO, _time, (idle("null", lambda cfg: cfg.checkpoint.every_steps is None),)

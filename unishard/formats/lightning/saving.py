@@ -90,20 +90,24 @@ def minutes_of(value: Any) -> float:
     """A `timedelta`, as jsonargparse reads it from text or Hydra builds it."""
     found = built(value) if isinstance(value, Mapping) else None
     if found and short(found.path) == "timedelta":
-        return _positive(timedelta(**{name: number(0)(item) for name, item in found.arguments.items() if name in _UNITS}))
+        return _positive({name: number(0)(item) for name, item in found.arguments.items() if name in _UNITS})
     parts = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
     if parts is None:
         raise Unreadable(f"must be a time such as '1:30:00', got train_time_interval {shown(value)}; write one in quotes")
-    return _positive(timedelta(**{name: float(item) for name, item in parts.groupdict().items() if item}))
+    return _positive({name: float(item) for name, item in parts.groupdict().items() if item})
 
 
 _UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 
 
-def _positive(time: timedelta) -> float:
-    if not time:
-        raise Unreadable("must be above 0, got train_time_interval 0; write a time")
-    return time.total_seconds() / 60
+def _positive(parts: Mapping[str, float]) -> float:
+    try:
+        minutes = timedelta(**parts) / timedelta(minutes=1)
+    except OverflowError:
+        minutes = 0.0
+    if not minutes:
+        raise Unreadable("must be above 0 and below some years, which train_time_interval is not; write a time such as '1:30:00'")
+    return minutes
 
 
 def _callbacks(cfg: Config, topology: Topology) -> Native:
@@ -113,7 +117,7 @@ def _callbacks(cfg: Config, topology: Topology) -> Native:
     if asked.every_steps is not None:
         intervals.append({"every_n_train_steps": asked.every_steps})
     if asked.every_minutes is not None:
-        intervals.append({"train_time_interval": str(timedelta(minutes=asked.every_minutes))})
+        intervals.append({"train_time_interval": str(timedelta(minutes=asked.every_minutes) or timedelta.resolution)})
     if not intervals:
         return {"trainer": {"enable_checkpointing": False}}
     made = [{"class_path": _CLASS, "init_args": {"dirpath": asked.dir, **interval, **_top(cfg)}} for interval in intervals]

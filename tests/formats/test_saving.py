@@ -1,0 +1,362 @@
+"""When and where a run is saved: what each tool's keys say of it, and how it is said in each tool's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unishard.config import value_at
+from unishard.formats import Outcome, read, translate
+from unishard.formats.translating import Item
+from unishard.meanings import Verdict
+from unishard.rules import flat
+from unishard.topology import Topology
+
+HF = {"per_device_train_batch_size": 4}
+AXOLOTL = {"base_model": "m", "micro_batch_size": 1}
+COMPOSER = {"max_duration": "1000ba", "global_train_batch_size": 8}
+TITAN: dict[str, Any] = {"training": {"steps": 100}}
+
+
+def decided(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """The fields of `checkpoint` that a document decides, without the section's name."""
+    reading = read(document, name)
+    paths = [path for path in reading.decided if path.startswith("checkpoint.") and path not in reading.undecided]
+    return {path.partition(".")[2]: value_at(reading.config, path) for path in paths}
+
+
+def item(outcome: Outcome, key: str) -> Item:
+    (found,) = [item for item in outcome.items if item.key == key]
+    return found
+
+
+def model_checkpoint(**arguments: Any) -> dict[str, Any]:
+    return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
+
+
+def lightning(*callbacks: Any, **trainer: Any) -> dict[str, Any]:
+    return {"trainer": {"strategy": "ddp", **({"callbacks": list(callbacks)} if callbacks else {}), **trainer}}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, {}),
+        ({"output_dir": "out"}, {"dir": "out", "every_steps": 500}),
+        ({"output_dir": "out", "save_steps": 50}, {"dir": "out", "every_steps": 50}),
+        ({"save_steps": 50}, {"dir": "trainer_output", "every_steps": 50}),
+        ({"save_strategy": "steps"}, {"dir": "trainer_output", "every_steps": 500}),
+        ({"output_dir": "out", "save_strategy": "steps", "save_steps": 20.0}, {"dir": "out", "every_steps": 20}),
+        ({"output_dir": "out", "save_strategy": "no", "save_steps": 20}, {"dir": "out", "every_steps": None}),
+        ({"output_dir": "out", "save_strategy": "epoch", "save_total_limit": 3}, {"dir": "out", "keep_last": 3}),
+        ({"output_dir": "out", "save_strategy": "best"}, {"dir": "out"}),
+        ({"output_dir": "out", "save_steps": 0.1, "max_steps": 55}, {"dir": "out", "every_steps": 6}),
+        ({"output_dir": "out", "save_steps": 0.1, "max_steps": -1}, {"dir": "out"}),
+        ({"output_dir": "out", "save_steps": 0}, {"dir": "out", "every_steps": None}),
+        ({"save_total_limit": 0}, {"keep_last": None}),
+        ({"output_dir": None, "save_total_limit": None, "enable_jit_checkpoint": False}, {}),
+        ({"enable_jit_checkpoint": True}, {"dir": "trainer_output", "on_signal": ["SIGTERM"]}),
+    ],
+    ids=str,
+)
+def test_training_arguments_say(document: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert decided(HF | document, "hf") == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"output_dir": "out"}, {"dir": "out"}),
+        ({"output_dir": "out", "save_steps": 50}, {"dir": "out", "every_steps": 50, "keep_last": 4}),
+        ({"save_steps": 50, "save_total_limit": 2}, {"dir": "./model-out", "every_steps": 50, "keep_last": 2}),
+        ({"output_dir": "out", "save_steps": 0.25, "max_steps": 100}, {"dir": "out", "every_steps": 25, "keep_last": 4}),
+        ({"output_dir": "out", "save_strategy": "no"}, {"dir": "out", "every_steps": None}),
+        ({"output_dir": "out", "save_strategy": False}, {"dir": "out", "every_steps": None}),
+        ({"output_dir": "out", "save_strategy": "epoch", "save_steps": None}, {"dir": "out"}),
+        ({"output_dir": "out", "saves_per_epoch": 2}, {"dir": "out"}),
+        ({"output_dir": "out", "save_total_limit": 0}, {"dir": "out", "keep_last": 4}),
+        ({"output_dir": "out", "save_total_limit": 1_000_000}, {"dir": "out", "keep_last": None}),
+    ],
+    ids=str,
+)
+def test_axolotl_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert decided(AXOLOTL | document, "axolotl") == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, {}),
+        ({"save_folder": None, "save_interval": "5ba"}, {}),
+        ({"save_folder": "ckpt"}, {"dir": "ckpt", "every_steps": 1000}),
+        ({"save_folder": "ckpt", "save_interval": "500ba"}, {"dir": "ckpt", "every_steps": 500}),
+        ({"save_folder": "./{run_name}/ckpt", "run_name": "a", "save_interval": "1ep"}, {"dir": "./a/ckpt"}),
+        ({"save_folder": "ckpt", "save_interval": 1}, {"dir": "ckpt"}),
+        ({"save_folder": "ckpt", "save_interval": "0.1dur"}, {"dir": "ckpt", "every_steps": 100}),
+        ({"save_folder": "ckpt", "save_interval": "90sec"}, {"dir": "ckpt", "every_minutes": 1.5}),
+        ({"save_folder": "s3://bucket/{run_name}", "save_interval": "5ba"}, {"every_steps": 5}),
+        ({"save_folder": "ckpt", "save_interval": "0ba"}, {"dir": "ckpt", "every_steps": None}),
+        ({"save_num_checkpoints_to_keep": 3}, {"keep_last": 3}),
+        ({"save_num_checkpoints_to_keep": -1}, {"keep_last": None}),
+    ],
+    ids=str,
+)
+def test_composer_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert decided(COMPOSER | document, "composer") == expected
+
+
+def test_an_object_store_needs_a_decision_and_one_decides_it() -> None:
+    document = {**COMPOSER, "save_folder": "s3://bucket/a", "save_interval": "5ba"}
+    outcome = translate(document, "unishard", from_="composer")
+    assert "checkpoint.dir" in outcome.reading.undecided
+    assert item(outcome, "save_folder").verdict is Verdict.UNDECIDED
+    assert outcome.document["checkpoint"] == {"dir": "${checkpoint.dir}", "every_steps": 5}
+    chosen = translate(document, "unishard", from_="composer", overrides=["checkpoint.dir=/mnt/a"])
+    assert chosen.document["checkpoint"] == {"dir": "/mnt/a", "every_steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "job", "expected"),
+    [
+        ({"enable": False, "interval": 5}, {"dump_folder": "out"}, {}),
+        ({"interval": 5}, {}, {}),
+        ({"enable": True}, {}, {"dir": "./outputs/checkpoint", "every_steps": 500, "keep_last": 10}),
+        ({"enable": True, "interval": 5}, {"dump_folder": "out"}, {"dir": "out/checkpoint", "every_steps": 5, "keep_last": 10}),
+        ({"enable": True, "folder": "/abs", "keep_latest_k": 0}, {}, {"dir": "/abs", "every_steps": 500, "keep_last": None}),
+        (
+            {"enable": True, "async_mode": "async_with_pinned_mem"},
+            {},
+            {"dir": "./outputs/checkpoint", "every_steps": 500, "keep_last": 10, "async_save": True},
+        ),
+        (
+            {"enable_checkpoint": True, "interval_type": "seconds", "interval": 600, "keep_latest_k": 2},
+            {},
+            {"dir": "./outputs/checkpoint", "every_minutes": 10.0, "keep_last": 2},
+        ),
+    ],
+    ids=str,
+)
+def test_torchtitan_says(checkpoint: dict[str, Any], job: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert decided(TITAN | {"checkpoint": checkpoint, "job": job}, "torchtitan") == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (lightning(), {}),
+        (lightning(enable_checkpointing=False), {"every_steps": None}),
+        (lightning(enable_checkpointing=True), {}),
+        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5)), {"dir": "a", "every_steps": 5, "keep_last": 1}),
+        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=-1)), {"dir": "a", "every_steps": 5, "keep_last": None}),
+        (lightning(model_checkpoint(every_n_train_steps=5)), {"every_steps": 5, "keep_last": 1}),
+        (lightning(model_checkpoint(dirpath="a")), {"dir": "a"}),
+        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss", save_top_k=2)), {"dir": "a", "every_steps": 5}),
+        (
+            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="step", mode="max", save_top_k=2)),
+            {"dir": "a", "every_steps": 5, "keep_last": 2},
+        ),
+        (
+            lightning(model_checkpoint(dirpath="a", train_time_interval="1 day, 0:30:00")),
+            {"dir": "a", "every_minutes": 1470.0, "keep_last": 1},
+        ),
+        (
+            lightning(model_checkpoint(dirpath="a", train_time_interval={"_target_": "datetime.timedelta", "hours": 2})),
+            {"dir": "a", "every_minutes": 120.0, "keep_last": 1},
+        ),
+        (
+            lightning(
+                {"class_path": "LearningRateMonitor"},
+                model_checkpoint(dirpath="a", every_n_train_steps=5),
+                model_checkpoint(dirpath="a", train_time_interval="0:10:00"),
+            ),
+            {"dir": "a", "every_steps": 5, "every_minutes": 10.0, "keep_last": 1},
+        ),
+        (
+            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5), model_checkpoint(dirpath="b", every_n_train_steps=7)),
+            {"dir": "a", "every_steps": 5, "keep_last": 1},
+        ),
+        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=0)), {}),
+    ],
+    ids=str,
+)
+def test_lightning_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert decided(document, "lightning") == expected
+
+
+ASKED = ("output_dir", "save_strategy", "save_steps", "saves_per_epoch", "save_folder", "save_interval", "trainer.callbacks")
+
+
+@pytest.mark.parametrize(
+    ("document", "name", "key", "word"),
+    [
+        (HF | {"output_dir": "a", "save_strategy": "epoch"}, "hf", "save_strategy", "end of epochs"),
+        (HF | {"output_dir": "a", "save_strategy": "best"}, "hf", "save_strategy", "best so far"),
+        (HF | {"output_dir": "a", "save_steps": 0.1}, "hf", "save_steps", "part of the number of updates"),
+        (AXOLOTL | {"saves_per_epoch": 4}, "axolotl", "saves_per_epoch", "in epochs"),
+        (AXOLOTL | {"save_strategy": "epoch"}, "axolotl", "save_strategy", "end of epochs"),
+        (COMPOSER | {"save_folder": "a", "save_interval": "1ep"}, "composer", "save_interval", "1ep are epochs"),
+        (lightning(model_checkpoint(dirpath="a")), "lightning", "trainer.callbacks.0", "end of epochs"),
+        (
+            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss")),
+            "lightning",
+            "trainer.callbacks.0.init_args.monitor",
+            "your loop evaluates",
+        ),
+    ],
+)
+def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(document: dict[str, Any], name: str, key: str, word: str) -> None:
+    found = item(translate(document, "unishard", from_=name), key)
+    assert found.verdict is Verdict.UNDECIDED
+    assert word in found.note
+    assert "engine.save()" in found.note or "checkpoint.every_steps" in found.note
+    again = translate(document, name, from_=name)
+    assert again.status(strict=True) == 0
+    assert dict(flat(again.document)) == dict(flat(again.document)) | {name: value for name, value in flat(document) if name in ASKED}
+
+
+@pytest.mark.parametrize(
+    ("document", "name", "key"),
+    [
+        (HF | {"save_steps": "often"}, "hf", "save_steps"),
+        (HF | {"save_strategy": "Steps"}, "hf", "save_strategy"),
+        (HF | {"save_total_limit": "few"}, "hf", "save_total_limit"),
+        (AXOLOTL | {"save_steps": [1]}, "axolotl", "save_steps"),
+        (COMPOSER | {"save_folder": "a", "save_interval": "often"}, "composer", "save_interval"),
+        (COMPOSER | {"save_folder": "a", "save_num_checkpoints_to_keep": -2}, "composer", "save_num_checkpoints_to_keep"),
+        (TITAN | {"checkpoint": {"enable": True, "interval": 0}}, "torchtitan", "checkpoint.interval"),
+        (TITAN | {"checkpoint": {"enable": True, "intervall": 9}}, "torchtitan", "checkpoint.intervall"),
+        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=2)), "lightning", "trainer.callbacks.0"),
+        (lightning(model_checkpoint(train_time_interval=90)), "lightning", "trainer.callbacks.0"),
+        (lightning(model_checkpoint(train_time_interval="9999999999999:00:00")), "lightning", "trainer.callbacks.0"),
+    ],
+)
+def test_what_a_tool_would_not_take_is_refused_with_what_instead(document: dict[str, Any], name: str, key: str) -> None:
+    found = [item for item in translate(document, "unishard", from_=name).items if item.key == key]
+    assert Verdict.REFUSED in {item.verdict for item in found}
+    assert all(";" in item.note for item in found if item.verdict is Verdict.REFUSED)
+
+
+WHOLE = {"dir": "runs/a", "every_steps": 50, "keep_last": 3}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "hf": {"output_dir": "runs/a", "save_strategy": "steps", "save_steps": 50, "save_total_limit": 3},
+    "axolotl": {"output_dir": "runs/a", "save_strategy": "steps", "save_steps": 50, "save_total_limit": 3},
+    "composer": {"save_folder": "runs/a", "save_interval": "50ba", "save_num_checkpoints_to_keep": 3},
+    "torchtitan": {
+        "job.dump_folder": "runs",
+        "checkpoint.folder": "a",
+        "checkpoint.enable": True,
+        "checkpoint.interval": 50,
+        "checkpoint.keep_latest_k": 3,
+        "checkpoint.async_mode": "disabled",
+    },
+    "lightning": {
+        "trainer.callbacks": [
+            model_checkpoint(dirpath="runs/a", every_n_train_steps=50, save_top_k=3, monitor="step", mode="max"),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_usual_section_is_said_in_every_tools_words(name: str) -> None:
+    outcome = translate({"checkpoint": WHOLE}, name, from_="unishard", topology=Topology(2, 2))
+    assert WRITTEN[name].items() <= dict(flat(outcome.document)).items()
+    for key in WHOLE:
+        assert item(outcome, f"checkpoint.{key}").verdict in (Verdict.EXACT, Verdict.EMULATED)
+
+
+NOTHING: dict[str, dict[str, Any]] = {
+    "hf": {"save_strategy": "no"},
+    "axolotl": {"save_strategy": "no"},
+    "composer": {},
+    "torchtitan": {"checkpoint.enable": False},
+    "lightning": {"trainer.enable_checkpointing": False},
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_tool_that_would_save_by_itself_is_told_not_to(name: str) -> None:
+    outcome = translate({"training": {"seed": 3}}, name, from_="unishard", topology=Topology(2, 2))
+    assert NOTHING[name].items() <= dict(flat(outcome.document)).items()
+    assert not any("folder" in key or "output_dir" in key or "callbacks" in key for key in dict(flat(outcome.document)))
+
+
+def test_yaml_of_another_reader_keeps_no_a_word() -> None:
+    assert yaml.safe_load(translate({}, "hf", from_="unishard").text)["save_strategy"] == "no"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_where_none_can_be_spared_all_are_kept_and_it_is_said(name: str) -> None:
+    document = {"checkpoint": {**WHOLE, "keep_every": 100}}
+    outcome = translate(document, name, from_="unishard", topology=Topology(2, 2))
+    for key in ("keep_last", "keep_every"):
+        found = item(outcome, f"checkpoint.{key}")
+        assert found.verdict is Verdict.APPROXIMATE
+        assert "all are kept" in found.note
+    again = read(outcome.document, name).config.checkpoint
+    assert (again.dir, again.every_steps, again.keep_last) == ("runs/a", 50, None)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("name", ["accelerate", "deepspeed"])
+def test_where_the_script_saves_the_report_says_so(name: str, backend: str) -> None:
+    checkpoint = {**WHOLE, "every_minutes": 5.0, "keep_every": 100, "async_save": True, "on_signal": ["SIGTERM"]}
+    outcome = translate({"backend": "deepspeed" if name == "deepspeed" else backend, "checkpoint": checkpoint}, name, from_="unishard")
+    found = {key: item(outcome, f"checkpoint.{key}") for key in checkpoint}
+    assert found.pop("async_save").verdict is Verdict.DROPPED
+    assert {entry.verdict for entry in found.values()} == {Verdict.UNDECIDED}
+    assert {entry.becomes for entry in found.values()} == {"your training script"}
+    call = "accelerator.save_state(...)" if name == "accelerate" else "engine.save_checkpoint(...)"
+    assert call in found["every_steps"].note
+    assert "runs/a" not in outcome.text
+
+
+def test_an_interval_in_minutes_is_said_where_a_tool_has_one() -> None:
+    document = {"checkpoint": {"dir": "runs/a", "every_minutes": 1.5}}
+    assert translate(document, "composer", from_="unishard").document["save_interval"] == "90sec"
+    callbacks = translate(document, "lightning", from_="unishard").document["trainer"]["callbacks"]
+    assert callbacks == [model_checkpoint(dirpath="runs/a", train_time_interval="0:01:30", save_top_k=-1)]
+    assert item(translate(document, "torchtitan", from_="unishard"), "checkpoint.every_minutes").verdict is Verdict.REFUSED
+    assert item(translate(document, "hf", from_="unishard"), "checkpoint.every_minutes").verdict is Verdict.UNDECIDED
+
+
+@pytest.mark.parametrize(("signals", "verdict"), [(["SIGTERM"], Verdict.EMULATED), (["SIGTERM", "SIGUSR1"], Verdict.UNDECIDED)])
+def test_sigterm_is_the_one_signal_that_trainer_saves_at(signals: list[str], verdict: Verdict) -> None:
+    outcome = translate({"checkpoint": {"dir": "a", "on_signal": signals}}, "hf", from_="unishard")
+    assert item(outcome, "checkpoint.on_signal").verdict is verdict
+    assert outcome.document.get("enable_jit_checkpoint", False) is (verdict is Verdict.EMULATED)
+
+
+@st.composite
+def sections(draw: st.DrawFn) -> dict[str, Any]:
+    """What every tool here can say, but for the least that torchtitan keeps."""
+    section: dict[str, Any] = {
+        "dir": draw(st.sampled_from(("a", "runs/a", "/scratch/runs/a"))),
+        "every_steps": draw(st.integers(1, 10**6)),
+    }
+    count = draw(st.none() | st.integers(2, 10**5))
+    return section | ({} if count is None else {"keep_last": count})
+
+
+@settings(max_examples=40)
+@given(section=sections(), name=st.sampled_from(sorted(WRITTEN)))
+def test_a_section_comes_back_from_every_tool(section: dict[str, Any], name: str) -> None:
+    outcome = translate({"checkpoint": section}, name, from_="unishard", topology=Topology(2, 2))
+    again = read(outcome.document, name).config.checkpoint
+    assert (again.dir, again.every_steps, again.keep_last) == (section["dir"], section["every_steps"], section.get("keep_last"))
+    said = dict(flat(outcome.document))
+    twice = dict(flat(translate(outcome.document, name, from_=name, topology=Topology(2, 2)).document))
+    assert {key: twice.get(key) for key in WRITTEN[name]} == {key: said.get(key) for key in WRITTEN[name]}
+
+
+def test_a_directory_alone_saves_nothing_in_any_tool() -> None:
+    document = {"checkpoint": "runs/a"}
+    said = {name: dict(flat(translate(document, name, from_="unishard").document)) for name in WRITTEN}
+    assert (said["hf"]["output_dir"], said["hf"]["save_strategy"]) == ("runs/a", "no")
+    assert (said["composer"]["save_folder"], said["composer"]["save_interval"]) == ("runs/a", "0ba")
+    assert said["torchtitan"]["checkpoint.enable"] is False
+    assert said["lightning"]["trainer.enable_checkpointing"] is False

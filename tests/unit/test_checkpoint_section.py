@@ -1,0 +1,88 @@
+"""The `checkpoint` section: what it takes, and what it says of a mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unishard
+from unishard import registry
+from unishard.config.checkpoint import SIGNALS
+from unishard.rules import Fit
+from unishard.topology import Topology
+
+
+def section(**fields: Any) -> Any:
+    return unishard.load({"checkpoint": fields}).checkpoint
+
+
+def test_nothing_is_saved_unless_asked() -> None:
+    found = unishard.load({}).checkpoint
+    assert (found.dir, found.every_steps, found.every_minutes, found.keep_last, found.keep_every) == (None,) * 5
+    assert (found.async_save, found.on_signal, found.automatic) == (False, [], False)
+
+
+def test_a_bare_path_is_the_directory() -> None:
+    found = unishard.load({"checkpoint": "runs/a"}).checkpoint
+    assert (found.dir, found.automatic) == ("runs/a", False)
+
+
+@pytest.mark.parametrize(("fields", "automatic"), [({"every_steps": 3}, True), ({"every_minutes": 0.5}, True), ({"on_signal": []}, False)])
+def test_what_saves_by_itself(fields: dict[str, Any], automatic: bool) -> None:
+    assert section(dir="a", **fields).automatic is automatic
+
+
+@given(name=st.sampled_from(SIGNALS), data=st.data())
+def test_a_signal_is_known_in_any_case_with_and_without_sig(name: str, data: st.DataObject) -> None:
+    short = data.draw(st.sampled_from((name, name.removeprefix("SIG"))))
+    written = "".join(data.draw(st.sampled_from((letter.lower(), letter))) for letter in short)
+    assert section(dir="a", on_signal=[written]).on_signal == [name]
+
+
+NEEDS = "needs a directory to save in; set checkpoint.dir, or remove it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"every_steps": 5}, [f"checkpoint.every_steps: {NEEDS}"]),
+        ({"every_minutes": 5}, [f"checkpoint.every_minutes: {NEEDS}"]),
+        ({"on_signal": ["TERM"]}, [f"checkpoint.on_signal: {NEEDS}"]),
+        ({"every_steps": 5, "on_signal": ["TERM"]}, [f"checkpoint.every_steps: {NEEDS}", f"checkpoint.on_signal: {NEEDS}"]),
+        (
+            {"dir": "a", "keep_every": 3},
+            [
+                "checkpoint.keep_every: has no meaning without keep_last, which alone deletes checkpoints; "
+                "set checkpoint.keep_last or remove it"
+            ],
+        ),
+        ({"dir": " "}, ["checkpoint.dir: is empty; write a directory, or null for none"]),
+        (
+            {"dir": "a", "on_signal": ["USR1", "kill"]},
+            ["checkpoint.on_signal: kill is no signal that can be waited for; write one of SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP"],
+        ),
+        (
+            {"dir": "a", "on_signal": "USR1"},
+            ["checkpoint.on_signal: must be a list of any of SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP, got 'USR1' (text); write [USR1]"],
+        ),
+        ({"dir": "a", "every_steps": 0}, ["checkpoint.every_steps: must be a whole number of at least 1, or null, got 0"]),
+        ({"dir": "a", "every_minutes": 0}, ["checkpoint.every_minutes: must be a number above 0 and of at most 525600, or null, got 0"]),
+        ({"dir": "a", "keep_last": 0}, ["checkpoint.keep_last: must be a whole number of at least 1, or null, got 0"]),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_write_instead(fields: dict[str, Any], messages: list[str]) -> None:
+    with pytest.raises(unishard.ConfigError) as raised:
+        section(**fields)
+    assert str(raised.value).splitlines() == messages
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_every_engine_saves_alike(backend: str) -> None:
+    cfg = unishard.load({"backend": backend, "checkpoint": {"dir": "a", "every_steps": 5, "keep_last": 2, "on_signal": ["TERM"]}})
+    lines = [line for line in registry.get(backend).translate(cfg, Topology()).report if line.path.startswith("checkpoint.")]
+    assert len(lines) == 7
+    assert {(line.fit, line.native) for line in lines} == {(Fit.EXACT, "unishard's loop")}
+    assert not any("checkpoint" in key for key in registry.get(backend).translate(cfg, Topology()).native)
