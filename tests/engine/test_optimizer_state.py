@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,28 @@ def test_state_takes_the_format_that_was_asked_for() -> None:
         "step": (torch.float32, torch.Size()),
     }
     assert state["step"] == 7
+
+
+class Freeing(torch.optim.SGD):
+    """Holds something outside Python that its copy shares, as DeepSpeedCPUAdam does."""
+
+    def __init__(self, params: Any, freed: Callable[[], None]) -> None:
+        super().__init__(params, lr=0.1)
+        self.freed = freed
+
+    def __del__(self) -> None:
+        self.freed()
+
+
+def test_what_the_optimizer_frees_when_it_goes_is_not_freed_with_the_copy() -> None:
+    freed: list[str] = []
+    optimizer = Freeing([nn.Parameter(torch.ones(3))], lambda: freed.append("freed"))
+    keys_of(optimizer, optimizer.param_groups[0])
+    gc.collect()
+    assert not freed
+    del optimizer
+    gc.collect()
+    assert freed == ["freed"]
 
 
 class NeedsClosure(torch.optim.SGD):

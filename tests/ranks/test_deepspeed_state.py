@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, own_share, play, values
+from deepspeed.utils import safe_get_full_optimizer_state
+from playing import config, error, own_share, play, values
 from torch import nn
 from torch.nn import functional
 
 import unishard
 from unishard.engine.optimizer_state import StateSpec
-from unishard.testing.models import Output
+from unishard.testing.models import Output, mlp
+from unishard_deepspeed.internals import master_tensors, torch_optimizer
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 BEFORE, AFTER = 3, 3
@@ -56,6 +58,10 @@ def counting(params):
     return Counting(list(params), {"lr": 0.05})
 
 
+def adagrad(params):
+    return torch.optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.1)
+
+
 class Counting(torch.optim.Optimizer):
     """A user's own, which counts in an int."""
 
@@ -80,7 +86,7 @@ SECTIONS = {
     "persistent": {"native": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 50}}}},
     "sub-groups": {"native": {"deepspeed": {"zero_optimization": {"sub_group_size": 100}}}},
 }
-OPTIMIZERS = {"groups": in_groups, "counting": counting}
+OPTIMIZERS = {"groups": in_groups, "counting": counting, "adagrad": adagrad}
 
 
 def prepared(seed, strategy, precision, variety):
@@ -187,18 +193,21 @@ def holes(engine, specs):
     return wrong
 
 
+def begin(engine):
+    """The first updates, one of them without a bias."""
+    train(engine, 0, BEFORE - 1)
+    engine.set_trainable("late.bias", False)
+    train(engine, BEFORE - 1, BEFORE)
+
+
 def resumed(strategy, precision, variety):
     """Losses after the first updates and the state at the end: never interrupted, after it was read, and on a fresh engine."""
     with prepared(3, strategy, precision, variety) as engine:
-        train(engine, 0, BEFORE - 1)
-        engine.set_trainable("late.bias", False)
-        train(engine, BEFORE - 1, BEFORE)
+        begin(engine)
         uninterrupted = train(engine, BEFORE, BEFORE + AFTER)
     with prepared(3, strategy, precision, variety) as engine:
         kind = type(engine.optimizer).__name__
-        train(engine, 0, BEFORE - 1)
-        engine.set_trainable("late.bias", False)
-        train(engine, BEFORE - 1, BEFORE)
+        begin(engine)
         parts = parts_of(engine)
         specs = specs_of(engine, parts[1])
         by_name = {name: specs[parameter] for name, parameter in engine.module.named_parameters() if parameter in specs}
@@ -208,7 +217,7 @@ def resumed(strategy, precision, variety):
     with prepared(4, strategy, precision, variety) as engine:
         train(engine, 7, 8)  # what it has of its own is forgotten
         engine.set_trainable("late.bias", False)
-        load(engine, parts, {parameter: by_name[name] for name, parameter in engine.module.named_parameters() if name in by_name})
+        load(engine, parts, named(engine, by_name))
         loaded = comparable(parts_of(engine))
         fresh = train(engine, BEFORE, BEFORE + AFTER)
         found = comparable(parts_of(engine))
@@ -219,8 +228,12 @@ def resumed(strategy, precision, variety):
         "holes": wrong,
         "losses": (uninterrupted, read, fresh),
         "loaded": loaded == comparable(parts),
-        "different": [name for name in wanted if found.get(name) != wanted[name]] + [name for name in found if name not in wanted],
+        "different": [name for name in wanted.keys() | found.keys() if found.get(name) != wanted.get(name)],
     }
+
+
+def named(engine, specs):
+    return {parameter: specs[name] for name, parameter in engine.module.named_parameters() if name in specs}
 
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
@@ -228,7 +241,7 @@ CELLS = (
     *((strategy, precision, "plain") for strategy in STRATEGIES for precision in ("fp32", "bf16")),
     *((strategy, "fp16", "fp16") for strategy in ("no_shard", "shard_grad_op", "full_shard")),
     *((strategy, "bf16", "offloaded") for strategy in STRATEGIES[1:]),
-    *((strategy, "fp32", variety) for strategy in STRATEGIES for variety in OPTIMIZERS),
+    *((strategy, "fp32", variety) for strategy in STRATEGIES for variety in ("groups", "counting", "adagrad")),
     ("shard_optimizer", "bf16", "bf16 optimizer"),
     ("shard_grad_op", "bf16", "bf16 masters"),
     ("full_shard", "bf16", "all offloaded"),
@@ -249,13 +262,15 @@ def assert_resumed(found, variety):
         assert each["loaded"]
         assert fresh == read
         assert each["different"] == []
-        # Frozen in `prepare`, or never used: no state.
-        assert each["numbers"].keys() == {"inp.bias", "late.weight", "late.bias", "gain", "out.weight", "out.bias"}
+        trained = {name: numbers for name, numbers in each["numbers"].items() if not name.startswith("tower.")}
+        assert trained.keys() == {"inp.bias", "late.weight", "late.bias", "gain", "out.weight", "out.bias"}
+        if variety != "adagrad":  # which may have state from its construction on
+            assert each["numbers"] == trained
         if variety == "groups":
             assert set(map(tuple, each["tensors"].values())) == {("momentum_buffer",)}
             assert not any(each["numbers"].values())
         else:
-            steps = {name: tuple(numbers.values()) for name, numbers in each["numbers"].items()}
+            steps = {name: tuple(numbers.values()) for name, numbers in trained.items()}
             assert steps == {name: (BEFORE - (name == "late.bias"),) for name in steps}
 
 
@@ -270,3 +285,67 @@ def test_a_fresh_engine_with_the_state_of_another_trains_on_as_that_one(cell):
 @pytest.mark.parametrize("cell", HYBRID, ids="-".join)
 def test_each_group_of_a_hybrid_strategy_holds_all_of_it(cell):
     assert_resumed(values(play(tuple((resumed, each) for each in HYBRID), 4)[resumed, cell]), cell[2])
+
+
+# -- what agrees stays whole ----------------------------------------------------------------------------------------------------------
+
+
+def whole(strategy, precision):
+    """A model that is trained as a whole, written into an engine whose masters were in pieces; what DeepSpeed then finds of it."""
+    with unishard.prepare(mlp(3), config("deepspeed", strategy, precision=precision, optimizer=ADAMW)) as engine:
+        train(engine, 0, BEFORE)
+        parts = parts_of(engine)
+        specs = specs_of(engine, parts[1])
+        by_name = {name: specs[parameter] for name, parameter in engine.module.named_parameters()}
+        read = train(engine, BEFORE, BEFORE + AFTER)
+    with unishard.prepare(mlp(4), config("deepspeed", strategy, precision=precision, optimizer=ADAMW)) as engine:
+        engine.set_trainable("head", False)
+        train(engine, 7, 8)
+        engine.set_trainable("head", True)
+        load(engine, parts, named(engine, by_name))
+        inner = torch_optimizer(engine.optimizer)
+        entries = sum(bool(state) for state in inner.state.values())
+        steps = [state["step"] for state in inner.state.values()]
+        moments = {}
+        for name, parameter in engine.module.named_parameters():
+            moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+            part = engine._optimizer_parts(parameter).get("exp_avg")
+            if moment is not None and part is not None:  # not at stage 0, and not where the others hold all of it
+                stretch = moment.flatten()[part.start : part.start + part.values.numel()]
+                moments[name] = torch.equal(stretch, part.values.to(engine.device))
+        return {
+            "entries": entries,
+            "masters": len(master_tensors(engine.optimizer)),
+            "shared": len(steps) - len({step.data_ptr() for step in steps}),
+            "moments": moments,
+            "losses": (read, train(engine, BEFORE, BEFORE + AFTER)),
+        }
+
+
+WHOLE = tuple((strategy, precision) for strategy in STRATEGIES for precision in ("fp32", "bf16"))
+
+
+@pytest.mark.parametrize("cell", WHOLE, ids="-".join)
+def test_masters_whose_parameters_agree_move_as_a_whole_again(cell):
+    for found in values(play(tuple((whole, each) for each in WHOLE))[whole, cell]):
+        assert found["entries"] == found["masters"]
+        assert found["shared"] == 0
+        assert bool(found["moments"]) == (cell[0] != "no_shard")
+        assert all(found["moments"].values())
+        assert found["losses"][1] == found["losses"][0]
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------------
+
+
+def in_files():
+    """An engine whose parameters lie in files cannot be built without DeepSpeed's op for it; this one only says so of itself."""
+    with unishard.prepare(mlp(), config("deepspeed")) as engine:
+        engine._cfg = config("deepspeed", offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
+        engine._settle_state()
+
+
+def test_parameters_in_files_are_refused():
+    assert error(play(((in_files, ()),))[in_files, ()]).startswith(
+        "CheckpointError: offload.params: nvme keeps the parameters in files, which DeepSpeed 0.19.8 reads and writes whole"
+    )
