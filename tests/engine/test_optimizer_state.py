@@ -184,6 +184,26 @@ def test_state_takes_the_format_that_was_asked_for() -> None:
     assert state["step"] == 7
 
 
+class Noisy(torch.optim.SGD):
+    """Two ways of keeping state, which no option tells, and noise."""
+
+    def __init__(self, params: Any, *, counts: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.counts = counts
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["updates" if self.counts else "noise"] = 1 if self.counts else torch.randn(parameter.shape)
+
+
+def test_optimizers_of_one_class_may_keep_different_keys_and_use_random_numbers() -> None:
+    one, other = (Noisy([nn.Parameter(torch.ones(3))], counts=counts) for counts in (True, False))
+    before = torch.get_rng_state()
+    assert [set(keys_of(each, each.param_groups[0]).tensors) for each in (one, other)] == [set(), {"noise"}]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Freeing(torch.optim.SGD):
     """Holds something outside Python that its copy shares, as DeepSpeedCPUAdam does."""
 

@@ -215,7 +215,6 @@ def resumed(strategy, precision, variety):
         read = train(engine, BEFORE, BEFORE + AFTER)
         wanted = comparable(parts_of(engine))
     with prepared(4, strategy, precision, variety) as engine:
-        train(engine, 7, 8)  # what it has of its own is forgotten
         engine.set_trainable("late.bias", False)
         load(engine, parts, named(engine, by_name))
         loaded = comparable(parts_of(engine))
@@ -241,7 +240,8 @@ CELLS = (
     *((strategy, precision, "plain") for strategy in STRATEGIES for precision in ("fp32", "bf16")),
     *((strategy, "fp16", "fp16") for strategy in ("no_shard", "shard_grad_op", "full_shard")),
     *((strategy, "bf16", "offloaded") for strategy in STRATEGIES[1:]),
-    *((strategy, "fp32", variety) for strategy in STRATEGIES for variety in ("groups", "counting", "adagrad")),
+    *((strategy, "fp32", "groups") for strategy in STRATEGIES),
+    *((strategy, "fp32", variety) for strategy in ("no_shard", "full_shard") for variety in ("counting", "adagrad")),
     ("shard_optimizer", "bf16", "bf16 optimizer"),
     ("shard_grad_op", "bf16", "bf16 masters"),
     ("full_shard", "bf16", "all offloaded"),
@@ -300,7 +300,7 @@ def whole(strategy, precision):
         read = train(engine, BEFORE, BEFORE + AFTER)
     with unishard.prepare(mlp(4), config("deepspeed", strategy, precision=precision, optimizer=ADAMW)) as engine:
         engine.set_trainable("head", False)
-        train(engine, 7, 8)
+        train(engine, 7, 8)  # what it has of its own is forgotten
         engine.set_trainable("head", True)
         load(engine, parts, named(engine, by_name))
         inner = torch_optimizer(engine.optimizer)

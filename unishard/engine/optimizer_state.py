@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ class Keys(NamedTuple):
     """Keys that are None."""
 
 
-_KNOWN: dict[tuple[Any, ...], Keys] = {}
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], Keys]] = WeakKeyDictionary()
+"""Of each optimizer, by the options of a group and what it steps."""
 _RATES = ("lr", "initial_lr")
 """Options that change from update to update and decide no key."""
 
@@ -80,13 +82,13 @@ def keys_of(optimizer: Any, group: Mapping[str, Any], like: Tensor | None = None
         like = next(iter(group["params"]), torch.empty(1))
     options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     told = sorted((name, repr(value)) for name, value in options.items() if name not in _RATES)
-    which = (type(optimizer), like.device, like.dtype, like.dim(), *told)
-    if which not in _KNOWN:
+    which, known = (like.device, like.dtype, like.dim(), *told), _KNOWN.setdefault(optimizer, {})
+    if which not in known:
         # In no dimension as long as in another, so that a state for each row or column is not taken for one of the parameter's shape.
         shape = tuple(range(2, 2 + max(1, like.dim())))
         dummy = nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
-        _KNOWN[which] = _kinds(optimizer, _first_state(optimizer, options, dummy), dummy.shape)
-    return _KNOWN[which]
+        known[which] = _kinds(optimizer, _first_state(optimizer, options, dummy), dummy.shape)
+    return known[which]
 
 
 def tensors_and_numbers(
@@ -150,7 +152,8 @@ def _first_state(optimizer: Any, options: Mapping[str, Any], dummy: nn.Parameter
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # torch 2.13, optim/optimizer.py
         vars(own)[name] = OrderedDict()
     try:
-        own.step()
+        with torch.random.fork_rng([dummy.device] if dummy.is_cuda else []):  # some add noise
+            own.step()
     except Exception as error:  # whatever the user's own class raises
         raise CheckpointError(
             f"what {kind.__name__} keeps of a parameter cannot be found out, as its step fails on a copy: {type(error).__name__}: {error}; "
