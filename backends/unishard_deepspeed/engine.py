@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine import TrainingEngine
+from unishard.engine.optimizer_state import StateSpec
+from unishard.errors import CheckpointError
 from unishard.parts import Part
 from unishard_deepspeed import internals
 from unishard_deepspeed.access import Access
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.internals import parts
+from unishard_deepspeed.state import OptimizerState
 from unishard_deepspeed.unused import Unused
 from unishard_deepspeed.whole import WholeUnits
 
@@ -35,6 +38,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         """On the model; they go with the engine."""
         self._whole = whole
         self._unused = Unused(engine.optimizer, device)
+        self._state = OptimizerState(engine.optimizer, self._unused.masters, self._access)
         self._forward_is_collective = engine.zero_optimization_stage() == 3
         # Before DeepSpeed's own hooks on the outputs, which some stages fail in when a backward is not the engine's.
         # A function, not a method: copying the model, as for an average of its weights, must not copy the engine.
@@ -100,6 +104,32 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         self._access.drop()
         self._unused.forget()
 
+    def _settle_state(self) -> None:
+        """Let nothing be gathered, so that parts are all there is. Collective.
+
+        Raises:
+            CheckpointError: Parameters lie in files.
+        """
+        if self._cfg.offload.params == "nvme":
+            raise CheckpointError(
+                "offload.params: nvme keeps the parameters in files, which DeepSpeed 0.19.8 reads and writes whole, through buffers of its "
+                "own; set offload.params to cpu to save or load a checkpoint"
+            )
+        internals.keep_parts_alone(self._optimizer)
+
+    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+        return self._state.parts(parameter)
+
+    def _make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        self._state.make(specs)
+
+    @torch.no_grad()
+    def _state_loaded(self) -> None:
+        """Bring every other copy up to masters that were written, and let DeepSpeed find the optimizer's state. Collective."""
+        self._drop_gradients()
+        internals.copy_masters(self._optimizer)
+        internals.find_states(self._optimizer)
+
     def _release(self) -> None:
         self._unused.remove()
         self._output_hook.remove()
@@ -107,4 +137,4 @@ class DeepSpeedTrainingEngine(TrainingEngine):
             hook.remove()
         self._engine.destroy()
         internals.forget(self._engine)
-        del self._engine, self._clipping, self._access, self._unused, self._whole
+        del self._engine, self._clipping, self._access, self._state, self._unused, self._whole

@@ -42,7 +42,7 @@ class Masters:
         self.left_out: set[Tensor] = set()
         """Parameters that the next step does not move."""
         self._optimizer = optimizer
-        self._pieces = pieces
+        self.pieces = pieces
         self._settle = settle
         self._split: dict[Tensor, list[tuple[Piece, Tensor]]] = {}
         self._stepping: list[tuple[dict[str, Any], list[Tensor]]] = []
@@ -52,6 +52,23 @@ class Masters:
         """Let go of the optimizer."""
         for hook in self._hooks:
             hook.remove()
+
+    def stepped(self, master: Tensor, piece: Piece) -> tuple[Tensor, int]:
+        """The tensor that the optimizer steps and keeps state of, and where a piece lies in it: the master, or a view of it."""
+        for each, view in self._split.get(master, ()):
+            if each is piece:
+                return view, 0
+        return master, piece.start
+
+    def forget(self) -> None:
+        """Forget all state; every master is whole again."""
+        self._split.clear()
+        self._optimizer.state.clear()
+
+    def split(self, master: Tensor) -> list[Tensor]:
+        """Let each piece have a state of its own from now on: views of the pieces, in their order."""
+        self._split[master] = [(piece, self._view(master, piece)) for piece in self.pieces[master]]
+        return [view for _, view in self._split[master]]
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._settle()
@@ -65,16 +82,16 @@ class Masters:
         for group, masters in self._stepping:
             group["params"] = masters
             for master in masters:
-                self._gather_state(master)
+                self.gather_state(master)
         self._stepping.clear()
 
     def _moving(self, master: Tensor) -> list[Tensor]:
-        pieces = self._pieces.get(master, ())
+        pieces = self.pieces.get(master, ())
         staying = [piece for piece in pieces if piece.parameter in self.left_out]
         if pieces and len(staying) == len(pieces):
             return []
         if staying and master not in self._split:
-            self._split[master] = [(piece, self._view(master, piece)) for piece in pieces]
+            self.split(master)
         if master not in self._split:
             return [master]
         moving = [(piece, view) for piece, view in self._split[master] if piece.parameter not in self.left_out]
@@ -94,7 +111,7 @@ class Masters:
                 self._optimizer.state[view][key] = value.clone()
         return view
 
-    def _gather_state(self, master: Tensor) -> None:
+    def gather_state(self, master: Tensor) -> None:
         """Move what the step has made for single pieces into tensors for the whole, of which they get views."""
         for piece, view in self._split.get(master, ()):
             view.grad = None

@@ -26,7 +26,7 @@ class Unused:
         self._optimizer = optimizer
         pieces = internals.pieces_of_masters(optimizer)
         self._trained = internals.trained(optimizer)
-        self._masters = Masters(internals.torch_optimizer(optimizer), pieces, self._settle)
+        self.masters = Masters(internals.torch_optimizer(optimizer), pieces, self._settle)
         self._used: set[Tensor] = set()
         self._found = False
         self._settled = True
@@ -41,7 +41,7 @@ class Unused:
     def left_out(self) -> Set[Tensor]:
         """After `find`: what the coming update does not move."""
         self._settle()
-        return self._masters.left_out
+        return self.masters.left_out
 
     def find(self) -> None:
         """At the end of a window, once: begin to find the parameters that no rank has used in it. Collective."""
@@ -61,17 +61,17 @@ class Unused:
             self._reduction.wait()
             self._reduction = None
         flags = self._flags.tolist()
-        self._masters.left_out = {parameter for parameter, used in zip(self._trained, flags, strict=True) if not used}
+        self.masters.left_out = {parameter for parameter, used in zip(self._trained, flags, strict=True) if not used}
 
     def take_up(self, parameter: Tensor) -> None:
         """After `find`: the update moves this one too, because it has been given a gradient."""
         self._settle()
-        self._masters.left_out.discard(parameter)
+        self.masters.left_out.discard(parameter)
 
     def forget(self) -> None:
         """The window is over."""
         self._settle()
-        if self._masters.left_out:  # it may get its first optimizer state in a later update
+        if self.masters.left_out:  # it may get its first optimizer state in a later update
             internals.link_states_again(self._optimizer)
         self._used.clear()
         self._found = False
@@ -80,4 +80,4 @@ class Unused:
         """Stop watching."""
         for hook in self._hooks:
             hook.remove()
-        self._masters.remove()
+        self.masters.remove()

@@ -16,6 +16,7 @@ from unishard_deepspeed.internals.building import (
     without_own_clipping,
 )
 from unishard_deepspeed.internals.masters import link_states_again, master_tensors, pieces_of_masters, set_masters, torch_optimizer, trained
+from unishard_deepspeed.internals.state import copy_masters, find_states, forget_states, groups_of_masters, keep_parts_alone
 from unishard_deepspeed.internals.units import (
     drop,
     gather,
@@ -38,12 +39,17 @@ __all__ = [
     "allow_fp16",
     "average_between_groups",
     "clear_stale_gradients",
+    "copy_masters",
     "divide_gradients",
     "drop",
+    "find_states",
     "forget",
     "forget_groups",
+    "forget_states",
     "gather",
     "give_wide_gradients",
+    "groups_of_masters",
+    "keep_parts_alone",
     "keeping_groups",
     "link_states_again",
     "making_every_update",
