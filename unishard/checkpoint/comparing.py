@@ -135,10 +135,9 @@ def _changed(a: Manifest, b: Manifest) -> list[str]:
 
 
 def _gap(name: str, a: Tensors, b: Tensors, advance: Advance) -> Gap:
-    if (a.shapes[name], a.dtypes[name]) != (b.shapes[name], b.dtypes[name]):
-        raise CheckpointError(
-            f"{name}: the indexes of {a.folder} and {b.folder} say otherwise than the manifests; see `unishard checkpoint verify`"
-        )
+    forms = [(stretch.shape, stretch.dtype) for stretch in (a.stretch(name), b.stretch(name))]
+    if forms[0] != forms[1]:
+        raise CheckpointError(f"{a.folder}, {b.folder}: {name} is not what the manifests say; see `unishard checkpoint verify`")
     differing = numel = 0
     largest = torch.zeros(2, dtype=torch.float64)
     for (_, one), (_, other) in zip(blocks_of(a, name), blocks_of(b, name), strict=True):
