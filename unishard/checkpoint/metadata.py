@@ -67,6 +67,7 @@ class _Unpickler(pickle._Unpickler):
         pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = load_build
+    del dispatch[pickle.BYTEARRAY8[0]]  # makes an array of whatever size the file says
 
 
 def read(folder: Path) -> Metadata:
