@@ -147,15 +147,15 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(
             f"{folder}: there is no complete checkpoint here ({FILE}: {error.strerror}); see `unishard checkpoint list`"
         ) from error
     try:
         return Manifest.model_validate_json(text)
-    except (ValidationError, UnicodeDecodeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+    except ValidationError as error:
+        first = error.errors()[0]
         where = ".".join(str(each) for each in first["loc"])
         raise CheckpointError(
             f"{path}: {where + ': ' if where else ''}{first['msg']}; it is damaged, or written by a later unishard"
