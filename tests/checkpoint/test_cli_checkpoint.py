@@ -172,6 +172,7 @@ def test_verify_names_a_tensor(root: Path) -> None:
     path = root / "step-00000030" / "manifest.json"
     said = json.loads(path.read_text())
     said["tensors"]["model.mask"]["hash"] = "0" * 16
+    del said["crc32"]
     path.write_text(json.dumps(said))
     assert run("verify", root).exit_code == 0
     result = run("verify", root, "--bits")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored import store, tensors
 
-from unishard.checkpoint import manifest, writing
+from unishard.checkpoint import directory, manifest, writing
 from unishard.checkpoint.comparing import compare, to_read
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
 from unishard.checkpoint.tensors import Tensors
@@ -115,6 +117,43 @@ def test_a_damaged_manifest_is_one_error(folder: Path) -> None:
         path.write_bytes(wrong)
         with pytest.raises(CheckpointError, match=r"manifest\.json: .*damaged"):
             manifest.read(folder)
+
+
+def test_no_flipped_bit_of_a_manifest_goes_unnoticed(folder: Path) -> None:
+    path = folder / "manifest.json"
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << (at % 7))]) + data[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"manifest\.json: .*damaged"):
+            manifest.read(folder)
+    for length in range(0, len(data), 11):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"manifest\.json: .*damaged"):
+            manifest.read(folder)
+
+
+def test_a_manifest_may_be_edited_by_who_says_so(folder: Path) -> None:
+    path = folder / "manifest.json"
+    edited = path.read_text().replace('"step": 30', '"step": 31')
+    path.write_text(edited)
+    with pytest.raises(CheckpointError, match="or was edited: then take the entry `crc32` out"):
+        manifest.read(folder)
+    path.write_text(re.sub(r',\n "crc32": "\w+"', "", edited))
+    assert manifest.read(folder).step == 31
+
+
+def test_a_manifest_of_a_run_that_diverged_is_read(folder: Path) -> None:
+    norms = {"parameters": math.nan, "exp_avg": math.inf}
+    store(folder.parent / "b", norms=norms, state={"lowest": -math.inf, "name": "Größe"})
+    found = manifest.read(folder.parent / "b")
+    assert math.isnan(found.norms["parameters"])
+    assert (found.norms["exp_avg"], found.state) == (math.inf, {"lowest": -math.inf, "name": "Größe"})
+
+
+def test_what_is_no_json_is_refused_before_anything_is_written(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written as JSON"):
+        directory.write_manifest(folder.parent, changed(manifest.read(folder), state={"x": object()}))
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["a"]
 
 
 # -- two of them --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from unishard.errors import CheckpointError
 
 __all__ = ["Comparison", "Fact", "Gap", "compare", "to_read"]
 
-_INCIDENTAL = {"written", "versions", "files", "tensors", "norms"}
+_INCIDENTAL = {"written", "versions", "files", "tensors", "norms", "crc32"}
 """When and with what it was written, how its files are divided, and what follows from the tensors."""
 _STRIDE = 1 << 19
 """Elements that are compared at once."""

@@ -77,9 +77,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: It cannot be written.
     """
+    text = manifests.text_of(manifest)
     draft = folder / f".{manifests.FILE}-{uuid4().hex}"
     with _telling(folder, "the manifest cannot be written", "make room, or name another folder; former checkpoints are as they were"):
-        _write(draft, manifest.model_dump_json(indent=1) + "\n")
+        _write(draft, text)
         draft.replace(folder / manifests.FILE)
         fsync(folder)
 

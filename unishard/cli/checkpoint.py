@@ -171,7 +171,7 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
 def _object(folder: Path, facts: Manifest, tensors: bool) -> dict[str, Any]:
     from unishard.cli.checkpoint_facts import kinds_of, size_of
 
-    said = plain(facts.model_dump(exclude=set() if tensors else {"files", "tensors"}))
+    said = plain(facts.model_dump(exclude={"crc32"} if tensors else {"crc32", "files", "tensors"}))
     return {"path": str(folder), "bytes": size_of(folder), **said, "kinds": [plain(kind._asdict()) for kind in kinds_of(facts)]}
 
 
