@@ -44,6 +44,17 @@ def test_other_commands(arguments: list[str]) -> None:
     assert imported(command(*arguments), HEAVY) == []
 
 
+@pytest.mark.parametrize("verb", ["list", "inspect"])
+def test_looking_at_checkpoints(verb: str, tmp_path: Path) -> None:
+    from unishard.checkpoint.manifest import Manifest, ModelFacts
+
+    model = ModelFacts(class_name="M", fingerprint="", numel=0)
+    facts = Manifest(written="", versions={}, step=1, world_size=1, model=model, files={}, tensors={})
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "manifest.json").write_text(facts.model_dump_json())
+    assert imported(command("checkpoint", verb, str(tmp_path)), HEAVY) == []
+
+
 def test_the_package_alone() -> None:
     assert imported("import unishard", [*HEAVY, "typer", "rich", "unishard_fsdp", "unishard_deepspeed"]) == []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +24,18 @@ __all__ = [
     "TensorFacts",
     "fingerprint_of",
     "read",
+    "text_of",
 ]
 
 FILE = "manifest.json"
 """Its name in the directory of a checkpoint."""
+_LAST = re.compile(rb',\n "crc32": "[0-9a-f]{8}"\n}\n\Z')
+"""The entry with the checksum, and the end of the file."""
 
 
 class _Facts(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # What is not finite, such as the norms of a run that diverged, stands as NaN and Infinity, which Python's json reads too.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
 class FileFacts(_Facts):
@@ -137,29 +143,54 @@ class Manifest(_Facts):
     """Every file of the directory but this one."""
     tensors: dict[str, TensorFacts]
     """Every tensor."""
+    crc32: str | None = None
+    """Of the file up to this entry, the last, 8 hexadecimal digits; None where whoever wrote it gave none."""
+
+
+def text_of(manifest: Manifest) -> str:
+    """The manifest as it stands in its file, with its checksum.
+
+    Raises:
+        CheckpointError: Something in it is no JSON.
+    """
+    try:
+        body = manifest.model_dump_json(indent=1, exclude={"crc32"}).removesuffix("\n}")
+    except ValueError as error:
+        raise CheckpointError(
+            f"the manifest of step {manifest.step} cannot be written as JSON ({error}); put tensors into `state`"
+        ) from error
+    return f'{body},\n "crc32": "{zlib.crc32(body.encode()):08x}"\n}}\n'
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: There is none, so the checkpoint is incomplete or of another tool; or this version cannot read it.
+        CheckpointError: There is none, so the checkpoint is incomplete or of another tool; or it is damaged, or this version cannot
+            read it.
     """
     path = folder / FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(
             f"{folder}: there is no complete checkpoint here ({FILE}: {error.strerror}); see `unishard checkpoint list`"
         ) from error
     try:
-        return Manifest.model_validate_json(text)
-    except (ValidationError, UnicodeDecodeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
         where = ".".join(str(each) for each in first["loc"])
         raise CheckpointError(
             f"{path}: {where + ': ' if where else ''}{first['msg']}; it is damaged, or written by a later unishard"
         ) from error
+    last = _LAST.search(text)
+    found = f"{zlib.crc32(text[: last.start()]):08x}" if last else None
+    if manifest.crc32 not in (None, found):
+        raise CheckpointError(
+            f"{path}: has CRC-32 {found} instead of {manifest.crc32}; it is damaged, or was edited: then take the entry `crc32` out"
+        )
+    return manifest
 
 
 def fingerprint_of(shapes: Mapping[str, Sequence[int]]) -> str:

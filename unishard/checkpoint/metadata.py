@@ -6,11 +6,21 @@ the file says. Here only the classes that such an index is made of can be named.
 
 from __future__ import annotations
 
+import io
+import math
 import pickle
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private; where a chunk lies (torch 2.13)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from unishard.errors import CheckpointError
 
@@ -36,7 +46,12 @@ _ADMITTED = {
 }  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The unpickler in Python, not the one in C: that one takes any amount of memory for a damaged index into its memo (Python 3.11)."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ADMITTED.get(module, ()):
             _refuse(f"names {module}.{name}, which an index of tensors has no use for; do not open it with anything else")
@@ -44,6 +59,15 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> NoReturn:
         _refuse("refers to objects outside it")
+
+    def load_build(self) -> None:
+        """Sets attributes of an object, of a class too: those of this process are not a file's to change."""
+        if isinstance(self.stack[-2], type):
+            _refuse("changes a class; do not open it with anything else")
+        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
+
+    dispatch[pickle.BUILD[0]] = load_build
+    del dispatch[pickle.BYTEARRAY8[0]]  # makes an array of whatever size the file says
 
 
 def read(folder: Path) -> Metadata:
@@ -54,17 +78,51 @@ def read(folder: Path) -> Metadata:
     """
     path = folder / FILE
     try:
-        with path.open("rb") as file:
-            found = _Unpickler(file).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; this is no directory of torch.distributed.checkpoint") from error
+    try:
+        found: Metadata = _Unpickler(io.BytesIO(data)).load()
+        sound = isinstance(found, Metadata) and _is_sound(found)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle fails in any way
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); it is damaged") from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    if not sound:
         raise CheckpointError(f"{path}: holds no index of torch.distributed.checkpoint; it is damaged")
     return found
+
+
+def _is_sound(found: Metadata) -> bool:
+    """Whether everything in it has the type that its field says, and every box lies within its tensor."""
+    entries = all(isinstance(name, str) and _is_entry(entry) for name, entry in found.state_dict_metadata.items())
+    places = all(isinstance(at, MetadataIndex) and _is_place(place) for at, place in found.storage_data.items())
+    return entries and places
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    size = entry.size
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(entry.properties.dtype, torch.dtype)
+        and isinstance(size, torch.Size)
+        and min(size, default=0) >= 0
+        and isinstance(entry.chunks, list)
+        and all(isinstance(chunk, ChunkStorageMetadata) and _is_within(size, chunk) for chunk in entry.chunks)
+        and sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(size)
+    )
+
+
+def _is_within(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
+    boxes = zip(chunk.offsets, chunk.sizes, size, strict=True)
+    return all(min(offset, length) >= 0 and offset + length <= whole for offset, length, whole in boxes)
+
+
+def _is_place(place: Any) -> bool:
+    numbers = isinstance(place.offset, int) and isinstance(place.length, int) and min(place.offset, place.length) >= 0
+    return isinstance(place, _StorageInfo) and isinstance(place.relative_path, str) and place.relative_path.isprintable() and numbers
 
 
 def _refuse(what: str) -> NoReturn:

@@ -41,6 +41,7 @@ from torch.futures import Future
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.intervals import boxes
 from unishard.errors import CheckpointError
@@ -102,15 +103,6 @@ def write(
     everyone: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(mine, everyone, group=group, group_dst=0)
     return None if everyone is None else _merged(folder, everyone, writer)
-
-
-def fsync(path: Path) -> None:
-    """Bring a file, or what a directory says of its files, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _merged(folder: Path, everyone: list[tuple[dict[str, tuple[int, int]], dict[str, int]]], writer: _Writer) -> Written:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from unishard.cli import backends, demo, diff, docs, explain, init, migrate, schema, set_, translate
+from unishard.cli import backends, checkpoint, demo, diff, docs, explain, init, migrate, schema, set_, translate
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
@@ -22,7 +22,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Why a write fails; such an error names no file."""
 
 
-_TROUBLE = {"diff": 2}
+_TROUBLE = {"diff": 2, "checkpoint": 2}
 """Exit status when something is refused, of commands for which 1 means something else."""
 
 
@@ -104,6 +104,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in _COMMANDS.items():
     app.command(name)(command)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,182 @@
+"""The index of a directory is a pickle that anybody may have written: nothing in it runs, and whatever is wrong with it is one error."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from stored import store
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from unishard.checkpoint import metadata
+from unishard.checkpoint.tensors import Tensors
+from unishard.errors import CheckpointError
+
+
+class Calls:
+    """Pickles to a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def hostile(flag: Path) -> dict[str, bytes]:
+    """Files that would leave a flag when they are opened."""
+    code = f"open({str(flag)!r}, 'w').close()"
+    calls = {
+        "os.system": Calls(os.system, f"touch {flag}"),
+        "subprocess": Calls(subprocess.call, ["touch", str(flag)]),
+        "eval": Calls(eval, code),
+        "exec": Calls(exec, code),
+        "getattr": Calls(getattr, os, "system"),
+        "torch.load": Calls(torch.load, str(flag)),
+        "open": Calls(open, str(flag), "w"),
+        "in an index": Metadata({"model.a": Calls(os.system, f"touch {flag}")}),  # type: ignore[dict-item]
+    }
+    files = {}
+    for name, call in calls.items():
+        try:
+            files[name] = pickle.dumps(call)
+        except TypeError:  # a module cannot be pickled
+            files[name] = b"cbuiltins\ngetattr\n(cos\nsystem\ntR."
+    files["a name with dots"] = b"\x80\x04\x8c\x05torch\x8c\x14serialization.os.sys\x93."
+    files["inst"] = b"(S'touch'\nios\nsystem\n."
+    files["persistent"] = b"Ptouch\n."
+    files["a huge array"] = b"\x80\x05\x96" + (1 << 36).to_bytes(8, "little") + b"."
+    files["a class of ours"] = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}U\x09__slots__(]sb\x86b."
+    return files
+
+
+@pytest.mark.parametrize("which", hostile(Path("flag")))
+def test_nothing_runs(which: str, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    (tmp_path / metadata.FILE).write_bytes(hostile(flag)[which])
+    with pytest.raises(CheckpointError, match=r"\.metadata: "):
+        metadata.read(tmp_path)
+    assert not flag.exists()
+
+
+def test_the_check_would_notice(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    pickle.loads(hostile(flag)["os.system"])
+    assert flag.exists()
+
+
+def test_classes_of_this_process_stay_as_they_are(tmp_path: Path) -> None:
+    state = b"N}\x8c\x0cstorage_data\x8c\x05mine!s\x86b"  # what pickle sets as attributes, beside those of an object
+    (tmp_path / metadata.FILE).write_bytes(b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n" + state + b".")
+    before = Metadata.storage_data
+    with pytest.raises(CheckpointError, match="changes a class"):
+        metadata.read(tmp_path)
+    assert Metadata.storage_data is before
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_torch_writes_is_read(tmp_path: Path) -> None:
+    state = {
+        "model": {"a": torch.randn(3, 5), "b": torch.tensor(1.0), "c": torch.zeros(0, 4)},
+        "low": [torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)],
+        "step": 3,
+        "name": "run",
+        "raw": b"\0\1",
+        "io": io.BytesIO(b"x"),
+    }
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    found = metadata.read(tmp_path)
+    expected = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert (found.state_dict_metadata, found.storage_data) == (expected.state_dict_metadata, expected.storage_data)
+    tensors = Tensors(tmp_path)
+    assert torch.equal(tensors.whole("model.a"), state["model"]["a"])
+    assert tensors.shapes["model.c"] == (0, 4)
+    assert {"step", "name", "raw", "io"} <= tensors.others
+
+
+def test_what_we_write_is_read(tmp_path: Path) -> None:
+    manifest = store(tmp_path)
+    entries = metadata.read(tmp_path).state_dict_metadata
+    assert entries.keys() == manifest.tensors.keys()
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    store(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("broken")
+
+
+def opened(broken: Path, data: bytes) -> None:
+    """What is damaged is refused by one kind of error, or is an index that can be used."""
+    (broken / metadata.FILE).write_bytes(data)
+    try:
+        tensors = Tensors(broken)
+    except CheckpointError:
+        return
+    for name in tensors:
+        assert isinstance(tensors.shapes[name], torch.Size)
+        if tensors.shapes[name].numel():
+            with pytest.raises(CheckpointError, match=re.escape(str(broken))):  # its files are not here
+                tensors.whole(name)
+
+
+def test_a_truncated_index_is_refused(folder: Path, broken: Path) -> None:
+    data = (folder / metadata.FILE).read_bytes()
+    for length in range(0, len(data), 7):
+        (broken / metadata.FILE).write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"\.metadata: "):
+            metadata.read(broken)
+
+
+@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, derandomize=True)
+@given(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=3))
+@example(flips=[])
+def test_a_damaged_index_never_fails_in_another_way(folder: Path, broken: Path, flips: list[tuple[int, int]]) -> None:
+    data = bytearray((folder / metadata.FILE).read_bytes())
+    for at, mask in flips:
+        data[at % len(data)] ^= mask
+    opened(broken, bytes(data))
+
+
+def test_no_single_flipped_bit_fails_in_another_way(folder: Path, broken: Path) -> None:
+    data = (folder / metadata.FILE).read_bytes()
+    for at in range(len(data)):
+        opened(broken, data[:at] + bytes([data[at] ^ (1 << (at % 8))]) + data[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        Metadata({1: BytesStorageMetadata()}),  # type: ignore[dict-item]
+        Metadata({"a": None}),  # type: ignore[dict-item]
+        Metadata({"a": BytesStorageMetadata()}),
+        Metadata({}, storage_data={"a": 1}),
+    ],
+)
+def test_what_is_no_index_is_refused(wrong: Any, tmp_path: Path) -> None:
+    (tmp_path / metadata.FILE).write_bytes(pickle.dumps(wrong))
+    with pytest.raises(CheckpointError, match="damaged"):
+        metadata.read(tmp_path)
+
+
+def test_a_folder_without_an_index_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"No such file or directory; this is no directory of torch"):
+        metadata.read(tmp_path)

@@ -1,0 +1,162 @@
+"""What two checkpoints have differently: what they say, and their tensors, element by element where the hashes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unishard.checkpoint import manifest as manifests
+from unishard.checkpoint.manifest import Manifest, TensorFacts
+from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.verifying import blocks_of
+from unishard.errors import CheckpointError
+
+__all__ = ["Comparison", "Fact", "Gap", "compare", "to_read"]
+
+_INCIDENTAL = {"written", "versions", "files", "tensors", "norms", "crc32"}
+"""When and with what it was written, how its files are divided, and what follows from the tensors."""
+_STRIDE = 1 << 19
+"""Elements that are compared at once."""
+
+Advance = Callable[[int], None]
+"""Told how many bytes more of one of them have been read."""
+
+
+class Fact(NamedTuple):
+    """One thing that the manifests say differently; None where one of them says nothing."""
+
+    path: str
+    """Dotted, such as `config.training.seed`."""
+    a: Any
+    b: Any
+
+
+class Gap(NamedTuple):
+    """How far apart two tensors of the same shape are."""
+
+    name: str
+    differing: int
+    """Elements that differ; 0 where only the bits do, as of 0 and -0."""
+    numel: int
+    """Elements there are."""
+    absolute: float
+    """The largest difference; nan where one of them is not a number and the other is."""
+    relative: float
+    """The largest difference of an element, relative to the larger of the two."""
+
+
+class Comparison(NamedTuple):
+    """All differences of two checkpoints."""
+
+    facts: list[Fact]
+    only_a: list[str]
+    """Tensors that B does not have."""
+    only_b: list[str]
+    """Tensors that A does not have."""
+    forms: list[Fact]
+    """Tensors of another shape or dtype."""
+    values: list[Gap]
+    """Tensors of the same shape and dtype with another hash."""
+    tensors: int
+    """How many there are under the same names."""
+
+
+def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Comparison:
+    """Compare two checkpoints. Of both, one chunk of the files is in memory at a time.
+
+    Args:
+        a: Its directory.
+        b: Its directory.
+        advance: Told of the progress; `to_read` is what it comes to.
+
+    Raises:
+        CheckpointError: One of them cannot be read.
+    """
+    one, other = manifests.read(a), manifests.read(b)
+    common = [name for name in one.tensors if name in other.tensors]
+    opened = Tensors(a), Tensors(b)
+    return Comparison(
+        list(_facts(one, other)),
+        [name for name in one.tensors if name not in other.tensors],
+        [name for name in other.tensors if name not in one.tensors],
+        [Fact(name, *forms) for name in common if len(set(forms := (_form(one.tensors[name]), _form(other.tensors[name])))) > 1],
+        [_gap(name, *opened, advance) for name in _changed(one, other)],
+        len(common),
+    )
+
+
+def to_read(a: Path, b: Path) -> int:
+    """Bytes of A that a comparison will read.
+
+    Raises:
+        CheckpointError: One of them cannot be read.
+    """
+    tensors = Tensors(a)
+    changed = _changed(manifests.read(a), manifests.read(b))
+    return sum(tensors.shapes[name].numel() * tensors.dtypes[name].itemsize for name in changed if name in tensors)
+
+
+def _facts(a: Manifest, b: Manifest) -> Iterator[Fact]:
+    sides = [dict(_leaves(side.model_dump(exclude=_INCIDENTAL))) for side in (a, b)]
+    for path in dict.fromkeys((*sides[0], *sides[1])):
+        one, other = (side.get(path) for side in sides)
+        if one != other:
+            yield Fact(path, one, other)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    match value:
+        case dict() if value:
+            items = [(str(key), item) for key, item in value.items()]
+        case list() if any(isinstance(item, dict | list) for item in value):
+            items = [(str(at), item) for at, item in enumerate(value)]
+        case _:
+            yield path, value
+            return
+    for key, item in items:
+        yield from _leaves(item, f"{path}.{key}" if path else key)
+
+
+def _form(facts: TensorFacts) -> str:
+    return f"{facts.dtype} {facts.shape}"
+
+
+def _changed(a: Manifest, b: Manifest) -> list[str]:
+    """Tensors of one form in both, with different hashes."""
+    return [
+        name
+        for name, facts in a.tensors.items()
+        if (other := b.tensors.get(name)) and _form(facts) == _form(other) and facts.hash != other.hash
+    ]
+
+
+def _gap(name: str, a: Tensors, b: Tensors, advance: Advance) -> Gap:
+    forms = [(stretch.shape, stretch.dtype) for stretch in (a.stretch(name), b.stretch(name))]
+    if forms[0] != forms[1]:
+        raise CheckpointError(f"{a.folder}, {b.folder}: {name} is not what the manifests say; see `unishard checkpoint verify`")
+    differing = numel = 0
+    largest = torch.zeros(2, dtype=torch.float64)
+    for (_, one), (_, other) in zip(blocks_of(a, name), blocks_of(b, name), strict=True):
+        for x, y in zip(torch.split(one, _STRIDE), torch.split(other, _STRIDE), strict=True):
+            count, gaps = _between(x, y)
+            differing, numel = differing + count, numel + x.numel()
+            largest = torch.maximum(largest, gaps)  # keeps nan
+        advance(one.nbytes)
+    return Gap(name, differing, numel, *largest.tolist())
+
+
+def _between(x: Tensor, y: Tensor) -> tuple[int, Tensor]:
+    """How many elements differ, and the largest absolute and relative difference."""
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    x, y = x.to(wide), y.to(wide)
+    apart = ~((x == y) | (x.isnan() & y.isnan()))
+    x, y = x[apart], y[apart]
+    if not len(x):
+        return 0, torch.zeros(2, dtype=torch.float64)
+    gap = (x - y).abs()
+    relative = gap / torch.maximum(x.abs(), y.abs())
+    return len(x), torch.stack([gap.max(), relative.max()])

@@ -1,0 +1,162 @@
+"""Finds checkpoints under a root, also beside what a killed run has left. Nothing is changed. Which names there are: `directory`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from unishard.checkpoint import manifest as manifests
+from unishard.errors import CheckpointError
+
+__all__ = [
+    "LATEST",
+    "LEFT_OVER",
+    "STEP",
+    "Found",
+    "age_of",
+    "checkpoints",
+    "entries",
+    "incomplete",
+    "is_checkpoint",
+    "latest",
+    "locate",
+    "name_of",
+    "set_aside",
+]
+
+LATEST = "latest"
+"""The file that names the checkpoint committed last."""
+LEFT_OVER = re.compile(r"\.(?P<kind>tmp|old|trash)-step-(?P<step>\d{8,})-[0-9a-f]{32}|\.latest-[0-9a-f]{32}")
+"""Names of what is not, not yet or no longer a checkpoint."""
+STEP = re.compile(r"step-(\d{8,})")
+"""The name of a checkpoint."""
+
+
+class Found(NamedTuple):
+    """A complete checkpoint."""
+
+    path: Path
+    """Its directory."""
+    step: int
+
+
+def name_of(step: int) -> str:
+    """The name of the directory of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a directory is a complete checkpoint."""
+    return (folder / manifests.FILE).is_file()
+
+
+def checkpoints(root: Path) -> list[Found]:
+    """The complete checkpoints, by ascending step. A root that is not there has none.
+
+    Raises:
+        CheckpointError: The root is a file, or cannot be read.
+    """
+    named = {int(match[1]): root / entry for entry in entries(root) if (match := STEP.fullmatch(entry))}
+    found = {old.step: old.path for old in set_aside(root)}
+    found |= {step: path for step, path in named.items() if is_checkpoint(path)}
+    return [Found(found[step], step) for step in sorted(found)]
+
+
+def incomplete(root: Path) -> list[str]:
+    """Names of what a killed run has left, or a running one is writing.
+
+    Raises:
+        CheckpointError: The root is a file, or cannot be read.
+    """
+    complete = {found.path.name for found in checkpoints(root)}
+    return [name for name in entries(root) if name not in complete and (LEFT_OVER.fullmatch(name) or STEP.fullmatch(name))]
+
+
+def latest(root: Path) -> Path | None:
+    """The checkpoint to go on from; None where there is none.
+
+    That is the one that `latest` names, which after a run went back to an earlier step is not the highest one. A checkpoint of a
+    higher step that was written later is preferred: a run was killed before it could name it. Where `latest` names none that is
+    complete, it is the one written last.
+
+    Raises:
+        CheckpointError: The root is a file, or cannot be read.
+    """
+    found = checkpoints(root)
+    named = next((each for each in found if each.step == _named(root)), None)
+    candidates = [each for each in found if named is None or each.step >= named.step]
+    if len(candidates) > 1:
+        candidates.sort(key=lambda each: age_of(each) or ("", each.step))
+    return candidates[-1].path if candidates else None
+
+
+def locate(where: Path, which: str | int = LATEST) -> Path:
+    """The checkpoint that a person means.
+
+    Args:
+        where: A root, or one checkpoint.
+        which: Of a root: "latest", a step, or the name of a directory.
+
+    Raises:
+        CheckpointError: There is no such checkpoint; the message lists what there is.
+    """
+    if is_checkpoint(where) and which == LATEST:
+        return where
+    if not where.is_dir():
+        raise CheckpointError(f"{where}: there is no such folder; name a checkpoint, or the folder that checkpoints are in")
+    found = checkpoints(where)
+    step = re.fullmatch(r"(?:step-)?(\d+)", str(which))
+    path = latest(where) if which == LATEST else next((each.path for each in found if step and each.step == int(step[1])), None)
+    if path is None:
+        there = ", ".join(str(each.step) for each in found)
+        missing = "no checkpoint" if which == LATEST else f"no checkpoint {which!r}"
+        raise CheckpointError(f"{where}: {missing} is complete here; {f'there are those of steps {there}' if there else _other(where)}")
+    return path
+
+
+def _other(where: Path) -> str:
+    """What a folder without checkpoints is instead, and what to do."""
+    if (where / ".metadata").is_file():
+        return "it is a torch.distributed.checkpoint directory without a manifest; see `unishard checkpoint convert`"
+    if left := incomplete(where):
+        return f"there is what a killed run left ({', '.join(left)}); name another folder"
+    return "name the folder of `checkpoint.dir`, or one checkpoint in it"
+
+
+def set_aside(root: Path) -> list[Found]:
+    """The complete checkpoints that were about to be replaced by others of their steps."""
+    matches = [match for match in map(LEFT_OVER.fullmatch, entries(root)) if match and match["kind"] == "old"]
+    return [Found(root / match[0], int(match["step"])) for match in matches if is_checkpoint(root / match[0])]
+
+
+def entries(root: Path) -> list[str]:
+    """Names of everything in a root.
+
+    Raises:
+        CheckpointError: The root is a file, or cannot be read.
+    """
+    try:
+        return sorted(os.listdir(root))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror}); name the folder that checkpoints are in") from error
+
+
+def _named(root: Path) -> int | None:
+    """The step that the file `latest` names, whether or not that is there."""
+    try:
+        match = STEP.fullmatch((root / LATEST).read_text(encoding="utf-8", errors="replace").strip())
+    except OSError:
+        return None
+    return int(match[1]) if match else None
+
+
+def age_of(found: Found) -> tuple[str, int] | None:
+    """Sorts by when checkpoints were written; None where the manifest cannot be read."""
+    try:
+        return manifests.read(found.path).written, found.step
+    except CheckpointError:
+        return None

@@ -1,0 +1,123 @@
+"""Says what is damaged in a checkpoint: of its files by their checksums, of its tensors by their hashes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from unishard.checkpoint import manifest as manifests
+from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
+from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
+from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.writing import CHUNK
+from unishard.errors import CheckpointError
+
+__all__ = ["blocks_of", "damaged", "hashes_of"]
+
+_BLOCK = 1 << 22
+"""Bytes of a file that are in memory at once."""
+
+Advance = Callable[[int], None]
+"""Told how many bytes more have been read."""
+
+
+def damaged(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, advance: Advance = lambda read: None) -> list[str]:
+    """What is wrong with the files of a checkpoint, one line each: missing, truncated, changed, or not in the manifest.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: Of the checkpoint.
+        names: Those files alone; None for all, and for what is there beside them.
+        advance: Told of the progress; all sizes in the manifest together at the end.
+    """
+    problems = []
+    for name in manifest.files if names is None else names:
+        problem = _problem(folder, name, manifest.files[name], advance)
+        if problem:
+            problems.append(f"{folder / name}: {problem}")
+    if names is None:
+        problems += [f"{folder / name}: is not in the manifest" for name in _files(folder) if name not in manifest.files]
+    return problems
+
+
+def hashes_of(folder: Path, manifest: Manifest, advance: Advance = lambda read: None) -> list[str]:
+    """What is wrong with the tensors of a checkpoint, one line each, by reading all of them and taking their hashes anew.
+
+    In memory is one chunk of the files at a time.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: Of the checkpoint.
+        advance: Told of the progress.
+
+    Raises:
+        CheckpointError: The directory has no index, or a damaged one.
+    """
+    tensors = Tensors(folder)
+    problems = [f"{folder}: {name} is not in the manifest" for name in tensors if name not in manifest.tensors]
+    for name, facts in manifest.tensors.items():
+        problem = _difference(tensors, name, facts, advance)
+        if problem:
+            problems.append(f"{folder}: {name} {problem}")
+    return problems
+
+
+def blocks_of(tensors: Tensors, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """A tensor in pieces that lie in as few chunks as can be: where each begins in the flattened whole, and its elements.
+
+    Raises:
+        CheckpointError: There is no such tensor, or a file is missing or damaged.
+    """
+    stretch = tensors.stretch(name)
+    length = max(1, CHUNK // stretch.dtype.itemsize)  # as it was cut when it was written
+    for begin in range(0, stretch.end, length):
+        yield begin, stretch.read(begin, min(begin + length, stretch.end))
+
+
+def _problem(folder: Path, name: str, facts: FileFacts, advance: Advance) -> str | None:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return "lies outside the directory; do not trust this checkpoint"
+    try:
+        size = path.stat().st_size
+        if size != facts.bytes:
+            return f"has {size} bytes instead of {facts.bytes}"
+        crc = _crc32(path, advance)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if crc == facts.crc32 else f"has CRC-32 {crc} instead of {facts.crc32}"
+
+
+def _crc32(path: Path, advance: Advance) -> str:
+    crc, block = 0, memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            crc = zlib.crc32(block[:count], crc)
+            advance(count)
+    return f"{crc:08x}"
+
+
+def _files(folder: Path) -> list[str]:
+    """All but the manifest."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return [name for name in names if name != manifests.FILE]
+
+
+def _difference(tensors: Tensors, name: str, facts: TensorFacts, advance: Advance) -> str | None:
+    if name not in tensors:
+        return "is not there"
+    shape, dtype = list(tensors.shapes[name]), str(tensors.dtypes[name]).removeprefix("torch.")
+    if (shape, dtype) != (facts.shape, facts.dtype):
+        return f"is {dtype} {shape} instead of {facts.dtype} {facts.shape}"
+    total = 0
+    try:
+        for begin, values in blocks_of(tensors, name):
+            total = (total + hash_of(values, begin)) & MASK
+            advance(values.nbytes)
+    except CheckpointError as error:
+        return f"cannot be read: {error}"
+    found = hexadecimal(total)
+    return None if found == facts.hash else f"has hash {found} instead of {facts.hash}"

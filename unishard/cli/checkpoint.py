@@ -1,0 +1,230 @@
+"""`unishard checkpoint`: what checkpoints there are, what is in one, whether it is sound, and what two have differently."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unishard.cli.bar import bar
+from unishard.cli.report import plain, value_of
+from unishard.cli.table import is_narrow, show, show_blocks
+from unishard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from unishard.checkpoint.comparing import Comparison
+    from unishard.checkpoint.manifest import Manifest
+
+__all__ = ["app"]
+
+FOUND = 1
+"""Exit status when something is damaged, or differs; 2 is for trouble."""
+
+app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True, rich_markup_mode=None)
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a folder of them: the latest one.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Write it as JSON.")]
+
+
+@app.command("list")
+def list_(
+    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A folder of checkpoints.", show_default=False)], as_json: AsJson = False
+) -> None:
+    """List the checkpoints in a folder.
+
+    Also what killed runs have left there, and which one is the latest.
+    """
+    from unishard.checkpoint import finding
+
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: there is no such folder; name the one that checkpoints are in")
+    if finding.is_checkpoint(root):
+        raise CheckpointError(f"{root}: is one checkpoint; name the folder that it is in, or see `unishard checkpoint inspect`")
+    latest = finding.latest(root)
+    found = [_listed(each.path, each.step, latest) for each in finding.checkpoints(root)]
+    found += [_left_over(root / name) for name in finding.incomplete(root)]
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    elif not found:
+        typer.echo(f"no checkpoints in {root}")
+    else:
+        _table(("step", "written", "ranks", "backend", "strategy", "size", "state"), [_row(each) for each in found])
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Each tensor too: shape, dtype, hash.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a checkpoint.
+
+    Of a directory of torch.distributed.checkpoint that is none of ours, its tensors.
+    """
+    from unishard.checkpoint import finding, manifest
+
+    if (checkpoint / ".metadata").is_file() and not finding.is_checkpoint(checkpoint):
+        _inspect_other(checkpoint, as_json)
+        return
+    folder = finding.locate(checkpoint)
+    facts = manifest.read(folder)
+    if as_json:
+        typer.echo(json.dumps(_object(folder, facts, tensors), indent=2))
+    else:
+        _show(folder, facts, tensors)
+
+
+@app.command()
+def verify(
+    checkpoint: Checkpoint,
+    bits: Annotated[bool, typer.Option("--bits", help="Also read every tensor and take its hash anew.")] = False,
+) -> None:
+    """Say whether a checkpoint is sound.
+
+    Compares size and checksum of every file with the manifest. Exits with 0 when all are as they were written, with 1 when something
+    is damaged, which is named, and with 2 when there is no checkpoint.
+    """
+    from unishard.checkpoint import finding, manifest, verifying
+
+    folder = finding.locate(checkpoint)
+    try:
+        facts = manifest.read(folder)
+    except CheckpointError as error:  # it is there, so it is damaged
+        typer.echo(str(error))
+        raise typer.Exit(FOUND) from None
+    with bar("files", sum(file.bytes for file in facts.files.values())) as advance:
+        problems = verifying.damaged(folder, facts, advance=advance)
+    if bits and not problems:
+        from unishard.cli.checkpoint_facts import bytes_of
+
+        with bar("tensors", sum(map(bytes_of, facts.tensors.values()))) as advance:
+            problems = verifying.hashes_of(folder, facts, advance)
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(FOUND)
+    also = f" and {len(facts.tensors)} tensors" if bits else ""
+    typer.echo(f"{folder}: sound; {len(facts.files)} files{also} are as they were written")
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them.", show_default=False)],
+) -> None:
+    """Show what two checkpoints have differently.
+
+    Their steps, ranks, configs and everything else that they say, and their tensors, with the largest differences. Exits with 0 when
+    there is none, with 1 when there is one, and with 2 when a checkpoint cannot be read.
+    """
+    from unishard.checkpoint import comparing, finding
+
+    folders = finding.locate(a), finding.locate(b)
+    with bar("tensors", comparing.to_read(*folders)) as advance:
+        found = comparing.compare(*folders, advance)
+    if not any((found.facts, found.only_a, found.only_b, found.forms, found.values)):
+        typer.echo(f"the same: {found.tensors} tensors, and everything else")
+        return
+    _show_comparison(found)
+    raise typer.Exit(FOUND)
+
+
+# -- shown --------------------------------------------------------------------------------------------------------------------
+
+
+def _listed(path: Path, step: int, latest: Path | None) -> dict[str, Any]:
+    from unishard.checkpoint import manifest
+    from unishard.cli.checkpoint_facts import place_of, size_of
+
+    entry: dict[str, Any] = {"name": path.name, "step": step, "state": "complete", "latest": path == latest, "bytes": size_of(path)}
+    try:
+        facts = manifest.read(path)
+    except CheckpointError:
+        return entry | {"state": "its manifest is damaged"}
+    backend, strategy = place_of(facts)
+    return entry | {"written": facts.written, "world_size": facts.world_size, "backend": backend or None, "strategy": strategy or None}
+
+
+def _left_over(path: Path) -> dict[str, Any]:
+    from unishard.cli.checkpoint_facts import size_of
+
+    step = re.search(r"step-(\d+)", path.name)
+    return {"name": path.name, "step": int(step[1]) if step else None, "state": "incomplete", "latest": False, "bytes": size_of(path)}
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    from unishard.cli.checkpoint_facts import local, size
+
+    state = entry["state"] + (", latest" if entry["latest"] else "")
+    if entry["state"] == "incomplete":
+        state = f"incomplete: {entry['name']}"
+    cells = ("" if entry.get(name) is None else str(entry[name]) for name in ("step", "world_size", "backend", "strategy"))
+    step, ranks, backend, strategy = cells
+    return step, local(entry.get("written", "")), ranks, backend, strategy, size(entry["bytes"]), state
+
+
+def _object(folder: Path, facts: Manifest, tensors: bool) -> dict[str, Any]:
+    from unishard.cli.checkpoint_facts import kinds_of, size_of
+
+    said = plain(facts.model_dump(exclude={"crc32"} if tensors else {"crc32", "files", "tensors"}))
+    return {"path": str(folder), "bytes": size_of(folder), **said, "kinds": [plain(kind._asdict()) for kind in kinds_of(facts)]}
+
+
+def _show(folder: Path, facts: Manifest, tensors: bool) -> None:
+    from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of, size
+
+    show(("fact", "value"), list(facts_of(folder, facts)), sys.stdout)
+    kinds = kinds_of(facts)
+    rows = [(kind.name, str(kind.tensors), f"{kind.numel:,}", size(kind.bytes), " ".join(kind.dtypes)) for kind in kinds]
+    _table(("kind", "tensors", "elements", "size", "dtypes"), rows, apart=True)
+    _table(("norm of", "L2"), [(name, f"{norm:.6g}") for name, norm in facts.norms.items()], apart=True)
+    _table(("group", "parameters", "lr", "options"), groups_of(facts), apart=True)
+    if tensors:
+        forms = [(name, str(each.shape), each.dtype, each.hash) for name, each in facts.tensors.items()]
+        _table(("tensor", "shape", "dtype", "hash"), forms, apart=True)
+
+
+def _inspect_other(folder: Path, as_json: bool) -> None:
+    """A directory of torch.distributed.checkpoint without our manifest."""
+    from unishard.checkpoint.tensors import Tensors
+
+    found = Tensors(folder)
+    forms = {name: (list(found.shapes[name]), str(found.dtypes[name]).removeprefix("torch.")) for name in found}
+    if as_json:
+        tensors = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in forms.items()}
+        said = {"path": str(folder), "format": "torch.distributed.checkpoint", "tensors": tensors, "pickles": sorted(found.others)}
+        typer.echo(json.dumps(said, indent=2))
+        return
+    typer.echo(
+        f"{folder}: a directory of torch.distributed.checkpoint, but no unishard checkpoint: it has no manifest; "
+        "`unishard checkpoint convert` makes one of it"
+    )
+    rows = [(name, str(shape), dtype) for name, (shape, dtype) in forms.items()]
+    _table(("tensor", "shape", "dtype"), [*rows, *((name, "", "a pickle, not opened") for name in sorted(found.others))], apart=True)
+
+
+def _show_comparison(found: Comparison) -> None:
+    facts = [(path, value_of(one), value_of(other)) for path, one, other in (*found.facts, *found.forms)]
+    facts += [(name, "there", "not there") for name in found.only_a] + [(name, "not there", "there") for name in found.only_b]
+    _table(("what", "A", "B"), facts)
+    gaps = [(gap.name, f"{gap.differing:,} of {gap.numel:,}", f"{gap.absolute:.3g}", f"{gap.relative:.3g}") for gap in found.values]
+    _table(("tensor", "elements that differ", "largest difference", "relative"), gaps, apart=bool(facts))
+    same = found.tensors - len(found.forms) - len(found.values)
+    typer.echo(f"\n{same} of {found.tensors} tensors that are in both are the same")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart: bool = False) -> None:
+    """Nothing where there are no rows."""
+    if not rows:
+        return
+    if apart:
+        typer.echo()
+    if is_narrow(min(len(columns), 4), sys.stdout):
+        show_blocks(((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), sys.stdout)
+    else:
+        show(columns, rows, sys.stdout)

@@ -1,0 +1,136 @@
+"""What a manifest says, in a person's words: for `unishard checkpoint list` and `inspect`. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from unishard.checkpoint import keys
+from unishard.checkpoint.manifest import Manifest, TensorFacts
+from unishard.cli.report import value_of
+
+__all__ = ["Kind", "bytes_of", "facts_of", "groups_of", "kinds_of", "local", "place_of", "size", "size_of"]
+
+
+class Kind(NamedTuple):
+    """All tensors of one kind, those that share their elements counted once."""
+
+    name: str
+    tensors: int
+    numel: int
+    bytes: int
+    dtypes: list[str]
+    norm: float | None
+    """L2, all of them together, where the manifest says it."""
+
+
+def size(count: int) -> str:
+    """Bytes, to three digits: `1.27 GB`."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} B"
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a directory; another process may be deleting them."""
+    total = 0
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            total += 0 if path.is_dir() else path.lstat().st_size
+    return total
+
+
+def bytes_of(facts: TensorFacts) -> int:
+    """Bytes of a tensor: a dtype's name says its bits, but that of bool."""
+    bits = re.search(r"\d+", facts.dtype)
+    return math.prod(facts.shape) * (int(bits[0]) // 8 if bits else 1)
+
+
+def local(written: str) -> str:
+    """When it was written, on this machine's clock."""
+    try:
+        return datetime.fromisoformat(written).astimezone().isoformat(sep=" ", timespec="seconds")
+    except ValueError:
+        return written
+
+
+def place_of(manifest: Manifest) -> tuple[str, str]:
+    """Backend and strategy; empty where the checkpoint was converted."""
+    config = manifest.config or {}
+    sharding = config.get("sharding")
+    strategy = sharding.get("strategy") if isinstance(sharding, dict) else sharding
+    return str(config.get("backend") or ""), str(strategy or "")
+
+
+def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Everything that is no table of its own."""
+    backend, strategy = place_of(manifest)
+    model, optimizer, schedule, scale = manifest.model, manifest.optimizer, manifest.schedule, manifest.loss_scale
+    yield "checkpoint", str(folder)
+    yield "step", str(manifest.step)
+    yield "written", local(manifest.written)
+    yield "format", f"{manifest.format} {manifest.version}"
+    yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    yield "ranks", str(manifest.world_size)
+    yield "backend", f"{backend}, {strategy}" if backend else "not said; the checkpoint was converted"
+    yield "model", f"{model.class_name}, {model.numel:,} parameters, fingerprint {model.fingerprint}"
+    for name, count in (("ties", len(manifest.ties)), ("frozen", len(manifest.frozen)), ("buffers", len(manifest.buffers))):
+        if count:
+            yield name, str(count)
+    yield "optimizer", f"{optimizer.class_name}, {len(optimizer.groups)} groups" if optimizer else "none"
+    if schedule:
+        yield "schedule", f"{schedule.updates} updates made"
+    if scale:
+        yield "loss scale", f"{scale.value:g}, {scale.made} updates since it changed"
+    if manifest.data:
+        yield "data", f"of {len(manifest.data)} ranks; the first: {value_of(manifest.data[0])}"
+    yield "state", "none" if manifest.state is None else value_of(manifest.state)
+    yield "size", f"{size(size_of(folder))} in {len(manifest.files) + 1} files"
+
+
+def groups_of(manifest: Manifest) -> list[tuple[str, str, str, str]]:
+    """Each parameter group: its number, how many parameters, the learning rate, the other options."""
+    groups = manifest.optimizer.groups if manifest.optimizer else []
+    return [
+        (
+            str(at),
+            str(len(group.names)),
+            str(group.options.get("lr", "")),
+            ", ".join(f"{name}={value_of(value)}" for name, value in group.options.items() if name != "lr" and value is not None),
+        )
+        for at, group in enumerate(groups)
+    ]
+
+
+def kinds_of(manifest: Manifest) -> list[Kind]:
+    """The tensors, counted by kind."""
+    kinds: dict[str, list[TensorFacts]] = defaultdict(list)
+    for name, facts in manifest.tensors.items():
+        if keys.parameter_of(name) not in manifest.ties:
+            kinds[_kind(name, manifest)].append(facts)
+    return [
+        Kind(
+            name,
+            len(facts),
+            sum(math.prod(each.shape) for each in facts),
+            sum(map(bytes_of, facts)),
+            sorted({each.dtype for each in facts}),
+            manifest.norms.get(name),
+        )
+        for name, facts in kinds.items()
+    ]
+
+
+def _kind(name: str, manifest: Manifest) -> str:
+    if (parameter := keys.parameter_of(name)) is not None:
+        return "buffers" if parameter in manifest.buffers else "frozen" if parameter in manifest.frozen else "parameters"
+    if (part := keys.optimizer_part(name)) is not None:
+        return part[1]
+    return next((kind for kind, prefix in (("random numbers", keys.RANDOM), ("state", keys.STATE)) if name.startswith(prefix)), "other")
