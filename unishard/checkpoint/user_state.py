@@ -37,11 +37,12 @@ _DEEPEST = 100
 """Levels of nesting."""
 
 
-def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
+def pack(state: Any, prefix: str = keys.STATE) -> tuple[Any, dict[str, Tensor]]:
     """Divide a state into JSON and tensors.
 
     Args:
         state: Dicts, lists, tuples, strings, bytes, numbers, booleans, None, tensors and numpy arrays, in any nesting.
+        prefix: What the names of its tensors begin with; another one for each state of a checkpoint.
 
     Returns:
         The JSON value, and the tensors by their names in a checkpoint. They share memory with those of the state where they can.
@@ -49,7 +50,7 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         CheckpointError: Something in the state is of another type. Says where, and what instead.
     """
-    packer = _Packer()
+    packer = _Packer(prefix)
     return packer.pack(state, ()), packer.tensors
 
 
@@ -95,7 +96,8 @@ _Path = tuple[Any, ...]
 class _Packer:
     """Packs one state and collects its tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self.tensors: dict[str, Tensor] = {}
         self._plain: dict[type, Callable[[Any, _Path], Any]] = {
             type(None): lambda value, path: value,
@@ -106,7 +108,7 @@ class _Packer:
             bytes: self._bytes,
             tuple: lambda value, path: {"$tuple": self._list(value, path)},
         }
-        """What may also be the key of a dict. Subclasses (enums, named tuples) are others: they would not come back as such."""
+        """What may be the key of a dict as well. Subclasses, such as enums and named tuples, would not come back as such."""
         self._others: dict[type, Callable[[Any, _Path], Any]] = {
             Tensor: self._tensor,
             np.ndarray: self._array,
@@ -116,7 +118,9 @@ class _Packer:
 
     def pack(self, value: Any, path: _Path) -> Any:
         if len(path) > _DEEPEST:
-            raise CheckpointError(f"{_spelled(path[:5])}... is nested deeper than {_DEEPEST} levels, or holds itself; save what is in it")
+            raise CheckpointError(
+                f"state.{_dotted(path[:5])}... is nested deeper than {_DEEPEST} levels, or holds itself; save what is in it"
+            )
         if type(value) is list:
             return self._list(value, path)
         pack = self._plain.get(type(value)) or next((pack for kind, pack in self._others.items() if isinstance(value, kind)), None)
@@ -165,7 +169,7 @@ class _Packer:
 
     def _name(self, tensor: Tensor, path: _Path) -> str:
         """Where the tensor lies, told apart from another one whose path is spelled alike."""
-        name = first = _spelled(path)
+        name = first = self._prefix + _dotted(path)
         count = 1
         while name in self.tensors:
             count += 1
@@ -177,14 +181,16 @@ class _Packer:
 def _string(value: str, path: _Path) -> str:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise CheckpointError(
-            f"{_spelled(path)}: {value!a:.80} holds half a character (a lone surrogate), which no file can; save bytes instead"
+            f"state.{_dotted(path)}: {value!a:.80} holds half a character (a lone surrogate), which no file can; save bytes instead"
         )
     return value
 
 
 def _refusal(path: _Path, value: Any, instead: str, how: str = "is a") -> CheckpointError:
-    return CheckpointError(f"{_spelled(path)} {how} {type(value).__name__}, which is neither JSON nor a tensor; save {instead} instead")
+    return CheckpointError(
+        f"state.{_dotted(path)} {how} {type(value).__name__}, which is neither JSON nor a tensor; save {instead} instead"
+    )
 
 
-def _spelled(path: _Path) -> str:
-    return keys.STATE + (".".join(map(str, path)) or "value")
+def _dotted(path: _Path) -> str:
+    return ".".join(map(str, path)) or "value"

@@ -75,10 +75,9 @@ class Reading(Iterable[Any]):
         batches = iter(self._loader)
         self.keep()
         for number, batch in enumerate(batches, 1):
-            self._done += 1
             rest = list(islice(batches, self._window)) if number == last else []
-            if number == last and len(rest) < self._window:
-                self._done = 0
+            over = number == last and len(rest) < self._window
+            self._done = 0 if over else self._done + 1 + len(rest)
             yield batch
             yield from rest
         self._done = 0

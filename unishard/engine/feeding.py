@@ -174,14 +174,15 @@ class Feeding(ABC):
         untouched = self._updates == self._updates_before and not self._discarded
         return self._reading.before if untouched else self._reading.position()
 
-    def _resume_data(self, positions: Sequence[Position], world_then: int) -> None:
+    def _resume_data(self, positions: Sequence[Position | None], world_then: int) -> None:
         """Let the next training loader go on where the ranks of another run were.
 
         Args:
-            positions: What `_data_position` returned on each of its ranks.
+            positions: What `_data_position` returned on each of its ranks. Where it was None, nobody goes on.
             world_then: How many they were.
         """
-        self._resumed = (positions, world_then)
+        known = [where for where in positions if where is not None]
+        self._resumed = (known, world_then) if known and len(known) == len(positions) else None
         self._reading = None
 
     @staticmethod
