@@ -17,6 +17,7 @@ from playing import config, own_share, prepare, train
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unishard
+from unishard.checkpoint.user_state import pack, unpack
 from unishard.data import position
 from unishard.data.batches import windows
 from unishard.data.loader import ShareLoader
@@ -123,6 +124,12 @@ def test_updates_are_those_of_an_uninterrupted_run(then, now, options):
         assert rest.epochs == [whole_now[epoch][into:], *whole_now[epoch + 1 :]], f"stopped after {stop} updates"
 
 
+def test_workers_that_stay_alive_read_every_epoch():
+    shares = ShareLoader(range(SAMPLES), sampler(0, 1), num_workers=1, persistent_workers=True)
+    epochs = [[index for batch in shares for index in batch.tolist()] for _ in range(2)]
+    assert epochs == [list(chain(*epoch)) for epoch in run(1).epochs[:2]]
+
+
 @pytest.mark.parametrize(("workers_then", "workers_now"), [(2, 2), (2, 0), (0, 2)])
 def test_nothing_that_workers_have_read_ahead_is_lost(workers_then, workers_now):
     whole = run(2).epochs
@@ -168,8 +175,10 @@ def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(workers, window)
     assert first != second
     for updates, stop in ((1, stops[0]), (2, stops[1]), (len(stops), stops[-1])):
         fresh = foreign(0, 2, workers)
+        value, tensors = pack(stop.position)
+        saved = unpack(json.loads(json.dumps(value)), tensors.__getitem__)
         torch.set_rng_state(stop.random)
-        done = position.resume(fresh, [stop.position, stop.position], 2, 0, 2)
+        done = position.resume(fresh, [saved, saved], 2, 0, 2)
         rest = Reading(fresh, done, window)
         assert len(rest) == 7 - (updates * window if updates < len(stops) else 0)
         seen, _ = epoch_of_others(rest, window)
@@ -252,7 +261,7 @@ def together(ranks: Sequence[list[list[list[list[int]]]]]) -> list[list[list[int
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_engine_goes_on_where_another_was_on_as_many_ranks_or_fewer(world):
+def test_an_engine_goes_on_where_two_ranks_of_another_were(world):
     stopped = run_ranks(2, several, Engine("fsdp", 2), [([], stop) for stop in STOPS])
     cases: list[tuple[list[Any], int | None]] = [([], None)]
     cases += [(json.loads(json.dumps([rank[index][1] for rank in stopped])), None) for index in range(len(STOPS))]
