@@ -2,27 +2,94 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unishard.config import Config, expect_config
 from unishard.data.sampler import ShareSampler
+from unishard.data.seeds import seed_of
 from unishard.errors import DataError
 from unishard.topology import Topology
 
-__all__ = ["dataloader"]
+__all__ = ["ShareLoader", "dataloader"]
 
 _DECIDED = {
     "batch_size": "is training.micro_batch_size in the config",
     "sampler": "is decided here, so that every rank gets its share",
     "batch_sampler": "is decided here, so that every rank gets its share",
+    "in_order": "is always true, so that a position says which samples have been read",
 }
+
+
+class ShareLoader(DataLoader[Any]):
+    """What `dataloader` returns: a torch `DataLoader` that knows how far it has been read.
+
+    Its position is that of the batches that it has yielded, not of those that workers have read ahead. It is the same on all
+    ranks: an epoch, and how many of its samples all ranks together have read.
+    """
+
+    def __init__(self, dataset: Dataset[Any], sampler: ShareSampler, **options: Any) -> None:
+        # Its own generator: drawing the workers' seeds from torch's global one would shift the model's random numbers.
+        self._own_generator = None if options.get("generator") is not None else torch.Generator()
+        super().__init__(dataset, batch_sampler=sampler, **{**options, "generator": options.get("generator") or self._own_generator})
+        self._shares = sampler
+        self._next = self._now = (0, 0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which reading goes on: the one that is being read; from its last batch on, the next one."""
+        return self._now[0]
+
+    @property
+    def batches_left(self) -> int:
+        """Batches that the next iteration yields on each rank; `len` is that of a whole epoch."""
+        return self._shares.rounds_after(self._next[1])
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own iterator offers no more than this
+        """The rest of the epoch after `load_state_dict`, which may be empty on more ranks with `drop_last`; else the next epoch."""
+        shares = self._shares
+        shares.epoch, shares.samples = epoch, samples = self._now = self._next
+        self._next = (epoch + 1, 0)
+        if self._own_generator is not None:
+            self._own_generator.manual_seed(seed_of(shares.seed, epoch, samples, shares.rank))
+        return self._counted(super().__iter__(), epoch, samples)
+
+    def _counted(self, batches: Iterator[Any], epoch: int, samples: int) -> Iterator[Any]:
+        for batch in batches:
+            samples += self._shares.round
+            self._now = (epoch, samples) if self._shares.rounds_after(samples) else (epoch + 1, 0)
+            yield batch
+        self._now = (epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, how many of its samples all ranks together have read, and what decides the order. JSON."""
+        epoch, samples = self._now
+        return {"epoch": epoch, "samples": samples, **self._shares.identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue where the state was taken, on any number of ranks.
+
+        Args:
+            state: From `state_dict` of any rank.
+
+        Raises:
+            DataError: It is no such state, or was taken of another order of samples.
+        """
+        identity = self._shares.identity
+        if not {"epoch", "samples", *identity} <= state.keys():
+            raise DataError(
+                f"the state ({', '.join(map(str, state))}) is not that of a unishard.dataloader; load what its own state_dict() returned"
+            )
+        changed = [f"{name} was {state[name]}, is {now}" for name, now in identity.items() if state[name] != now]
+        if changed:
+            raise DataError(
+                f"the loader's state belongs to another order of samples ({'; '.join(changed)}); load it with what it was saved with"
+            )
+        self._next = self._now = (state["epoch"], state["samples"])
 
 
 def dataloader(
@@ -35,15 +102,15 @@ def dataloader(
     num_workers: int = 0,
     pin_memory: bool | None = None,
     **options: Any,
-) -> StatefulDataLoader[Any]:
-    """A torchdata `StatefulDataLoader` over this rank's share of a dataset, in micro-batches of the config's size.
+) -> ShareLoader:
+    """A torch `DataLoader` over this rank's share of a dataset, in micro-batches of the config's size.
 
     The order depends on `training.seed` and the epoch only. Micro-batch `i` of rank `r` of `W` is slice `i * W + r` of it, so
     the samples of an update are the same for any number of ranks that makes the same global batch. Each iteration is a new
     epoch with a new order. All ranks get the same number of micro-batches, all of them full.
 
-    `state_dict()` and `load_state_dict()` resume in the middle of an epoch, on another number of ranks too, as long as the
-    samples already read by all of them are whole rounds of micro-batches there.
+    `state_dict()` and `load_state_dict()` resume in the middle of an epoch, on any number of ranks, with any
+    `training.micro_batch_size` and any `num_workers`: the samples not yet read follow in the same order.
 
     Args:
         dataset: Map-style: it has `__len__` and `__getitem__`. The same on all ranks.
@@ -54,7 +121,7 @@ def dataloader(
         collate_fn: Makes a batch of a list of samples; left out, torch's default.
         num_workers: Processes that read ahead; 0 reads in this one.
         pin_memory: Whether batches lie in page-locked memory, which makes copies to a GPU faster; left out, where CUDA is there.
-        options: Any other option of `StatefulDataLoader`.
+        options: Any other option of torch's `DataLoader`.
 
     Raises:
         DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is one that the config decides.
@@ -78,19 +145,14 @@ def dataloader(
         shuffle=shuffle,
         drop_last=drop_last,
     )
-    # Its own generator: drawing the workers' seeds from torch's global one would shift the model's random numbers.
-    generator = torch.Generator().manual_seed(cfg.training.seed + rank)
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. Nothing a user could change.
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(
-            dataset,
-            batch_sampler=sampler,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-            **{"generator": generator, **options},
-        )
+    return ShareLoader(
+        dataset,
+        sampler,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        **options,
+    )
 
 
 def _place() -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,87 +38,42 @@ class ShareSampler(Sampler[list[int]]):
         self.dataset_length = dataset_length
         self.micro_batch_size = micro_batch_size
         self.epoch = 0
-        """The epoch that the next iteration will be."""
+        """The epoch of the next iteration."""
+        self.samples = 0
+        """Where in the order of that epoch the next iteration begins: samples that all ranks together have read already."""
         self.identity = {"dataset_length": dataset_length, "seed": seed, "shuffle": shuffle}
         """What decides the order, besides the epoch."""
-        self._rank, self._seed, self._shuffle = rank, seed, shuffle
-        self._rounds = dataset_length // self.round if drop_last else -(-dataset_length // self.round)
+        self.rank, self.seed = rank, seed
+        self._shuffle, self._drop_last = shuffle, drop_last
         if not dataset_length:
             raise DataError("the dataset is empty; it needs at least one sample")
-        if not self._rounds:
+        if not len(self):
             raise DataError(
                 f"the dataset has {dataset_length} samples, fewer than the {self.round} of one micro-batch on each of {world_size} ranks, "
                 "and drop_last=True leaves them out; use drop_last=False, fewer ranks, or a smaller training.micro_batch_size"
             )
 
     def __len__(self) -> int:
-        """Micro-batches of each rank in an epoch."""
-        return self._rounds
+        """Micro-batches of each rank in a whole epoch."""
+        return self.rounds_after(0)
+
+    def rounds_after(self, samples: int) -> int:
+        """Micro-batches of each rank in the rest of an epoch of which all ranks together have read so many samples."""
+        left = max(0, self.dataset_length - samples)
+        return left // self.round if self._drop_last else -(-left // self.round)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's micro-batches of the next epoch. The epoch is taken when the first one is drawn."""
-        return _Epoch(self)
+        """This rank's micro-batches from `samples` to the end of `epoch`. Drawing them moves neither."""
+        return self._micro_batches(self.epoch, self.samples)
+
+    def _micro_batches(self, epoch: int, samples: int) -> Iterator[list[int]]:
+        order = self.order(epoch)
+        for turn in range(self.rounds_after(samples)):
+            start = samples + turn * self.round + self.rank * self.micro_batch_size
+            yield order[torch.arange(start, start + self.micro_batch_size) % self.dataset_length].tolist()
 
     def order(self, epoch: int) -> Tensor:
         """The dataset's indices in the order of an epoch, the same on every rank."""
         if not self._shuffle:
             return torch.arange(self.dataset_length)
-        return torch.randperm(self.dataset_length, generator=torch.Generator().manual_seed(self._seed + epoch))
-
-    def micro_batch(self, order: Tensor, index: int) -> list[int]:
-        """Indices of one micro-batch of this rank."""
-        start = index * self.round + self._rank * self.micro_batch_size
-        positions = torch.arange(start, start + self.micro_batch_size) % self.dataset_length
-        return order[positions].tolist()
-
-
-class _Epoch(Iterator[list[int]]):
-    """One epoch of a `ShareSampler`. The loader saves and loads its state.
-
-    StatefulDataLoader (torchdata 0.11) asks for more iterators than it uses, so only the first draw counts as an epoch.
-    """
-
-    def __init__(self, sampler: ShareSampler) -> None:
-        self._sampler = sampler
-        self._epoch: int | None = None
-        self._index = 0
-        self._order: Tensor | None = None
-
-    def __next__(self) -> list[int]:
-        if self._epoch is None:
-            self._epoch = self._take(self._sampler.epoch)
-        if self._index >= len(self._sampler):
-            raise StopIteration
-        if self._order is None:
-            self._order = self._sampler.order(self._epoch)
-        self._index += 1
-        return self._sampler.micro_batch(self._order, self._index - 1)
-
-    def _take(self, epoch: int) -> int:
-        self._sampler.epoch = epoch + 1
-        return epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many of its samples all ranks together have read."""
-        epoch = self._sampler.epoch if self._epoch is None else self._epoch
-        return {"epoch": epoch, "samples": self._index * self._sampler.round, **self._sampler.identity}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken.
-
-        Raises:
-            DataError: It was taken of another order, or at a place that this number of ranks does not come by.
-        """
-        changed = [f"{name} was {state[name]}, is {now}" for name, now in self._sampler.identity.items() if state[name] != now]
-        if changed:
-            raise DataError(
-                f"the loader's state belongs to another order of samples ({'; '.join(changed)}); load it with what it was saved with"
-            )
-        index, rest = divmod(state["samples"], self._sampler.round)
-        if rest:
-            raise DataError(
-                f"the loader's state was saved after {state['samples']} samples, but these ranks read {self._sampler.round} at a time; "
-                "use the number of ranks and the training.micro_batch_size that it was saved with"
-            )
-        self._epoch = self._take(state["epoch"])
-        self._index, self._order = index, None
+        return torch.randperm(self.dataset_length, generator=torch.Generator().manual_seed(self.seed + epoch))

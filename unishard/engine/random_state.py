@@ -1,0 +1,101 @@
+"""The states of the random number generators that training draws from."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unishard.data.seeds import seed_of
+from unishard.errors import CheckpointError
+
+__all__ = ["capture", "reseed", "restore"]
+
+
+def capture(device: torch.device) -> dict[str, Tensor]:
+    """The states of this rank's generators: torch's on the CPU and on its CUDA device, Python's, and numpy's global one.
+
+    numpy counts only where something has imported it: elsewhere nothing can have drawn from it.
+
+    Args:
+        device: Where this rank computes.
+
+    Returns:
+        By kind (`torch`, `cuda`, `python`, `numpy`), bytes: torch's own format, else JSON.
+    """
+    states = {"torch": torch.get_rng_state(), "python": _packed(random.getstate())}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        states["numpy"] = _packed(_numpy_state())
+    return states
+
+
+def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put this rank's generators where `capture` found them. One of which nothing was captured stays as it is.
+
+    Args:
+        states: From `capture`, on any device.
+        device: Where this rank computes; without CUDA, a state of it is left out.
+
+    Raises:
+        CheckpointError: A state is not one of its generator. Those before it are restored.
+    """
+    setters: dict[str, Callable[[Tensor], None]] = {"torch": torch.set_rng_state, "python": _set_python, "numpy": _set_numpy}
+    if device.type == "cuda":
+        setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
+    for kind in setters.keys() & states.keys():
+        try:
+            setters[kind](states[kind].cpu())
+        except (RuntimeError, TypeError, ValueError, KeyError) as problem:
+            raise CheckpointError(
+                f"the checkpoint's random numbers of kind {kind} do not fit this version of {kind} ({problem}); resume with the "
+                "versions in its manifest, or load it without random numbers"
+            ) from problem
+
+
+def reseed(seed: int, step: int, rank: int) -> None:
+    """Seed all generators of this rank from three numbers: for a run that another number of ranks continues.
+
+    The streams of the ranks then mean nothing to those now. New ones, of which no two ranks and no two steps share one, keep the
+    run repeatable: resuming the same checkpoint on as many ranks again draws the same numbers.
+
+    Args:
+        seed: `training.seed`.
+        step: Updates done.
+        rank: This one.
+    """
+    new = seed_of(seed, step, rank)
+    torch.manual_seed(new)  # CUDA's too
+    random.seed(new)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(new % 2**32)
+
+
+def _numpy_state() -> dict[str, Any]:
+    state = sys.modules["numpy"].random.get_state(legacy=False)
+    return {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}}
+
+
+def _set_numpy(state: Tensor) -> None:
+    import numpy  # heavy, and only needed where it was used before
+
+    numpy.random.set_state(_unpacked(state))
+
+
+def _set_python(state: Tensor) -> None:
+    version, internal, gauss = _unpacked(state)
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _packed(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _unpacked(state: Tensor) -> Any:
+    return json.loads(bytes(state.tolist()))
