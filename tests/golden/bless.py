@@ -19,7 +19,7 @@ from unishard.cli import app
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"
 TOPOLOGY = unishard.Topology(world_size=8, local_world_size=4)
-COMMANDS = ("", "translate", "diff", "explain", "init", "set", "migrate", "schema", "docs", "backends", "demo")
+COMMANDS = ("", "translate", "diff", "explain", "init", "set", "migrate", "schema", "docs", "backends", "demo", "export")
 
 
 def expected() -> Iterator[tuple[Path, str]]:

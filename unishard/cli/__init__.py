@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from unishard.cli import backends, demo, diff, docs, explain, init, migrate, schema, set_, translate
+from unishard.cli import backends, demo, diff, docs, explain, export, init, migrate, schema, set_, translate
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
@@ -101,6 +101,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "docs": docs.docs,
     "backends": backends.backends,
     "demo": demo.demo,
+    "export": export.export,
 }
 for name, command in _COMMANDS.items():
     app.command(name)(command)
