@@ -54,7 +54,7 @@ def write(
     try:
         held = ranks.each(lambda: _held(stretches, files))
         ranks.each(lambda: _refuse_gaps(stretches, held) if ranks.rank == 0 else None)
-        ranks.each(lambda: _fill(draft, stretches, files, held, ranks.rank, advance))
+        ranks.each(lambda: _fill(draft, folder, stretches, files, held, ranks.rank, advance))
         ranks.each(lambda: _finish(draft, folder, files, others) if ranks.rank == 0 else None)
     except BaseException:
         if ranks.rank == 0:
@@ -109,6 +109,7 @@ def _refuse_gaps(stretches: Mapping[str, Stretch], held: Sequence[Mapping[str, t
 
 def _fill(
     draft: Path,
+    folder: Path,
     stretches: Mapping[str, Stretch],
     files: Sequence[File],
     held: Sequence[Mapping[str, tuple[int, int]]],
@@ -116,7 +117,7 @@ def _fill(
     advance: Advance,
 ) -> None:
     for file in files:
-        with _told(draft / file.name):
+        with _told(folder / file.name):
             descriptor = os.open(draft / file.name, os.O_WRONLY)
             try:
                 for entry, at in file.places:
