@@ -43,7 +43,7 @@ def checkpoint(folder: Path, module: nn.Module, assets: bool = True) -> Path:
     written = writing.write(folder, tensors)
     assert written is not None
     files = dict(written.files)
-    for name, data in assets_of(module).to_files().items() if assets else ():
+    for name, data in assets_of(module, stretches_of(module)).to_files().items() if assets else ():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
         files[name] = (len(data), zlib.crc32(data))

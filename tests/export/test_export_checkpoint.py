@@ -122,8 +122,8 @@ def test_what_unishard_loads_for_training_keeps_its_format_and_tokenizer_too(tmp
     from unishard.export.models import assets_of
 
     cfg = unishard.Config(backend="fsdp", training={"micro_batch_size": 1})
-    first = original(tmp_path / "first")
-    assets = assets_of(unishard.from_pretrained(LlamaForCausalLM, first, cfg))
+    model = unishard.from_pretrained(LlamaForCausalLM, original(tmp_path / "first"), cfg)
+    assets = assets_of(model, stretches_of(model))
     assert assets.dtype_of(None) == torch.bfloat16
     assert {"tokenizer.json", "tokenizer_config.json"} <= assets.files.keys()
 

@@ -23,6 +23,7 @@ MODELS = {
     "t5": lambda: tiny("T5"),
     "gpt2": lambda: tiny("GPT2"),
     "bert": lambda: tiny("Bert"),
+    "mixtral": lambda: tiny("Mixtral"),
 }
 
 
@@ -119,10 +120,15 @@ def test_a_tie_that_no_config_knows_is_exported_under_both_names(tmp_path: Path)
     type(model).from_pretrained(tmp_path / "out")
 
 
-def test_a_model_whose_files_hold_other_tensors_is_saved_but_not_exported(tmp_path: Path) -> None:
-    model = tiny("Mixtral")
+@pytest.mark.parametrize("operation", ["transposed", "failing"])
+def test_a_model_whose_files_hold_other_values_is_saved_but_not_exported(operation: str, tmp_path: Path) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    model = tiny("Llama")
+    transpose = Transpose(0, 1 if operation == "transposed" else 7)
+    model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[transpose])]
     folder = checkpoint(tmp_path / "here", model)
-    with pytest.raises(CheckpointError, match=r"experts.* of MixtralForCausalLM is not what its files hold: .*; load the checkpoint's"):
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM: transformers computes it when it saves.*; load the checkpoint's tensors"):
         export_checkpoint(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -138,6 +144,31 @@ def test_tensors_that_transformers_renames_when_it_saves_are_renamed(tmp_path: P
     assert "model.old_norm.weight" in tensors_in(tmp_path / "out")
 
 
+def test_a_conversion_that_changes_values_is_refused(tmp_path: Path) -> None:
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Doubled(ConversionOps):
+        def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+            (tensors,) = input_dict.values()
+            return {target_patterns[0]: tensors[0].mul_(2)}
+
+        @property
+        def reverse_op(self):
+            return self
+
+    model = tiny("Llama")
+    model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[Doubled()])]
+    with pytest.raises(CheckpointError, match=r"up\.weight of LlamaForCausalLM: transformers computes it when it saves"):
+        export(tmp_path / "out", model, stretches_of(model))
+
+
+def test_a_tensor_that_the_caller_leaves_out_is_named(tmp_path: Path) -> None:
+    for model, name in ((tiny("Llama"), "lm_head.weight"), (nn.Linear(2, 2), "bias")):
+        held = {key: stretch for key, stretch in stretches_of(model).items() if key != name}
+        with pytest.raises(CheckpointError, match=rf"{name} is to be exported and is not among the {len(held)} tensors"):
+            export(tmp_path / "out", model, held)
+
+
 def test_prompts_that_peft_computes_are_refused_with_a_way_out(tmp_path: Path) -> None:
     from peft import PromptTuningConfig, get_peft_model
 
@@ -149,9 +180,10 @@ def test_prompts_that_peft_computes_are_refused_with_a_way_out(tmp_path: Path) -
 
 
 def test_assets_come_back_out_of_their_files() -> None:
-    assets = assets_of(adapted(tiny("Llama")))
-    assert Assets.from_files(assets.to_files()) == assets
-    assert {"assets/adapter_config.json", "assets/export.json"} <= assets.to_files().keys()
+    for model, file in ((adapted(tiny("Llama")), "adapter_config.json"), (tiny("Mixtral"), "generation_config.json")):
+        assets = assets_of(model, stretches_of(model))
+        assert Assets.from_files(assets.to_files()) == assets
+        assert {f"assets/{file}", "assets/export.json"} <= assets.to_files().keys()
 
 
 def test_assets_do_not_write_outside_their_folder() -> None:

@@ -55,7 +55,7 @@ def export(
         )
     count = len(layout.files)
     word = str(layout.dtype).removeprefix("torch.")
-    typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {layout.bytes / 1e6:.1f} MB in {word}, from {folder}")
+    typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {layout.size / 1e6:.1f} MB in {word}, from {folder}")
     if layout.bare:
         typer.echo("there is no config.json, since the checkpoint holds none; put that of the model beside the tensors", err=True)
 

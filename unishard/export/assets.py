@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from unishard.errors import CheckpointError
 from unishard.export.plan import DTYPES
 
-__all__ = ["FOLDER", "INDEX", "Assets"]
+__all__ = ["FOLDER", "INDEX", "Assets", "Piece"]
 
 FOLDER = "assets/"
 """Where they lie in a checkpoint."""
@@ -26,11 +26,21 @@ INDEX = FOLDER + "export.json"
 _CONFIG = "config.json"
 
 
+class Piece(BaseModel):
+    """A part of a tensor that lies in one stretch of it, such as one expert's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start: int
+    shape: list[int]
+
+
 class _Index(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["model", "adapter", "plain"]
     names: dict[str, dict[str, str]]
+    pieces: dict[str, Piece] = {}
     refusal: str | None = None
 
     @field_validator("names")
@@ -51,6 +61,8 @@ class Assets(_Index):
     """A model of transformers, adapters of PEFT, or any other module, which has tensors alone."""
     names: dict[str, dict[str, str]]
     """By file, without its ending: the name in the model of each exported tensor, by its name in the file."""
+    pieces: dict[str, Piece] = {}
+    """By the name in the file: exported tensors that are not the whole of the model's."""
     refusal: str | None = None
     """Why the model cannot be exported, and what instead; it can be trained and saved all the same."""
     files: dict[str, bytes]
@@ -75,7 +87,7 @@ class Assets(_Index):
         except ValidationError as error:
             raise CheckpointError(f"{INDEX}: {error.errors()[0]['msg']}; it is damaged, or written by a later unishard") from error
         rest = {name.removeprefix(FOLDER): data for name, data in files.items() if name.startswith(FOLDER) and name != INDEX}
-        return cls(**index.model_dump(), files=rest)
+        return cls(**dict(index), files=rest)
 
     def dtype_of(self, word: str | None) -> torch.dtype:
         """The format that floating tensors are exported in.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 
 from unishard.checkpoint.contents import Stretch
 from unishard.errors import CheckpointError
-from unishard.export.assets import Assets
+from unishard.export.assets import Assets, Piece
 from unishard.export.plan import Entry, File, bytes_of, index_of, plan
 
 __all__ = ["Layout", "lay_out"]
@@ -33,8 +34,8 @@ class Layout(NamedTuple):
         return not any(PurePosixPath(name).name in ("config.json", "adapter_config.json") for name in self.others)
 
     @property
-    def bytes(self) -> int:
-        """Of all tensors."""
+    def size(self) -> int:
+        """Bytes of all tensors."""
         return sum(file.size - len(file.header) for file in self.files)
 
     @property
@@ -63,7 +64,8 @@ def lay_out(assets: Assets, stretches: Mapping[str, Stretch], dtype: str | None,
     for stem, names in assets.names.items():
         if not names:
             raise CheckpointError(f"there is nothing to export as {stem}: the model has no such tensors")
-        planned = plan([_entry(name, source, stretches, target) for name, source in names.items()], stem, _limit(assets, most))
+        entries = [_entry(name, source, assets.pieces.get(name), stretches, target) for name, source in names.items()]
+        planned = plan(entries, stem, None if assets.kind == "adapter" else most)
         if len(planned) > 1:
             others[f"{stem}.safetensors.index.json"] = index_of(planned)
         files += planned
@@ -72,16 +74,15 @@ def lay_out(assets: Assets, stretches: Mapping[str, Stretch], dtype: str | None,
     return Layout(files, others, target)
 
 
-def _limit(assets: Assets, most: int) -> int | None:
-    return None if assets.kind == "adapter" else most
-
-
-def _entry(name: str, source: str, stretches: Mapping[str, Stretch], target: torch.dtype) -> Entry:
+def _entry(name: str, source: str, piece: Piece | None, stretches: Mapping[str, Stretch], target: torch.dtype) -> Entry:
     try:
         stretch = stretches[source]
     except KeyError:
         raise CheckpointError(f"{source} is to be exported and is not among the {len(stretches)} tensors that are there") from None
-    return Entry(name, source, tuple(stretch.shape), target if stretch.dtype.is_floating_point else stretch.dtype)
+    start, shape = (piece.start, tuple(piece.shape)) if piece else (0, tuple(stretch.shape))
+    if not 0 <= start <= start + math.prod(shape) <= stretch.shape.numel():
+        raise CheckpointError(f"{name} is to be a piece of {source} that lies outside it; the names of the export are damaged")
+    return Entry(name, source, shape, target if stretch.dtype.is_floating_point else stretch.dtype, start)
 
 
 def _refuse_empty(files: list[File]) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from unishard.checkpoint.contents import Stretch
 from unishard.export.assets import Assets
 from unishard.export.sources import sources_of
 
 __all__ = ["assets_of"]
 
 
-def assets_of(module: nn.Module) -> Assets:
+def assets_of(module: nn.Module, stretches: Mapping[str, Stretch]) -> Assets:
     """What an export needs of a model beside its tensors. Raises nothing because of the model: see `Assets.refusal`.
 
     Args:
         module: Sharded or not; its tensors are not read.
+        stretches: Of each tensor, by its name in the module; their shapes alone are looked at, which a sharded module may not have.
     """
     # A module of a library is there only if the library is: nothing is imported to find out.
     if _is_a(module, "peft", "PeftModel") or getattr(module, "_hf_peft_config_loaded", False):
@@ -27,7 +30,7 @@ def assets_of(module: nn.Module) -> Assets:
     if _is_a(module, "transformers", "PreTrainedModel"):
         from unishard.export import pretrained
 
-        return pretrained.assets_of(module)
+        return pretrained.assets_of(module, stretches)
     return Assets(kind="plain", names={"model": {source: source for source in dict.fromkeys(sources_of(module).values())}}, files={})
 
 

@@ -57,7 +57,7 @@ def export_checkpoint(
     stretches = {source: _checked(tensors.stretch(keys.PARAMETERS + source), checkpoint_folder, source, facts) for source in sources}
     layout = lay_out(assets, stretches, dtype, max_shard_size)
     layout.others.update(tokenizers.files_of(tokenizer))
-    start(layout.bytes)
+    start(layout.size)
     write(out, stretches, layout.files, layout.others, Ranks(), advance)
     return layout
 

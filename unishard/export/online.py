@@ -56,7 +56,7 @@ def export(
     planned: list[Layout] = []
 
     def facts() -> tuple[str, str]:
-        layout = lay_out(assets_of(module), stretches, dtype, max_shard_size)
+        layout = lay_out(assets_of(module, stretches), stretches, dtype, max_shard_size)
         if ranks.rank == 0:
             layout.others.update(tokenizers.files_of(tokenizer))
         planned.append(layout)

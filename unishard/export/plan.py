@@ -47,6 +47,8 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     """In the file."""
+    start: int = 0
+    """Where it begins in the flattened tensor of the model, which may hold several."""
 
 
 class Place(NamedTuple):

@@ -5,64 +5,85 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from unishard.checkpoint.contents import Stretch
+from unishard.errors import CheckpointError
 from unishard.export import tokenizers
-from unishard.export.assets import Assets
+from unishard.export.assets import Assets, Piece
 from unishard.export.sources import sources_of
 
-__all__ = ["assets_of", "renamed"]
+__all__ = ["assets_of"]
+
+_CONVERTED = "transformers computes it when it saves, and an export copies stretches of tensors"
+_INSTEAD = "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensors.Tensors), and call its save_pretrained"
 
 
-def assets_of(model: Any) -> Assets:
+def assets_of(model: Any, stretches: Mapping[str, Stretch]) -> Assets:
     """What `save_pretrained` would write, its tensors apart."""
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
-    names, refusal = renamed(model, kept)
+    names, pieces, refusal = _converted(model, {name: _shape(sources[name], stretches) for name in kept})
     return Assets(
         kind="model",
-        names={"model": {exported: sources[name] for name, exported in names.items()}},
+        names={"model": {exported: sources[name] for exported, name in names.items()}},
+        pieces=pieces,
         files=_files(model),
         refusal=refusal or _quantized(model),
     )
 
 
-def renamed(model: Any, names: Iterable[str]) -> tuple[dict[str, str], str | None]:
-    """What the files call tensors of the model, and a reason where they would not hold these tensors.
+def _shape(source: str, stretches: Mapping[str, Stretch]) -> torch.Size:
+    try:
+        return stretches[source].shape
+    except KeyError:
+        raise CheckpointError(f"{source} is to be exported and is not among the {len(stretches)} tensors that are there") from None
 
-    As `revert_weight_conversion` does it, tensors apart (transformers 5.23, core_model_loading.py).
+
+def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, str], dict[str, Piece], str | None]:
+    """What files hold of the tensors of a model: transformers' own conversion, made on tensors without data.
+
+    Args:
+        model: Sharded or not.
+        shapes: Of its tensors.
+
+    Returns:
+        By the name in the file, the name in the model; by the name in the file, what part of it, where it is not all; and a
+        reason where the files would hold something else.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        PrefixChange,
-        WeightConverter,
-        WeightRenaming,
-        apply_converters,
-        apply_renamings,
-        dot_natural_key,
-    )
+    from transformers.core_model_loading import revert_weight_conversion
 
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = [each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)]
-    reverse = [each.reverse_transform() for each in reversed(conversions)]
-    renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
-    converters = [each for each in reverse if isinstance(each, WeightConverter)]
-    found: dict[str, str] = {}
-    for name in sorted(names, key=dot_natural_key):
-        if apply_converters(name, converters)[1] is not None:
-            return found, (
-                f"{name} of {type(model).__name__} is not what its files hold: transformers makes several tensors of it, or another one, "
-                "when it saves, and an export does not; load the checkpoint's tensors into the model in one process "
-                "(unishard.checkpoint.tensors.Tensors) and call its save_pretrained"
-            )
-        found[name] = apply_renamings(name, renamings)
-    return found, None
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    name_of = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    try:
+        with _KeepViews():
+            found: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
+    except Exception as error:  # whatever it is, a model that can be trained must be saved
+        return {}, {}, f"{type(model).__name__}: {_CONVERTED} ({error}); {_INSTEAD}"
+    names: dict[str, str] = {}
+    pieces: dict[str, Piece] = {}
+    for exported, tensor in found.items():
+        name = name_of.get(tensor.untyped_storage()._cdata)
+        if name is None or not tensor.is_contiguous() or tensor._version:  # a copy, rearranged, or changed in place
+            return {}, {}, f"{exported} of {type(model).__name__}: {_CONVERTED}; {_INSTEAD}"
+        names[exported] = name
+        if tensor.shape != shapes[name]:
+            pieces[exported] = Piece(start=int(tensor.storage_offset()), shape=list(tensor.shape))
+    return names, pieces, None
+
+
+class _KeepViews(TorchFunctionMode):
+    """Lets no copy be made of a view that is not contiguous, since a view of that may be again."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return args[0] if function is Tensor.contiguous else function(*args, **kwargs or {})
 
 
 def _without_aliases(model: nn.Module, sources: dict[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import uuid
@@ -122,6 +123,7 @@ def _fill(
             try:
                 for entry, at in file.places:
                     begin, end = share([theirs[entry.source] for theirs in held], rank)
+                    begin, end = max(begin, entry.start), min(end, entry.start + math.prod(entry.shape))
                     _put(descriptor, at, entry, stretches[entry.source], begin, end, advance)
                 os.fsync(descriptor)
             finally:
@@ -133,7 +135,7 @@ def _put(descriptor: int, at: int, entry: Entry, stretch: Stretch, begin: int, e
     while begin < end:
         until = min(end, (begin // length + 1) * length)
         data: memoryview = _cast(stretch.read(begin, until), entry).view(torch.uint8).numpy().data
-        place = at + begin * entry.dtype.itemsize
+        place = at + (begin - entry.start) * entry.dtype.itemsize
         advance(len(data))
         while data:
             count = os.pwrite(descriptor, data, place)
