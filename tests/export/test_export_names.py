@@ -186,7 +186,52 @@ def test_assets_come_back_out_of_their_files() -> None:
         assert {f"assets/{file}", "assets/export.json"} <= assets.to_files().keys()
 
 
-def test_assets_do_not_write_outside_their_folder() -> None:
-    bad = b'{"kind": "plain", "names": {"../elsewhere": {"a": "a"}}}'
-    with pytest.raises(CheckpointError, match=r"\.\./elsewhere lies outside the folder"):
-        Assets.from_files({"assets/export.json": bad})
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"assets/export.json": b'{"kind": "plain", "names": {"../elsewhere": {"a": "a"}}}'},
+        {"assets/export.json": b'{"kind": "plain", "names": {"/elsewhere": {"a": "a"}}}'},
+        {"assets/export.json": b'{"kind": "plain", "names": {}}', "assets/../../elsewhere": b""},
+    ],
+)
+def test_assets_do_not_write_outside_their_folder(files: dict[str, bytes]) -> None:
+    with pytest.raises(CheckpointError, match=r"elsewhere lies outside the folder; do not trust this checkpoint"):
+        Assets.from_files(files)
+
+
+@pytest.mark.parametrize("text", [b"{", b'{"kind": "other", "names": {}}', b'{"kind": "plain", "names": {}, "more": 1}', b"\xff"])
+def test_damaged_names_are_an_error(text: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"assets/export\.json: .*; it is damaged, or written by a later unishard"):
+        Assets.from_files({"assets/export.json": text})
+
+
+def test_adapters_that_transformers_has_put_in_are_those_it_saves(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    model = tiny("Llama")
+    model.add_adapter(LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "out")
+    model.save_pretrained(tmp_path / "theirs")
+    expected, found = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    loaded = tiny("Llama")
+    loaded.load_adapter(str(tmp_path / "out"))
+    assert torch.equal(
+        loaded.model.layers[0].self_attn.v_proj.lora_B.default.weight, model.model.layers[0].self_attn.v_proj.lora_B.default.weight
+    )
+
+
+def test_an_adapter_on_a_model_of_the_hub_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def asked(*given: object, **more: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("peft.utils.save_and_load.file_exists", asked)
+    monkeypatch.setattr(huggingface_hub.HfApi, "file_exists", asked)
+    model = adapted(tiny("Llama"))
+    model.peft_config["default"].base_model_name_or_path = "somebody/some-model"
+    export(tmp_path / "out", model, stretches_of(model))
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "somebody/some-model"
+    assert len(tensors_in(tmp_path / "out")) == 9

@@ -11,12 +11,12 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from unishard.errors import CheckpointError
 from unishard.export.plan import DTYPES
 
-__all__ = ["FOLDER", "INDEX", "Assets", "Piece"]
+__all__ = ["FOLDER", "INDEX", "Assets", "Piece", "require_inside"]
 
 FOLDER = "assets/"
 """Where they lie in a checkpoint."""
@@ -42,14 +42,6 @@ class _Index(BaseModel):
     names: dict[str, dict[str, str]]
     pieces: dict[str, Piece] = {}
     refusal: str | None = None
-
-    @field_validator("names")
-    @classmethod
-    def _within(cls, names: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-        for stem in names:
-            if PurePosixPath(stem).is_absolute() or ".." in PurePosixPath(stem).parts:
-                raise ValueError(f"{stem} lies outside the folder; do not trust this checkpoint")
-        return names
 
 
 class Assets(_Index):
@@ -78,7 +70,7 @@ class Assets(_Index):
         """The inverse of `to_files`; files outside its folder are passed over.
 
         Raises:
-            CheckpointError: The names are not there, or damaged.
+            CheckpointError: The names are not there, are damaged, or lead outside the folder.
         """
         try:
             index = _Index.model_validate_json(files[INDEX])
@@ -86,6 +78,8 @@ class Assets(_Index):
             raise CheckpointError(f"there is no {INDEX}; the checkpoint says nothing of an export") from None
         except ValidationError as error:
             raise CheckpointError(f"{INDEX}: {error.errors()[0]['msg']}; it is damaged, or written by a later unishard") from error
+        for name in (*index.names, *files):
+            require_inside(name)
         rest = {name.removeprefix(FOLDER): data for name, data in files.items() if name.startswith(FOLDER) and name != INDEX}
         return cls(**dict(index), files=rest)
 
@@ -127,6 +121,17 @@ class Assets(_Index):
         except ValueError as error:
             raise CheckpointError(f"{FOLDER}{_CONFIG}: {error}; it is damaged") from error
         return config
+
+
+def require_inside(name: str) -> None:
+    """Check that a path that a checkpoint names stays within its folder.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise CheckpointError(f"{name} lies outside the folder; do not trust this checkpoint")
 
 
 def _name_format(config: dict[str, object], dtype: str) -> None:

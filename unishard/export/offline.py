@@ -15,7 +15,7 @@ from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.tensors import Tensors
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
-from unishard.export.assets import FOLDER, INDEX, Assets
+from unishard.export.assets import FOLDER, INDEX, Assets, require_inside
 from unishard.export.layout import Layout, lay_out
 from unishard.export.ranks import Ranks
 from unishard.export.writing import Advance, require_free, write
@@ -71,6 +71,7 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
     files: dict[str, bytes] = {}
     for name, file in facts.files.items():
         if name.startswith(FOLDER):
+            require_inside(name)
             try:
                 files[name] = (folder / name).read_bytes()
             except OSError as error:
