@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unishard.export import tokenizers
 from unishard.export.assets import Assets
-from unishard.export.sources import sources_of
+from unishard.export.sources import class_of, sources_of
 
 __all__ = ["assets_of"]
 
@@ -94,8 +94,9 @@ def _config(model: Any, adapter: str) -> bytes:
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in given.to_dict().items()}
     config["inference_mode"] = True
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = class_of(base)
     if given.base_model_name_or_path is None:
         config["base_model_name_or_path"] = getattr(base, "name_or_path", None) or None
     if given.task_type is None:
-        config["auto_mapping"] = {"base_model_class": type(base).__name__.removeprefix("FSDP"), "parent_library": type(base).__module__}
+        config["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     return json.dumps(config, indent=2, sort_keys=True).encode()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from unishard.checkpoint.contents import Stretch
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
 from unishard.export.assets import Assets, Piece
-from unishard.export.sources import sources_of
+from unishard.export.sources import class_of, sources_of
 
 __all__ = ["assets_of"]
 
@@ -107,14 +109,29 @@ def _without_aliases(model: nn.Module, sources: dict[str, str]) -> list[str]:
 
 
 def _files(model: Any) -> dict[str, bytes]:
-    config = json.loads(model.config.to_json_string())
+    settled = copy.deepcopy(model.config)
+    files = _code(model, settled)
+    config = json.loads(settled.to_json_string())
     config.pop("transformers_weights", None)
-    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # as fully_shard renames the class (torch 2.13)
-    files = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+    config["architectures"] = [class_of(model).__name__]
+    files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     if model.can_generate() and model.generation_config is not None:
         files["generation_config.json"] = model.generation_config.to_json_string(use_diff=True, keys_to_pop=["compile_config"]).encode()
     origin = model.config._name_or_path
     return files | (tokenizers.beside(Path(origin)) if origin else {})
+
+
+def _code(model: Any, config: Any) -> dict[str, bytes]:
+    """The files that define classes which are not of transformers and were registered to be saved; the config then names them."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    kind: Any = class_of(model)
+    with TemporaryDirectory() as folder:
+        if kind._auto_class is not None:
+            custom_object_save(kind.__new__(kind), folder, config=config)
+        if config._auto_class is not None:
+            custom_object_save(config, folder, config=config)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def _quantized(model: Any) -> str | None:

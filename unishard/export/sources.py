@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["sources_of", "tensors_of"]
+__all__ = ["class_of", "sources_of", "tensors_of"]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -23,3 +23,10 @@ def sources_of(module: nn.Module) -> dict[str, str]:
     """For each name of a tensor the first one of the same tensor, as `named_parameters` counts."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors_of(module).items()}
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that the user gave it: `fully_shard` puts one of its own before that (torch 2.13, `FSDP` and the name)."""
+    kind = type(module)
+    given: type[nn.Module] = kind.__bases__[-1]
+    return given if kind.__name__ == f"FSDP{given.__name__}" else kind
