@@ -91,9 +91,13 @@ def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
         raise ModelError(f"{folder}: there is no config.json; pass a folder that save_pretrained has written")
     built: Any = cls
     config = built.config_class.from_pretrained(folder, **kwargs)
+    named = config.dtype
     # Made in fp32, whatever format the config names: that of the files. Buffers are then as in training from scratch.
     with without_data(), no_init_weights():
         model: Any = built._from_config(config, dtype=torch.float32)
+    # As cls.from_pretrained leaves them: an export without a dtype has that of the files, and their tokenizer.
+    model.config.dtype = named
+    model.config._name_or_path = model.name_or_path = str(folder)
     model.tie_weights()
     return model  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from unishard.cli import backends, checkpoint, demo, diff, docs, explain, init, migrate, schema, set_, translate
+from unishard.cli import backends, checkpoint, convert, demo, diff, docs, explain, export, init, migrate, schema, set_, translate
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
@@ -101,15 +101,17 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "docs": docs.docs,
     "backends": backends.backends,
     "demo": demo.demo,
+    "export": export.export,
 }
 for name, command in _COMMANDS.items():
     app.command(name)(command)
+checkpoint.app.command("convert")(convert.convert)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from unishard import __version__
+        from unishard.version import __version__
 
         typer.echo(f"unishard {__version__}")
         raise typer.Exit

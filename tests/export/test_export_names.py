@@ -1,0 +1,262 @@
+"""An export has the tensors of `save_pretrained`, and the libraries load it, whatever the model is made of."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from exporting import adapted, checkpoint, contents, stretches_of, tensors_in, tiny
+from torch import nn
+
+from unishard.errors import CheckpointError
+from unishard.export.assets import Assets
+from unishard.export.models import assets_of
+from unishard.export.offline import export_checkpoint
+from unishard.export.online import export
+
+MODELS = {
+    "llama": lambda: tiny("Llama", tie_word_embeddings=False),
+    "llama, tied": lambda: tiny("Llama", tie_word_embeddings=True),
+    "t5": lambda: tiny("T5"),
+    "gpt2": lambda: tiny("GPT2"),
+    "bert": lambda: tiny("Bert"),
+    "mixtral": lambda: tiny("Mixtral"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_tensors_are_those_of_save_pretrained_and_transformers_loads_them(kind: str, tmp_path: Path) -> None:
+    model = MODELS[kind]()
+    export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "out", "bf16")
+    model.bfloat16().save_pretrained(tmp_path / "theirs")
+    expected, found = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    for name in contents(tmp_path / "theirs").keys() - {"model.safetensors"}:
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((tmp_path / "theirs" / name).read_text()), name
+    loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("changes", [{}, {"modules_to_save": None, "use_dora": True}, {"target_modules": ["embed_tokens", "lm_head"]}])
+def test_adapters_are_those_of_peft(changes: dict[str, object], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    if "target_modules" in changes:
+        changes = changes | {"modules_to_save": None}
+    model = adapted(tiny("Llama"), **changes)
+    export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(tmp_path / "theirs")
+    expected, found = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(tensor.numel() for tensor in found.values())
+    configs = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("out", "theirs")]
+    for config in configs:
+        config["target_modules"] = sorted(config["target_modules"])
+    assert configs[0] == configs[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = PeftModel.from_pretrained(tiny("Llama"), tmp_path / "out")
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_every_adapter_has_its_own_folder(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    model = adapted(tiny("Llama"), modules_to_save=None)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "out")
+    model.save_pretrained(tmp_path / "theirs")
+    for folder in (".", "other"):
+        expected, found = (tensors_in(tmp_path / each / folder) for each in ("theirs", "out"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert (tmp_path / "out" / "other" / "adapter_config.json").is_file()
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.full((3,), 0.1, dtype=torch.bfloat16), requires_grad=False)
+        self.one = nn.Linear(3, 5, bias=False)
+        self.other = nn.Linear(3, 5, bias=False)
+        self.other.weight = self.one.weight
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+
+def test_a_plain_module_keeps_its_own_names_and_what_has_no_dimensions(tmp_path: Path) -> None:
+    from safetensors.torch import load_model
+
+    model = Odd()
+    layout = export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "out", "fp16")
+    found = tensors_in(tmp_path / "out")
+    assert found.keys() == {"scale", "frozen", "one.weight", "count", "mask"}
+    assert found["scale"].shape == ()
+    assert found["scale"].dtype == torch.float16
+    assert found["frozen"].tolist() == model.frozen.half().tolist()
+    assert (found["count"].dtype, found["count"].item(), found["mask"].tolist()) == (torch.int64, 7, [True, False])
+    assert layout.bare
+    load_model(model, tmp_path / "out" / "model.safetensors")
+
+
+def test_a_tie_that_no_config_knows_is_exported_under_both_names(tmp_path: Path) -> None:
+    model = tiny("Llama", tie_word_embeddings=False)
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    export(tmp_path / "out", model, stretches_of(model))
+    found = tensors_in(tmp_path / "out")
+    assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], found["model.layers.0.mlp.up_proj.weight"])
+    type(model).from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("operation", ["transposed", "failing"])
+def test_a_model_whose_files_hold_other_values_is_saved_but_not_exported(operation: str, tmp_path: Path) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    model = tiny("Llama")
+    transpose = Transpose(0, 1 if operation == "transposed" else 7)
+    model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[transpose])]
+    folder = checkpoint(tmp_path / "here", model)
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM: transformers computes it when it saves.*; load the checkpoint's tensors"):
+        export_checkpoint(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_transformers_renames_when_it_saves_are_renamed(tmp_path: Path) -> None:
+    from transformers.core_model_loading import WeightRenaming
+
+    model = tiny("Llama")
+    model._weight_conversions = [WeightRenaming(r"old_norm\.", r"norm.")]
+    model.save_pretrained(tmp_path / "theirs")
+    export(tmp_path / "out", model, stretches_of(model))
+    assert tensors_in(tmp_path / "out").keys() == tensors_in(tmp_path / "theirs").keys()
+    assert "model.old_norm.weight" in tensors_in(tmp_path / "out")
+
+
+def test_a_conversion_that_changes_values_is_refused(tmp_path: Path) -> None:
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Doubled(ConversionOps):
+        def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+            (tensors,) = input_dict.values()
+            return {target_patterns[0]: tensors[0].mul_(2)}
+
+        @property
+        def reverse_op(self):
+            return self
+
+    model = tiny("Llama")
+    model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[Doubled()])]
+    with pytest.raises(CheckpointError, match=r"up\.weight of LlamaForCausalLM: transformers computes it when it saves"):
+        export(tmp_path / "out", model, stretches_of(model))
+
+
+def test_a_tensor_that_the_caller_leaves_out_is_named(tmp_path: Path) -> None:
+    for model, name in ((tiny("Llama"), "lm_head.weight"), (nn.Linear(2, 2), "bias")):
+        held = {key: stretch for key, stretch in stretches_of(model).items() if key != name}
+        with pytest.raises(CheckpointError, match=rf"{name} is to be exported and is not among the {len(held)} tensors"):
+            export(tmp_path / "out", model, held)
+
+
+def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "own_llama.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n"
+        "class OwnLlama(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_llama")
+    own.OwnConfig.register_for_auto_class()
+    own.OwnLlama.register_for_auto_class("AutoModelForCausalLM")
+    model = own.OwnLlama(own.OwnConfig(vocab_size=37, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2))
+    export(tmp_path / "out", model, stretches_of(model))
+    before = model.config.to_dict()
+    model.save_pretrained(tmp_path / "theirs")
+    assert "auto_map" not in before
+    for name in ("config.json", "own_llama.py"):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_prompts_that_peft_computes_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(tiny("Llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(CheckpointError, match=r"'default' .* is computed when it is saved.*; load the checkpoint into the model"):
+        export(tmp_path / "out", model, stretches_of(model))
+
+
+def test_assets_come_back_out_of_their_files() -> None:
+    for model, file in ((adapted(tiny("Llama")), "adapter_config.json"), (tiny("Mixtral"), "generation_config.json")):
+        assets = assets_of(model, stretches_of(model))
+        assert Assets.from_files(assets.to_files()) == assets
+        assert {f"assets/{file}", "assets/export.json"} <= assets.to_files().keys()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"assets/export.json": b'{"kind": "plain", "names": {"../elsewhere": {"a": "a"}}}'},
+        {"assets/export.json": b'{"kind": "plain", "names": {"/elsewhere": {"a": "a"}}}'},
+        {"assets/export.json": b'{"kind": "plain", "names": {}}', "assets/../../elsewhere": b""},
+    ],
+)
+def test_assets_do_not_write_outside_their_folder(files: dict[str, bytes]) -> None:
+    with pytest.raises(CheckpointError, match=r"elsewhere lies outside the folder; do not trust this checkpoint"):
+        Assets.from_files(files)
+
+
+@pytest.mark.parametrize("text", [b"{", b'{"kind": "other", "names": {}}', b'{"kind": "plain", "names": {}, "more": 1}', b"\xff"])
+def test_damaged_names_are_an_error(text: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"assets/export\.json: .*; it is damaged, or written by a later unishard"):
+        Assets.from_files({"assets/export.json": text})
+
+
+def test_adapters_that_transformers_has_put_in_are_those_it_saves(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    model = tiny("Llama")
+    model.add_adapter(LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "out")
+    model.save_pretrained(tmp_path / "theirs")
+    expected, found = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    loaded = tiny("Llama")
+    loaded.load_adapter(str(tmp_path / "out"))
+    assert torch.equal(
+        loaded.model.layers[0].self_attn.v_proj.lora_B.default.weight, model.model.layers[0].self_attn.v_proj.lora_B.default.weight
+    )
+
+
+def test_an_adapter_on_a_model_of_the_hub_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def asked(*given: object, **more: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("peft.utils.save_and_load.file_exists", asked)
+    monkeypatch.setattr(huggingface_hub.HfApi, "file_exists", asked)
+    model = adapted(tiny("Llama"))
+    model.peft_config["default"].base_model_name_or_path = "somebody/some-model"
+    export(tmp_path / "out", model, stretches_of(model))
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "somebody/some-model"
+    assert len(tensors_in(tmp_path / "out")) == 9

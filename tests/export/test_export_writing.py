@@ -1,0 +1,205 @@
+"""The same bytes from one process and from several ranks, in bounded memory, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exporting import adapted, checkpoint, contents, cut, stretches_of, tensors_in, tiny
+from torch import nn
+
+from unishard.checkpoint.contents import Stretch
+from unishard.errors import CheckpointError, RankMismatchError
+from unishard.export import online, writing
+from unishard.export.offline import export_checkpoint
+from unishard.export.online import export
+from unishard.export.ranks import Ranks
+
+
+def together(monkeypatch: pytest.MonkeyPatch, world: int, work: Callable[[int], Any]) -> list[Any]:
+    """What ranks that are threads return or raise. An exchange that not all reach fails, and does not hang."""
+    barrier, board, mine = threading.Barrier(world, timeout=20), [None] * world, threading.local()
+
+    def gather(value: Any) -> list[Any]:
+        board[mine.rank] = value
+        barrier.wait()
+        everyone = list(board)
+        barrier.wait()
+        return everyone
+
+    monkeypatch.setattr(online, "ranks_of", lambda group: Ranks(mine.rank, world, gather))
+    results: list[Any] = [None] * world
+
+    def run(rank: int) -> None:
+        mine.rank = rank
+        try:
+            results[rank] = work(rank)
+        except Exception as error:  # the test looks at it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Mixtral", "adapters"])
+def test_ranks_write_the_bytes_that_one_process_writes_from_a_checkpoint(
+    kind: str, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "BLOCK", 44)
+    model = adapted(tiny("Llama")) if kind == "adapters" else tiny(kind)
+    options = {"dtype": "bf16", "max_shard_size": "3KB"}
+    export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "one", **options)
+    everything = stretches_of(model)
+    whole = tuple(name for name in everything if "norm" in name or "ln_" in name)
+    parts = [cut(everything, rank, world, whole) for rank in range(world)]
+    results = together(monkeypatch, world, lambda rank: export(tmp_path / "many", model, parts[rank], **options))
+    assert not [result for result in results if isinstance(result, Exception)]
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+
+
+def test_what_ranks_hold_in_common_is_divided_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(64, 64)
+    written = [0, 0]
+
+    def work(rank: int) -> None:
+        def advance(count: int) -> None:
+            written[rank] += count
+
+        export(tmp_path / "out", model, stretches_of(model), advance=advance)
+
+    assert together(monkeypatch, 2, work) == [None, None]
+    assert written == [(64 * 64 + 64) * 2] * 2
+
+
+def test_several_files_and_their_index_hold_what_one_file_holds(tmp_path: Path) -> None:
+    model = tiny("Llama")
+    folder = checkpoint(tmp_path / "here", model)
+    export_checkpoint(folder, tmp_path / "one", "bf16")
+    export_checkpoint(folder, tmp_path / "many", "bf16", "2KB")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    found = tensors_in(tmp_path / "many")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    expected = tensors_in(tmp_path / "one")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    loaded = type(model).from_pretrained(tmp_path / "many")
+    assert torch.equal(loaded.lm_head.weight, model.bfloat16().lm_head.weight)
+
+
+def test_rounding_is_that_of_torch(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1, bias=False)
+    ties = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8, float("nan"), -float("inf")]])  # between two values of bf16
+    model.weight.data = ties
+    export(tmp_path / "out", model, stretches_of(model), dtype="bf16")
+    found = tensors_in(tmp_path / "out")["weight"]
+    assert torch.equal(found, ties.bfloat16()) or (found.isnan() == ties.isnan()).all()
+    assert found[0, :2].tolist() == [1.0, 1 + 2**-6]
+
+
+def test_values_that_fp16_does_not_have_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data = torch.tensor([[1.0, 70000.0]])
+    with pytest.raises(CheckpointError, match=r"weight has values beyond 65504.*; export it as bf16 or fp32"):
+        export(tmp_path / "out", model, stretches_of(model), dtype="fp16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def full(*given: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint(tmp_path / "here", tiny("Llama"))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"/out/model\.safetensors: cannot be written \(No space left on device\); make room"):
+        export_checkpoint(folder, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 8)
+    real, where = os.pwrite, threading.local()
+    monkeypatch.setattr(os, "pwrite", lambda *given: full() if where.rank == 1 else real(*given))
+
+    def work(rank: int) -> None:
+        where.rank = rank
+        export(tmp_path / "out", model, cut(stretches_of(model), rank, 3))
+
+    errors = together(monkeypatch, 3, work)
+    assert all(isinstance(error, CheckpointError) and "No space left on device" in str(error) for error in errors)
+    assert [str(error).startswith("rank 1: ") for error in errors] == [True, False, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_is_cut_short_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real = nn.Linear(8, 8), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: real(descriptor, data[:7], at))
+    export(tmp_path / "out", model, stretches_of(model))
+    assert torch.equal(tensors_in(tmp_path / "out")["weight"], model.weight)
+
+
+def test_what_stands_there_is_not_touched(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    (tmp_path / "out").mkdir()
+    export(tmp_path / "out", model, stretches_of(model))
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=r"out is there already and not an empty folder; name another one"):
+        export(tmp_path / "out", model, stretches_of(model))
+    assert contents(tmp_path) == before
+
+
+def test_elements_that_nobody_holds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 8)
+    parts = cut(stretches_of(model), 0, 3), cut(stretches_of(model), 2, 3)
+    errors = together(monkeypatch, 2, lambda rank: export(tmp_path / "out", model, parts[rank]))
+    assert all(re.search(r"no rank holds element 3 of bias; every rank", str(error)) for error in errors), errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("others", [{"dtype": "bf16"}, {"max_shard_size": 10}])
+def test_ranks_that_ask_for_different_exports_are_told(others: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 8)
+    errors = together(monkeypatch, 2, lambda rank: export(tmp_path / "out", model, stretches_of(model), **(others if rank else {})))
+    assert all(isinstance(error, RankMismatchError) and "rank 1 plans other files" in str(error) for error in errors), errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_that_of_a_few_blocks_and_each_element_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "BLOCK", 1 << 16)
+    model = nn.Linear(1024, 1024, bias=False)
+    given, read = stretches_of(model)["weight"], []
+
+    def counted(begin: int, end: int) -> torch.Tensor:
+        read.append((begin, end))
+        return given.read(begin, end)
+
+    tracemalloc.start()
+    export(tmp_path / "out", model, {"weight": Stretch(given.shape, given.dtype, given.start, given.end, counted)}, dtype="bf16")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert max(end - begin for begin, end in read) * 4 <= 1 << 16
+    assert [element for pair in read for element in pair][1:-1:2] == [element for pair in read for element in pair][2::2]
+    assert (read[0][0], read[-1][1]) == (0, 1024 * 1024)
+    assert peak < 1 << 20
+
+
+def test_a_wrong_dtype_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"dtype: 'bfloat16' is none of fp32, bf16, fp16"):
+        export(tmp_path / "out", model, stretches_of(model), dtype="bfloat16")

@@ -1,0 +1,74 @@
+"""`unishard export`: the weights of a checkpoint as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unishard.errors import CheckpointError
+
+__all__ = ["export"]
+
+_LATEST = "latest"
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a folder of them: then its latest.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Empty, or not there yet.", show_default=False)],
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16. [default: what the model's config names, else fp32]", show_default=False),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Take the tokenizer from there. [default: the checkpoint's, if any]", show_default=False),
+    ] = None,
+) -> None:
+    """Write a checkpoint's weights in Hugging Face layout.
+
+    Safetensors with config.json, generation_config.json and the tokenizer, or the adapters of PEFT, whichever engine trained
+    them. It runs in one process, needs no GPU, and holds only small blocks in memory.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from unishard.export.offline import export_checkpoint
+
+    folder = _checkpoint_in(checkpoint)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(f"{folder.name} -> {out}", total=None)
+        layout = export_checkpoint(
+            folder,
+            out,
+            dtype,
+            max_shard_size,
+            tokenizer,
+            start=lambda total: progress.update(task, total=total),
+            advance=lambda written: progress.advance(task, written),
+        )
+    count = len(layout.files)
+    word = str(layout.dtype).removeprefix("torch.")
+    typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {layout.size / 1e6:.1f} MB in {word}, from {folder}")
+    if layout.bare:
+        typer.echo("there is no config.json, since the checkpoint holds none; put that of the model beside the tensors", err=True)
+
+
+def _checkpoint_in(path: Path) -> Path:
+    """The checkpoint that is meant: the folder itself, or what its file `latest` names.
+
+    Stands in for `unishard.checkpoint.directory.locate`.
+    """
+    latest = path / _LATEST
+    if not latest.is_file():
+        return path
+    name = latest.read_text(encoding="utf-8").strip()
+    if Path(name).name != name:
+        raise CheckpointError(f"{latest} names {name!r}, which is no folder beside it; name the checkpoint itself")
+    return path / name

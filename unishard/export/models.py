@@ -1,0 +1,39 @@
+"""What an export needs of a live model, whatever library it is of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from unishard.checkpoint.contents import Stretch
+from unishard.export.assets import Assets
+from unishard.export.sources import sources_of
+
+__all__ = ["assets_of"]
+
+
+def assets_of(module: nn.Module, stretches: Mapping[str, Stretch]) -> Assets:
+    """What an export needs of a model beside its tensors. Raises nothing because of the model: see `Assets.refusal`.
+
+    Args:
+        module: Sharded or not; its tensors are not read.
+        stretches: Of each tensor, by its name in the module; their shapes alone are looked at, which a sharded module may not have.
+    """
+    # A module of a library is there only if the library is: nothing is imported to find out.
+    if _is_a(module, "peft", "PeftModel") or getattr(module, "_hf_peft_config_loaded", False):
+        from unishard.export import adapters
+
+        return adapters.assets_of(module)
+    if _is_a(module, "transformers", "PreTrainedModel"):
+        from unishard.export import pretrained
+
+        return pretrained.assets_of(module, stretches)
+    return Assets(kind="plain", names={"model": {source: source for source in dict.fromkeys(sources_of(module).values())}}, files={})
+
+
+def _is_a(module: nn.Module, package: str, name: str) -> bool:
+    kind: Any = getattr(sys.modules.get(package), name, None) if package in sys.modules else None
+    return isinstance(kind, type) and isinstance(module, kind)

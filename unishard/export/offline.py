@@ -1,0 +1,99 @@
+"""Exports the weights of a checkpoint: one process, blocks in memory, and neither the model's class nor transformers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from unishard.checkpoint import keys, manifest
+from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
+from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.tensors import Tensors
+from unishard.errors import CheckpointError
+from unishard.export import tokenizers
+from unishard.export.assets import FOLDER, INDEX, Assets, require_inside
+from unishard.export.layout import Layout, lay_out
+from unishard.export.ranks import Ranks
+from unishard.export.writing import Advance, require_free, write
+
+__all__ = ["export_checkpoint"]
+
+
+def export_checkpoint(
+    checkpoint_folder: Path,
+    out: Path,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: Path | None = None,
+    start: Callable[[int], None] = lambda total: None,
+    advance: Advance = lambda written: None,
+) -> Layout:
+    """Write the weights of a checkpoint as Hugging Face lays them out. Every tensor is checked against its hash on the way.
+
+    Args:
+        checkpoint_folder: A complete checkpoint.
+        out: Empty or not there yet.
+        dtype: `fp32`, `bf16` or `fp16`; None for what the model's config names, else fp32.
+        max_shard_size: Of one file, such as `5GB` or a number of bytes.
+        tokenizer: A folder that holds one; None for the one that lay beside the weights that training began with, if any.
+        start: Told how many bytes are going to be written.
+        advance: Told of those that have been.
+
+    Returns:
+        What has been written; without a `config.json` where the checkpoint holds none.
+
+    Raises:
+        CheckpointError: The checkpoint is incomplete or damaged, the model cannot be exported, an argument is wrong, or nothing can be
+            written there. Nothing is left behind.
+    """
+    facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
+    require_free(out)
+    assets = _assets(checkpoint_folder, facts)
+    sources = {source for names in assets.names.values() for source in names.values()}
+    stretches = {source: _checked(tensors.stretch(keys.PARAMETERS + source), checkpoint_folder, source, facts) for source in sources}
+    layout = lay_out(assets, stretches, dtype, max_shard_size)
+    layout.others.update(tokenizers.files_of(tokenizer))
+    start(layout.size)
+    write(out, stretches, layout.files, layout.others, Ranks(), advance)
+    return layout
+
+
+def _assets(folder: Path, facts: Manifest) -> Assets:
+    """Those of the checkpoint, or, where it was converted from another tool's and has none, the names in it."""
+    if INDEX not in facts.files:
+        found = [keys.parameter_of(name) for name in facts.tensors]
+        names = {name: name for name in found if name is not None and name not in facts.ties}
+        return Assets(kind="plain", names={"model": names}, files={})
+    files: dict[str, bytes] = {}
+    for name, file in facts.files.items():
+        if name.startswith(FOLDER):
+            require_inside(name)
+            try:
+                files[name] = (folder / name).read_bytes()
+            except OSError as error:
+                raise CheckpointError(f"{folder / name}: {error.strerror}; the checkpoint is incomplete") from error
+            if f"{zlib.crc32(files[name]):08x}" != file.crc32:
+                raise CheckpointError(f"{folder / name}: its checksum is not the manifest's; the file is damaged")
+    return Assets.from_files(files)
+
+
+def _checked(stretch: Stretch, folder: Path, source: str, facts: Manifest) -> Stretch:
+    """The same, and an error when its last element has been read and it is not what was saved. Its elements are read once, in any order."""
+    wanted = facts.tensors[keys.PARAMETERS + source].hash
+    seen, so_far = 0, 0
+
+    def read(begin: int, end: int) -> Tensor:
+        nonlocal seen, so_far
+        values = stretch.read(begin, end)
+        seen, so_far = seen + end - begin, so_far + hash_of(values, begin) & MASK
+        if seen == stretch.end and hexadecimal(so_far) != wanted:
+            raise CheckpointError(
+                f"{folder}: {source} is not what was saved: its hash differs from the manifest's; export another checkpoint"
+            )
+        return values
+
+    return stretch._replace(read=read)

@@ -1,0 +1,153 @@
+"""Which tensor lies where in which file. Pure: of names, shapes and dtypes alone, so that the bytes depend on nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from unishard.errors import CheckpointError
+
+__all__ = ["DTYPES", "Entry", "File", "Place", "bytes_of", "index_of", "plan"]
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What floating tensors may be exported in, by the word in the config."""
+
+_WORDS: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Entry(NamedTuple):
+    """A tensor that is to be exported."""
+
+    name: str
+    """In the file."""
+    source: str
+    """In the model."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """In the file."""
+    start: int = 0
+    """Where it begins in the flattened tensor of the model, which may hold several."""
+
+
+class Place(NamedTuple):
+    """A tensor's place in its file."""
+
+    entry: Entry
+    at: int
+    """First byte."""
+
+
+class File(NamedTuple):
+    """One safetensors file."""
+
+    name: str
+    header: bytes
+    places: tuple[Place, ...]
+    size: int
+
+
+def bytes_of(size: int | str) -> int:
+    """A size as transformers writes it: a number of bytes, or "5GB", in powers of ten.
+
+    Raises:
+        CheckpointError: It is no such size.
+    """
+    text = str(size).strip().upper()
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    try:
+        count = float(text.removesuffix(unit)) if unit else int(text)
+        wanted = int(count * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        wanted = 0
+    if wanted < 1:
+        raise CheckpointError(f"max_shard_size: {size!r} is no size; write bytes, or a number and one of {', '.join(_UNITS)}, such as 5GB")
+    return wanted
+
+
+def plan(entries: Iterable[Entry], stem: str, max_bytes: int | None) -> list[File]:
+    """Divide tensors into files: in the natural order of their names, as many in one file as it may hold.
+
+    Args:
+        entries: In any order.
+        stem: Name of the files without its ending, such as `model`.
+        max_bytes: Bytes of tensors in one file, but for a tensor that is larger alone; None for all in one.
+
+    Raises:
+        CheckpointError: A tensor has a dtype that safetensors does not know.
+    """
+    groups: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in sorted(entries, key=lambda each: _natural(each.name)):
+        size = _bytes(entry)
+        if groups[-1] and max_bytes is not None and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += size
+    count = len(groups)
+    suffixes = [""] if count == 1 else [f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1)]
+    return [_file(f"{stem}{suffix}.safetensors", group) for suffix, group in zip(suffixes, groups, strict=True)]
+
+
+def index_of(files: Sequence[File]) -> bytes:
+    """The JSON that says which tensor is in which of several files."""
+    total = sum(_bytes(place.entry) for file in files for place in file.places)
+    names = {place.entry.name: file.name for file in files for place in file.places}
+    return (json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _file(name: str, group: Sequence[Entry]) -> File:
+    # Wide formats first, as safetensors itself does: every tensor then begins at a multiple of its element's size.
+    ordered = sorted(group, key=lambda each: -each.dtype.itemsize)
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts = []
+    end = 0
+    for entry in ordered:
+        start, end = end, end + _bytes(entry)
+        starts.append(start)
+        table[entry.name] = {"dtype": _word(entry), "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    places = tuple(Place(entry, len(header) + start) for entry, start in zip(ordered, starts, strict=True))
+    return File(name, header, places, len(header) + end)
+
+
+def _word(entry: Entry) -> str:
+    try:
+        return _WORDS[entry.dtype]
+    except KeyError:
+        raise CheckpointError(
+            f"{entry.source} is {entry.dtype}, which safetensors files of unishard do not hold; convert it before it is saved"
+        ) from None
+
+
+def _bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdecimal() and part.isascii() else (1, 0, part) for part in re.split(r"(\d+)", name)]

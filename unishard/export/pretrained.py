@@ -1,0 +1,140 @@
+"""Models of transformers: the names and files of their `save_pretrained` (transformers 5.23, modeling_utils.py)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from unishard.checkpoint.contents import Stretch
+from unishard.errors import CheckpointError
+from unishard.export import tokenizers
+from unishard.export.assets import Assets, Piece
+from unishard.export.sources import class_of, sources_of
+
+__all__ = ["assets_of"]
+
+_CONVERTED = "transformers computes it when it saves, and an export copies stretches of tensors"
+_INSTEAD = "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensors.Tensors), and call its save_pretrained"
+
+
+def assets_of(model: Any, stretches: Mapping[str, Stretch]) -> Assets:
+    """What `save_pretrained` would write, its tensors apart."""
+    sources = sources_of(model)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
+    names, pieces, refusal = _converted(model, {name: _shape(sources[name], stretches) for name in kept})
+    return Assets(
+        kind="model",
+        names={"model": {exported: sources[name] for exported, name in names.items()}},
+        pieces=pieces,
+        files=_files(model),
+        refusal=refusal or _quantized(model),
+    )
+
+
+def _shape(source: str, stretches: Mapping[str, Stretch]) -> torch.Size:
+    try:
+        return stretches[source].shape
+    except KeyError:
+        raise CheckpointError(f"{source} is to be exported and is not among the {len(stretches)} tensors that are there") from None
+
+
+def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, str], dict[str, Piece], str | None]:
+    """What files hold of the tensors of a model: transformers' own conversion, made on tensors without data.
+
+    Args:
+        model: Sharded or not.
+        shapes: Of its tensors.
+
+    Returns:
+        By the name in the file, the name in the model; by the name in the file, what part of it, where it is not all; and a
+        reason where the files would hold something else.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    name_of = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    try:
+        with _KeepViews():
+            found: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
+    except Exception as error:  # whatever it is, a model that can be trained must be saved
+        return {}, {}, f"{type(model).__name__}: {_CONVERTED} ({error}); {_INSTEAD}"
+    names: dict[str, str] = {}
+    pieces: dict[str, Piece] = {}
+    for exported, tensor in found.items():
+        name = name_of.get(tensor.untyped_storage()._cdata)
+        if name is None or not tensor.is_contiguous() or tensor._version:  # a copy, rearranged, or changed in place
+            return {}, {}, f"{exported} of {type(model).__name__}: {_CONVERTED}; {_INSTEAD}"
+        names[exported] = name
+        if tensor.shape != shapes[name]:
+            pieces[exported] = Piece(start=int(tensor.storage_offset()), shape=list(tensor.shape))
+    return names, pieces, None
+
+
+class _KeepViews(TorchFunctionMode):
+    """Lets no copy be made of a view that is not contiguous, since a view of that may be again."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return args[0] if function is Tensor.contiguous else function(*args, **kwargs or {})
+
+
+def _without_aliases(model: nn.Module, sources: dict[str, str]) -> list[str]:
+    """Names without those that the class declares to be ties of another one, as long as that one stays.
+
+    A tie that the class does not declare is exported under each of its names, since no reader would tie it again.
+    """
+    declared = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in (getattr(module, "_tied_weights_keys", None) or {})
+    ]
+    same: dict[str, list[str]] = defaultdict(list)
+    for name, source in sources.items():
+        same[source].append(name)
+    dropped: set[str] = set()
+    for names in same.values():
+        aliases = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in declared)]
+        dropped.update(aliases[: len(names) - 1])
+    return [name for name in sources if name not in dropped]
+
+
+def _files(model: Any) -> dict[str, bytes]:
+    settled = copy.deepcopy(model.config)
+    files = _code(model, settled)
+    config = json.loads(settled.to_json_string())
+    config.pop("transformers_weights", None)
+    config["architectures"] = [class_of(model).__name__]
+    files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    if model.can_generate() and model.generation_config is not None:
+        files["generation_config.json"] = model.generation_config.to_json_string(use_diff=True, keys_to_pop=["compile_config"]).encode()
+    origin = model.config._name_or_path
+    return files | (tokenizers.beside(Path(origin)) if origin else {})
+
+
+def _code(model: Any, config: Any) -> dict[str, bytes]:
+    """The files that define classes which are not of transformers and were registered to be saved; the config then names them."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    kind: Any = class_of(model)
+    with TemporaryDirectory() as folder:
+        if kind._auto_class is not None:
+            custom_object_save(kind.__new__(kind), folder, config=config)
+        if config._auto_class is not None:
+            custom_object_save(config, folder, config=config)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _quantized(model: Any) -> str | None:
+    if getattr(model, "hf_quantizer", None) is None:
+        return None
+    return f"{type(model).__name__} is quantized, and an export holds plain tensors; train adapters on it, and export those"

@@ -1,0 +1,60 @@
+"""The files of a tokenizer or a processor, to be copied beside the weights."""
+
+from __future__ import annotations
+
+import tempfile
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from unishard.errors import CheckpointError
+
+__all__ = ["beside", "files_of"]
+
+_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "chat_template.json",
+    "*.jinja",
+    "*processor_config.json",
+)
+"""As tokenizers and processors of transformers 5.23 call them."""
+
+
+def beside(folder: Path) -> dict[str, bytes]:
+    """Those that lie in the folder of a model; none where it is no folder."""
+    if not folder.is_dir():
+        return {}
+    found = (path for path in sorted(folder.iterdir()) if path.is_file() and any(fnmatchcase(path.name, name) for name in _NAMES))
+    return {path.name: path.read_bytes() for path in found}
+
+
+def files_of(tokenizer: Any) -> dict[str, bytes]:
+    """Those of a tokenizer or processor that the user gives.
+
+    Args:
+        tokenizer: A folder that holds one, an object of transformers, or None.
+
+    Raises:
+        CheckpointError: There is none in the folder, or the object cannot be saved.
+    """
+    if tokenizer is None:
+        return {}
+    if isinstance(tokenizer, str | Path):
+        found = beside(Path(tokenizer))
+        if not found:
+            raise CheckpointError(f"{tokenizer}: there is no tokenizer here; name the folder that tokenizer.save_pretrained has written")
+        return found
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise CheckpointError(f"tokenizer: got a {type(tokenizer).__name__}; pass a tokenizer of transformers, or a folder that holds one")
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}

@@ -1,0 +1,178 @@
+"""Writes planned files: every rank puts what it holds straight into its place, block by block, and nobody gathers anything."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.writing import fsync
+from unishard.errors import CheckpointError
+from unishard.export.division import missing, share
+from unishard.export.plan import Entry, File
+from unishard.export.ranks import Ranks
+
+__all__ = ["BLOCK", "require_free", "write"]
+
+BLOCK = 1 << 24
+"""Bytes that are read at once: as long as the chunks of a checkpoint and cut at the same places, so that each of those is read once."""
+
+Advance = Callable[[int], None]
+"""Told how many bytes more have been written."""
+
+
+def write(
+    folder: Path,
+    stretches: Mapping[str, Stretch],
+    files: Sequence[File],
+    others: Mapping[str, bytes],
+    ranks: Ranks,
+    advance: Advance = lambda written: None,
+) -> None:
+    """Write a folder, whole or not at all. Collective.
+
+    Args:
+        folder: Empty or not there yet; on a file system that all ranks see.
+        stretches: What this rank holds of each tensor, by its name in the model.
+        files: The same on all ranks.
+        others: Files beside them, by name; those of rank 0 are written.
+        ranks: Those that take part.
+        advance: Told of this rank's progress.
+
+    Raises:
+        CheckpointError: On every rank: one of them cannot write, some elements are nobody's, or a value is too large for its format.
+            Nothing is left behind.
+    """
+    draft = Path(ranks.each(lambda: _begin(folder, files) if ranks.rank == 0 else "")[0])
+    try:
+        held = ranks.each(lambda: _held(stretches, files))
+        ranks.each(lambda: _refuse_gaps(stretches, held) if ranks.rank == 0 else None)
+        ranks.each(lambda: _fill(draft, folder, stretches, files, held, ranks.rank, advance))
+        ranks.each(lambda: _finish(draft, folder, files, others) if ranks.rank == 0 else None)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def require_free(folder: Path) -> None:
+    """Check that nothing stands where the export goes.
+
+    Raises:
+        CheckpointError: Something does, or nobody can look.
+    """
+    with _told(folder):
+        if folder.is_dir() and not any(folder.iterdir()):
+            return
+        if folder.exists() or folder.is_symlink():
+            raise CheckpointError(f"{folder} is there already and not an empty folder; name another one, or remove it first")
+
+
+def _begin(folder: Path, files: Sequence[File]) -> str:
+    """Make the draft with every file in its full size."""
+    require_free(folder)
+    draft = folder.parent / f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}"
+    with _told(folder):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            draft.mkdir()
+            for file in files:
+                path = draft / file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as opened:
+                    opened.write(file.header)
+                    opened.truncate(file.size)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+    return str(draft)
+
+
+def _held(stretches: Mapping[str, Stretch], files: Sequence[File]) -> dict[str, tuple[int, int]]:
+    sources = dict.fromkeys(place.entry.source for file in files for place in file.places)
+    return {source: (stretches[source].start, stretches[source].end) for source in sources}
+
+
+def _refuse_gaps(stretches: Mapping[str, Stretch], held: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+    for source in held[0]:
+        gap = missing([theirs[source] for theirs in held], stretches[source].shape.numel())
+        if gap is not None:
+            raise CheckpointError(f"no rank holds element {gap} of {source}; every rank of the engine must take part in the export")
+
+
+def _fill(
+    draft: Path,
+    folder: Path,
+    stretches: Mapping[str, Stretch],
+    files: Sequence[File],
+    held: Sequence[Mapping[str, tuple[int, int]]],
+    rank: int,
+    advance: Advance,
+) -> None:
+    for file in files:
+        with _told(folder / file.name):
+            descriptor = os.open(draft / file.name, os.O_WRONLY)
+            try:
+                for entry, at in file.places:
+                    begin, end = share([theirs[entry.source] for theirs in held], rank)
+                    begin, end = max(begin, entry.start), min(end, entry.start + math.prod(entry.shape))
+                    _put(descriptor, at, entry, stretches[entry.source], begin, end, advance)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _put(descriptor: int, at: int, entry: Entry, stretch: Stretch, begin: int, end: int, advance: Advance) -> None:
+    length = max(1, BLOCK // stretch.dtype.itemsize)
+    while begin < end:
+        until = min(end, (begin // length + 1) * length)
+        data: memoryview = _cast(stretch.read(begin, until), entry).view(torch.uint8).numpy().data
+        place = at + (begin - entry.start) * entry.dtype.itemsize
+        advance(len(data))
+        while data:
+            count = os.pwrite(descriptor, data, place)
+            data, place = data[count:], place + count
+        begin = until
+
+
+@torch.no_grad()
+def _cast(values: Tensor, entry: Entry) -> Tensor:
+    """In the format of the file: cast on the CPU wherever the values lie, so that it is rounded alike (to nearest, ties to even)."""
+    values = values.detach().cpu()
+    cast = values.to(entry.dtype).contiguous()
+    if entry.dtype == torch.float16 and values.dtype != torch.float16 and not torch.equal(cast.isfinite(), values.isfinite()):
+        raise CheckpointError(f"{entry.source} has values beyond 65504, the largest of fp16; export it as bf16 or fp32")
+    return cast
+
+
+def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[str, bytes]) -> None:
+    with _told(folder):
+        for name, data in others.items():
+            path = draft / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            fsync(path)
+        for inside in {(draft / name).parent for name in [*others, *(file.name for file in files)]} | {draft}:
+            fsync(inside)
+        draft.rename(folder)
+        fsync(folder.parent)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the operating system refuses, in one message."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written ({error.strerror or error}); make room, or name a folder on a file system that every rank "
+            "sees and can write to; nothing is left behind"
+        ) from error
