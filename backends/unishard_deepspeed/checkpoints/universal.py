@@ -114,7 +114,7 @@ def _model_states(contents: Contents, module: Mapping[str, Tensor]) -> dict[str,
 
 
 def _notes(contents: Contents) -> list[str]:
-    notes = ["pass checkpoint: {load_universal: true} to DeepSpeed, and this folder to engine.load_checkpoint"]
+    notes = []
     if contents.frozen or contents.buffers:
         notes.append(
             "DeepSpeed 0.19.8 loads only trainable parameters from a Universal Checkpoint: frozen ones (zero/<name>/fp32.pt) and buffers "
