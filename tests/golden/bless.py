@@ -19,7 +19,7 @@ from unishard.cli import app
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"
 TOPOLOGY = unishard.Topology(world_size=8, local_world_size=4)
-COMMANDS = ("", "translate", "diff", "explain", "init", "set", "migrate", "schema", "docs", "backends", "demo")
+COMMANDS = ("", "translate", "diff", "explain", "init", "set", "migrate", "schema", "docs", "backends", "demo", "checkpoint convert")
 
 
 def expected() -> Iterator[tuple[Path, str]]:
@@ -32,7 +32,7 @@ def expected() -> Iterator[tuple[Path, str]]:
         result = CliRunner().invoke(
             app, [*command.split(), "--help"], prog_name="unishard", env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}
         )
-        yield HERE / "help" / f"{command or 'unishard'}.txt", result.stdout
+        yield HERE / "help" / f"{command.replace(' ', '-') or 'unishard'}.txt", result.stdout
 
 
 def main() -> None:

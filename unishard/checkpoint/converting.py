@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
-
-import torch
 
 from unishard import registry
 from unishard.checkpoint import manifest
@@ -154,12 +153,10 @@ def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...
 
 
 def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
-    from unishard import __version__
-
     shapes = {name: stretch.shape for key, stretch in contents.stretches.items() if (name := parameter_of(key)) is not None}
     return manifest.Manifest(
         written=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={**contents.versions, "unishard": __version__, "python": platform.python_version(), "torch": str(torch.__version__)},
+        versions={**contents.versions, "unishard": _version(), "python": platform.python_version()},
         step=contents.step,
         world_size=contents.world_size,
         model=manifest.ModelFacts(
@@ -179,6 +176,13 @@ def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
             for name, shape in written.shapes.items()
         },
     )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("unishard")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
 
 
 OWN = CheckpointFormat("unishard", "unishard", _is_own, _read, _write)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from unishard.cli import backends, demo, diff, docs, explain, init, migrate, schema, set_, translate
+from unishard.cli import backends, convert, demo, diff, docs, explain, init, migrate, schema, set_, translate
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
@@ -104,6 +104,11 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in _COMMANDS.items():
     app.command(name)(command)
+checkpoint = typer.Typer(
+    help="Look into checkpoints.", no_args_is_help=True, rich_markup_mode=None
+)  # until unishard.cli.checkpoint is there
+checkpoint.command("convert")(convert.convert)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class _Stage(int):
     """A ZeRO stage."""
 
 
-_STANDINS = [
+_STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (Address, "deepspeed.utils.tensor_fragment.fragment_address"),
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),

@@ -83,7 +83,7 @@ def _flats(optimizer: dict[str, Any], index: int, master: Tensor) -> tuple[dict[
     """What is as long as the master, and the step count beside it."""
     state = optimizer["state"].get(index, {})
     groups = optimizer["param_groups"]
-    group = next((each for each in groups if index in each.get("params", ())), {})
+    group: dict[str, Any] = next((each for each in groups if index in each.get("params", ())), {})
     # DeepSpeed's FusedAdam counts in the group (DeepSpeed 0.19.8, ops/adam/fused_adam.py).
     step = state.get("step", group.get("step"))
     flats = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() and value.numel() >= master.numel()}
@@ -92,7 +92,9 @@ def _flats(optimizer: dict[str, Any], index: int, master: Tensor) -> tuple[dict[
 
 def _within(state: dict[str, Any], key: str, folder: Path) -> Any:
     if key not in state:
-        raise CheckpointError(f"{folder}: does not say where the parameters lie ({key}); it is of a DeepSpeed before 0.8, save it with a later one")
+        raise CheckpointError(
+            f"{folder}: does not say where the parameters lie ({key}); it is of an old DeepSpeed, load and save it with a later one"
+        )
     return state[key]
 
 

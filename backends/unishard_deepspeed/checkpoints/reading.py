@@ -42,8 +42,8 @@ def read(source: Path) -> Contents:
         return _contents(files, models, states)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{files.folder}: is not as DeepSpeed 0.19.8 writes it ({type(error).__name__}: {error}); files of different checkpoints, or of "
-            "another version"
+            f"{files.folder}: is not as DeepSpeed 0.19.8 writes it ({type(error).__name__}: {error}); its files are of different "
+            "checkpoints, or of another version"
         ) from error
 
 
@@ -113,7 +113,8 @@ def _frozen(models: Sequence[dict[str, Any]], others: set[str], stage: int) -> d
         return {name: whole(value) for name, value in models[0]["module"].items() if name not in others and isinstance(value, Tensor)}
     shapes = models[0].get("frozen_param_shapes") or {}
     return {
-        name: stitched(name, shape, [model["frozen_param_fragments"][name].reshape(-1) for model in models]) for name, shape in shapes.items()
+        name: stitched(name, shape, [model["frozen_param_fragments"][name].reshape(-1) for model in models])
+        for name, shape in shapes.items()
     }
 
 

@@ -49,9 +49,9 @@ def read(folders: Sequence[Path]) -> Contents:
     notes = list(found.notes)
     if still:
         notes.append(f"taken for frozen parameters, since they have no optimizer state (some may be buffers or ties): {', '.join(still)}")
-    counts = {int(float(found.stretches[of_optimizer(name, "step")].read(0, 1)[0])) for name in trained if of_optimizer(name, "step") in found.stretches}
-    step = max(counts, default=0)
-    notes.append(f"the number of updates is taken from the optimizer: {step}; random numbers, schedule and data position are not taken over")
+    counts = [found.stretches[of_optimizer(name, "step")] for name in trained if of_optimizer(name, "step") in found.stretches]
+    step = max((int(count.read(0, 1).item()) for count in counts), default=0)
+    notes.append(f"updates are counted by the optimizer: {step}; random numbers, schedule and data position are not taken over")
     keys = {part[1] for part in map(optimizer_part, found.stretches) if part is not None}
     return Contents(
         stretches=found.stretches,

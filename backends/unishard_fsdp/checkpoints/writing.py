@@ -35,7 +35,7 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
 
 
 def _values(index: int, group: Group, defaults: dict[str, Any]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
-    """A group as torch flattens it by default, and as it does under `flatten_optimizer_state_dict` (torch 2.13, checkpoint/state_dict.py)."""
+    """A group as torch stores it by default, and under `flatten_optimizer_state_dict` (torch 2.13, checkpoint/state_dict.py)."""
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in (defaults | group.options).items()}
     values: dict[str, tuple[tuple[str | int, ...], Any]] = {
         f"{_GROUPS}.{index}.{key}": (("optim", "param_groups", index, key), value)
