@@ -14,7 +14,7 @@ __all__ = ["constant", "stitched", "whole"]
 
 
 def stitched(name: str, shape: Sequence[int], pieces: Sequence[Tensor]) -> Stretch:
-    """A tensor of flat pieces, one after the other, of which the last may be padded.
+    """A tensor of flat pieces, one after the other, with less than one element of padding for each piece at the end.
 
     Raises:
         CheckpointError: The pieces are not enough, or too many.
@@ -23,7 +23,7 @@ def stitched(name: str, shape: Sequence[int], pieces: Sequence[Tensor]) -> Stret
     for piece in pieces:
         starts.append(at)
         at += piece.numel()
-    if at < numel or (pieces and starts[-1] > numel):
+    if not 0 <= at - numel < max(1, len(pieces)):
         raise CheckpointError(f"{name}: the files hold {at} of its {numel} elements; files are missing, or of different checkpoints")
 
     def read(begin: int, end: int) -> Tensor:
