@@ -82,9 +82,11 @@ def trained(engine, steps, rank, precision):
 
 
 def gathered(engine):
-    """Masters and moments of each trainable parameter, by DeepSpeed's own functions."""
+    """Masters and moments of each trainable parameter, by DeepSpeed's own functions; those know nothing of stage 0."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if engine.zero_optimization_stage() == 0:
+        return replicated(engine)
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         # Stages 1 and 2 link the states of the first group alone (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py).
         engine.optimizer._hp_optimizer_states_linked = False
@@ -93,6 +95,21 @@ def gathered(engine):
     found = {f"model.{name}": safe_get_full_fp32_param(parameter).clone() for name, parameter in named.items()}
     for key in MOMENTS:
         found |= {f"optim.state.{name}.{key}": safe_get_full_optimizer_state(each, key).clone() for name, each in named.items()}
+    return found
+
+
+def replicated(engine):
+    """The same at stage 0, where each rank has all of it."""
+    optimizer = engine.optimizer
+    groups = zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
+    masters = {parameter: master for each in groups for parameter, master in zip(*each, strict=True)}
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            master = masters.get(parameter, parameter)
+            state = getattr(optimizer, "optimizer", optimizer).state[master]
+            found |= {f"model.{name}": master.detach().clone()}
+            found |= {f"optim.state.{name}.{key}": state[key].clone() for key in (*MOMENTS, "step")}
     return found
 
 

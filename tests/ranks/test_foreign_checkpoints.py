@@ -11,7 +11,7 @@ from unishard.checkpoint.converting import convert
 from unishard.checkpoint.tensors import Tensors
 from unishard.testing import run_ranks
 
-CELLS = [(stage, precision, 2) for stage in (1, 2, 3) for precision in ("fp32", "bf16")] + [(3, "fp32", 1)]
+CELLS = [(stage, precision, 2) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")] + [(3, "fp32", 1)]
 LOADED = [(1, "fp32", 2), (2, "bf16", 2), (2, "fp32", 2), (3, "fp32", 1)]
 """Stage 3 with one group: with several, DeepSpeed 0.19.8 takes a Universal Checkpoint back wrongly."""
 LARGE = ["first.weight", "second.weight", "inward.weight"]
@@ -60,7 +60,7 @@ class TestFromDeepSpeed:
         saved, ours, _ = deepspeed
         state, _ = saved[0][cell]
         assert {value.dtype for value in state.values()} == {torch.float32}
-        assert len(state) == (len(LARGE) + len(SMALL)) * (1 + len(MOMENTS))
+        assert len(state) == (len(LARGE) + len(SMALL)) * (1 + len(MOMENTS) + (cell[0] == 0))
         check_tensors(ours / name_of(cell), state)
 
     def test_holds_what_does_not_train(self, deepspeed, cell):
@@ -73,7 +73,9 @@ class TestFromDeepSpeed:
         facts, tensors = manifest.read(folder), Tensors(folder)
         assert (facts.step, facts.world_size, facts.schedule.updates) == (STEPS, 2, STEPS)
         assert (facts.ties, facts.frozen, facts.buffers) == ({"outward.weight": "inward.weight"}, ["third.weight"], ["shift"])
-        assert all(tensors.whole(f"optim.state.{name}.step") == STEPS for name in (*LARGE, *SMALL))
+        # At stage 0 in bf16, DeepSpeed 0.19.8 makes an update while it is built (runtime/fp16/unfused_optimizer.py).
+        updates = STEPS + (cell[:2] == (0, "bf16"))
+        assert all(tensors.whole(f"optim.state.{name}.step") == updates for name in (*LARGE, *SMALL))
         assert facts.optimizer.class_name == "AdamW"
         groups = facts.optimizer.groups
         if cell[2] == 2:

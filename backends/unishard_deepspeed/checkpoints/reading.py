@@ -1,10 +1,10 @@
-"""Reads what `engine.save_checkpoint` wrote: ZeRO stages 1, 2 and 3, any format and number of ranks."""
+"""Reads what `engine.save_checkpoint` wrote: any ZeRO stage, format and number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from unishard_deepspeed.checkpoints.files import LossScaler, load
 from unishard_deepspeed.checkpoints.fragments import constant, stitched, whole
 from unishard_deepspeed.checkpoints.layout import Files, files_of
 from unishard_deepspeed.checkpoints.partitions import Parameter, flat_groups, sub_groups
+from unishard_deepspeed.checkpoints.unpartitioned import groups_of, named_by_shapes, named_by_values, ties_of
 
 __all__ = ["read"]
 
@@ -50,42 +51,67 @@ def read(source: Path) -> Contents:
 def _check(model: dict[str, Any], files: Files) -> None:
     if model.get("mp_world_size", 1) > 1:
         raise CheckpointError(f"{files.folder}: the model is tensor or pipeline parallel, which is not understood")
+    if model.get("param_shapes") is not None and not files.optimizer:
+        raise CheckpointError(f"{files.folder}: the files *_optim_states.pt are missing; the checkpoint is incomplete")
     if any(key in model for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
         raise CheckpointError(f"{files.folder}: the model has experts (MoE), which is not understood")
-    if not files.optimizer:
-        raise CheckpointError(
-            f"{files.folder}: has no files *_optim_states.pt. At ZeRO stage 0 DeepSpeed does not store which parameter each optimizer "
-            "state belongs to; save under stage 1, 2 or 3"
-        )
+
+
+class _Trained(NamedTuple):
+    """What the optimizer had."""
+
+    parameters: dict[str, Parameter]
+    groups: Sequence[Mapping[str, Any]]
+    scaler: Mapping[str, Any]
+    """Attributes of the loss scaler."""
 
 
 def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> Contents:
-    model, stage = models[0], int(states[0].get("zero_stage", 1))
-    counts = states[0]["partition_count"]
+    model, module = models[0], models[0]["module"]
+    buffers = {name: whole(module[name]) for name in model["buffer_names"]}
+    shared = model.get("shared_params")
+    ties = ties_of({name: value for name, value in module.items() if name not in buffers}) if shared is None else dict(shared)
+    if states:
+        trained = _partitioned(files, models, states)
+    else:
+        own = {name: value for name, value in module.items() if name not in ties and name not in buffers}
+        trained = _unpartitioned(model["optimizer"], own, files.folder)
+    frozen = _frozen(models, {*trained.parameters, *ties, *buffers})
+    return Contents(
+        stretches=_stretches(trained.parameters) | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
+        step=model["global_steps"],
+        world_size=model["dp_world_size"],
+        optimizer=_optimizer(trained.groups, trained.parameters),
+        ties=ties,
+        frozen=tuple(frozen),
+        buffers=tuple(buffers),
+        schedule=ScheduleFacts(updates=model["global_steps"] - model["skipped_steps"]),
+        loss_scale=_loss_scale(trained.scaler),
+        versions={"deepspeed": str(model.get("ds_version", "unknown"))},
+        notes=tuple(_notes(model, frozen)),
+    )
+
+
+def _partitioned(files: Files, models: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> _Trained:
+    """Stages 1 to 3."""
+    stage, counts = int(states[0].get("zero_stage", 1)), states[0]["partition_count"]
     ranks = max(counts) if isinstance(counts, list) else counts
     if ranks != len(states) or (stage == 3 and len(models) != len(states)):
         raise CheckpointError(
             f"{files.folder}: {ranks} ranks wrote it, but there are files of {len(states)}; files are missing or of an older checkpoint"
         )
-    parameters = (sub_groups if stage == 3 else flat_groups)(states, model["param_shapes"], files.folder)
+    parameters = (sub_groups if stage == 3 else flat_groups)(states, models[0]["param_shapes"], files.folder)
     base = states[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-    ties = dict(model.get("shared_params") or {})
-    buffers = {name: whole(model["module"][name]) for name in model["buffer_names"]}
-    frozen = _frozen(models, {*parameters, *ties, *buffers}, stage)
-    updates = model["global_steps"] - model["skipped_steps"]
-    return Contents(
-        stretches=_stretches(parameters) | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
-        step=model["global_steps"],
-        world_size=len(states),
-        optimizer=_optimizer(base["param_groups"], parameters),
-        ties=ties,
-        frozen=tuple(frozen),
-        buffers=tuple(buffers),
-        schedule=ScheduleFacts(updates=updates),
-        loss_scale=_loss_scale(states[0]),
-        versions={"deepspeed": str(model.get("ds_version", "unknown"))},
-        notes=tuple(_notes(model, frozen)),
-    )
+    scaler = states[0].get("loss_scaler")
+    return _Trained(parameters, base["param_groups"], vars(scaler) if isinstance(scaler, LossScaler) else {})
+
+
+def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor], folder: Path) -> _Trained:
+    """Stage 0."""
+    if not stored:
+        raise CheckpointError(f"{folder}: there is no optimizer in it; load such weights into your model, and start from there")
+    named = named_by_values if "optimizer_state_dict" in stored else named_by_shapes
+    return _Trained(named(stored, tensors, folder), groups_of(stored), stored)
 
 
 def _stretches(parameters: Mapping[str, Parameter]) -> dict[str, Stretch]:
@@ -107,28 +133,22 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, Par
     return optimizer_of(zip(named, options, strict=True), {key for each in parameters.values() for key in each.pieces})
 
 
-def _frozen(models: Sequence[dict[str, Any]], others: set[str], stage: int) -> dict[str, Stretch]:
-    """Stage 3 stores a part of each on every rank; the others store them among the module's (stage 1 nowhere else)."""
-    if stage < 3:
-        return {name: whole(value) for name, value in models[0]["module"].items() if name not in others and isinstance(value, Tensor)}
-    shapes = models[0].get("frozen_param_shapes") or {}
-    return {
-        name: stitched(name, shape, [model["frozen_param_fragments"][name].reshape(-1) for model in models])
-        for name, shape in shapes.items()
-    }
+def _frozen(models: Sequence[dict[str, Any]], others: set[str]) -> dict[str, Stretch]:
+    """What else the module has: stage 3 stores a part of each on every rank, the others store them there (stages 0 and 1 nowhere else)."""
+    if len(models) > 1 or models[0].get("frozen_param_fragments"):
+        shapes = models[0].get("frozen_param_shapes") or {}
+        pieces = {name: [model["frozen_param_fragments"][name].reshape(-1) for model in models] for name in shapes}
+        return {name: stitched(name, shape, pieces[name]) for name, shape in shapes.items()}
+    return {name: whole(value) for name, value in models[0]["module"].items() if name not in others}
 
 
-def _loss_scale(state: Mapping[str, Any]) -> LossScaleFacts | None:
-    scaler = state.get("loss_scaler")
-    if not isinstance(scaler, LossScaler):
-        return None
-    facts = vars(scaler)
-    if "scale_window" not in facts:
-        scale = float(facts.get("cur_scale", 1.0))
+def _loss_scale(scaler: Mapping[str, Any]) -> LossScaleFacts | None:
+    if scaler.get("scale_window") is None:
+        scale = float(scaler.get("cur_scale", 1.0))
         return LossScaleFacts(value=scale, made=0) if scale != 1.0 else None
     # DeepSpeed grows on the update after the window is full (DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py, update_scale).
-    since = facts["cur_iter"] - facts["last_overflow_iter"] - 1
-    return LossScaleFacts(value=float(facts["cur_scale"]), made=max(0, (since - 1) % facts["scale_window"]) if since > 0 else 0)
+    since = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
+    return LossScaleFacts(value=float(scaler["cur_scale"]), made=(since - 1) % scaler["scale_window"] if since > 0 else 0)
 
 
 def _notes(model: Mapping[str, Any], frozen: Mapping[str, Stretch]) -> list[str]:
@@ -139,6 +159,8 @@ def _notes(model: Mapping[str, Any], frozen: Mapping[str, Stretch]) -> list[str]
             "the state of DeepSpeed's learning-rate scheduler is not taken over; the rates stand as they were, and the config's schedule "
             "goes on from the number of updates"
         )
+    if model.get("param_shapes") is None:
+        notes.append("ZeRO stage 0 stores no names; each optimizer state went to the parameter with its values, or in fp32 with its shape")
     client = sorted(set(model) - _KNOWN)
     if client:
         notes.append(f"what the script saved beside the model is not taken over: {', '.join(client)}")

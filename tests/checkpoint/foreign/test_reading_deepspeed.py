@@ -131,6 +131,11 @@ def _remove(name):
     return lambda folder: (folder / name).unlink()
 
 
+def _remove_all(folder):
+    for file in folder.glob("*_optim_states.pt"):
+        file.unlink()
+
+
 def _damage(folder):
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(b"nothing of the kind")
 
@@ -144,6 +149,7 @@ def _damage(folder):
         (_add("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), "rank 0 has two files"),
         (lambda folder: (folder / "offloaded_tensors").mkdir(), "NVMe"),
         (_remove("zero_pp_rank_0_mp_rank_00_optim_states.pt"), "of rank 0 is missing"),
+        (_remove_all, "the files \\*_optim_states.pt are missing"),
         (_remove("zero_pp_rank_1_mp_rank_00_optim_states.pt"), "2 ranks wrote it, but there are files of 1"),
         (_damage, "is damaged"),
     ],
