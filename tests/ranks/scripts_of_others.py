@@ -64,8 +64,10 @@ def engine_of(deepspeed, model, stage, precision, groups, **config):
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
     }
-    if precision == "bf16":
+    if precision != "fp32":
         config["bf16"] = {"enabled": True}
+    if precision == "bf16+fp32":  # a wrapper of its own (DeepSpeed 0.19.8, runtime/bf16_optimizer.py)
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     with hushed():
         engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, groups), config=config)
     return engine
@@ -74,7 +76,7 @@ def engine_of(deepspeed, model, stage, precision, groups, **config):
 def trained(engine, steps, rank, precision):
     losses = []
     for step in steps:
-        loss = engine(batch(step, rank, torch.bfloat16 if precision == "bf16" else torch.float32))
+        loss = engine(batch(step, rank, torch.float32 if precision == "fp32" else torch.bfloat16))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -130,7 +132,7 @@ def save_deepspeed(cells, root):
 
 
 def load_universal(cells, root):
-    """Losses of a real engine that goes on from a Universal Checkpoint."""
+    """For each cell: the losses of a real engine that goes on from the Universal Checkpoint of that name."""
     topology = ensure(Topology.from_environment())
     deepspeed = load(topology)
     seen = {}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from unishard.checkpoint.contents import Stretch
-from unishard.checkpoint.foreign import Contents, optimizer_of
+from unishard.checkpoint.foreign import Contents, optimizer_of, plain
 from unishard.checkpoint.keys import PARAMETERS, of_optimizer
 from unishard.checkpoint.manifest import LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.errors import CheckpointError
@@ -41,7 +41,9 @@ def read(source: Path) -> Contents:
         _check(models[0], files)
         states = [load(path)["optimizer_state_dict"] for path in files.optimizer]
         return _contents(files, models, states)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{files.folder}: is not as DeepSpeed 0.19.8 writes it ({type(error).__name__}: {error}); its files are of different "
             "checkpoints, or of another version"
@@ -67,7 +69,7 @@ class _Trained(NamedTuple):
 
 
 def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> Contents:
-    model, module = models[0], models[0]["module"]
+    model, module = models[0], {name: value for name, value in models[0]["module"].items() if isinstance(value, Tensor)}
     buffers = {name: whole(module[name]) for name in model["buffer_names"]}
     shared = model.get("shared_params")
     ties = ties_of({name: value for name, value in module.items() if name not in buffers}) if shared is None else dict(shared)
@@ -76,7 +78,7 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
     else:
         own = {name: value for name, value in module.items() if name not in ties and name not in buffers}
         trained = _unpartitioned(model["optimizer"], own, files.folder)
-    frozen = _frozen(models, {*trained.parameters, *ties, *buffers})
+    frozen = _frozen(models, module, {*trained.parameters, *ties, *buffers})
     return Contents(
         stretches=_stretches(trained.parameters) | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
         step=model["global_steps"],
@@ -88,7 +90,7 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
         schedule=ScheduleFacts(updates=model["global_steps"] - model["skipped_steps"]),
         loss_scale=_loss_scale(trained.scaler),
         versions={"deepspeed": str(model.get("ds_version", "unknown"))},
-        notes=tuple(_notes(model, frozen)),
+        notes=tuple(_notes(model, frozen, trained.groups)),
     )
 
 
@@ -129,17 +131,22 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, Par
     named: list[list[str]] = [[] for _ in groups]
     for name, parameter in parameters.items():
         named[parameter.group].append(name)
-    options = [{key: value for key, value in group.items() if key != "step"} for group in groups]
+    options = [{key: _number(value) for key, value in group.items() if key != "step"} for group in groups]
     return optimizer_of(zip(named, options, strict=True), {key for each in parameters.values() for key in each.pieces})
 
 
-def _frozen(models: Sequence[dict[str, Any]], others: set[str]) -> dict[str, Stretch]:
+def _number(value: Any) -> Any:
+    """Rates may be tensors with one element."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _frozen(models: Sequence[dict[str, Any]], module: Mapping[str, Tensor], others: set[str]) -> dict[str, Stretch]:
     """What else the module has: stage 3 stores a part of each on every rank, the others store them there (stages 0 and 1 nowhere else)."""
     if len(models) > 1 or models[0].get("frozen_param_fragments"):
         shapes = models[0].get("frozen_param_shapes") or {}
         pieces = {name: [model["frozen_param_fragments"][name].reshape(-1) for model in models] for name in shapes}
         return {name: stitched(name, shape, pieces[name]) for name, shape in shapes.items()}
-    return {name: whole(value) for name, value in models[0]["module"].items() if name not in others}
+    return {name: whole(value) for name, value in module.items() if name not in others}
 
 
 def _loss_scale(scaler: Mapping[str, Any]) -> LossScaleFacts | None:
@@ -151,7 +158,7 @@ def _loss_scale(scaler: Mapping[str, Any]) -> LossScaleFacts | None:
     return LossScaleFacts(value=float(scaler["cur_scale"]), made=(since - 1) % scaler["scale_window"] if since > 0 else 0)
 
 
-def _notes(model: Mapping[str, Any], frozen: Mapping[str, Stretch]) -> list[str]:
+def _notes(model: Mapping[str, Any], frozen: Mapping[str, Stretch], groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is left behind, and why."""
     notes = ["random numbers and the position in the data are not stored by DeepSpeed"]
     if model.get("lr_scheduler"):
@@ -160,7 +167,14 @@ def _notes(model: Mapping[str, Any], frozen: Mapping[str, Stretch]) -> list[str]
             "goes on from the number of updates"
         )
     if model.get("param_shapes") is None:
-        notes.append("ZeRO stage 0 stores no names; each optimizer state went to the parameter with its values, or in fp32 with its shape")
+        notes.append(
+            "ZeRO stage 0 stores no names: each optimizer state went to the parameter with its values; in fp32, which has none, to those "
+            "of its shape in the model's order"
+        )
+    dropped = {key for group in groups for key, value in group.items() if not plain(_number(value))}
+    dropped |= {name for name, value in model["module"].items() if not isinstance(value, Tensor)}
+    if dropped:
+        notes.append(f"what is neither a tensor nor a plain value is not taken over: {', '.join(sorted(dropped))}")
     client = sorted(set(model) - _KNOWN)
     if client:
         notes.append(f"what the script saved beside the model is not taken over: {', '.join(client)}")

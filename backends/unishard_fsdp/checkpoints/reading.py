@@ -75,8 +75,17 @@ def _add(folder: Path, found: _Found) -> None:
         elif model is not None and name.startswith(model):
             found.stretches[PARAMETERS + name.removeprefix(model)] = tensors.stretch(name)
     if optimizer is not None:
-        values, skipped = objects.read(folder, optimizer + "param_groups.")
-        found.groups.extend(_groups(values))
+        root = optimizer + "param_groups."
+        values, skipped = objects.read(folder, root)
+        # Rates may be tensors with one element.
+        numbers = [name for name in tensors if name.startswith(root) and tensors.shapes[name].numel() == 1]
+        values |= {name.removeprefix(root): tensors.whole(name).item() for name in numbers}
+        try:
+            found.groups.extend(_groups(values))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder}: {root}*: are not as torch writes them ({error}); save the optimizer's state_dict anew"
+            ) from error
         if skipped:
             found.notes.append(f"options of the optimizer that are no plain numbers are not taken over: {', '.join(skipped)}")
     roots = tuple(each for each in (model, optimizer) if each is not None)

@@ -46,11 +46,11 @@ def _shared(value, ranks):
     return list(torch.cat([value.reshape(-1), torch.zeros(share * ranks - value.numel())]).split(share))
 
 
-def _options(index):
-    return {"lr": 0.1 * (index + 1), "betas": (0.9, 0.999), "weight_decay": 0.0, "params": [index]}
+def _options(index, options):
+    return {"lr": 0.1 * (index + 1), "betas": (0.9, 0.999), "weight_decay": 0.0, **options, "params": [index]}
 
 
-def _state(stage, groups, tensors, rank, ranks, step):
+def _state(stage, groups, tensors, rank, ranks, step, options):
     flats, addresses = [], []
     for named in groups:
         held = {key: {name: tensors[name, key] for name in named} for key in KEYS}
@@ -61,7 +61,7 @@ def _state(stage, groups, tensors, rank, ranks, step):
             flats.append({key: part for key, (part, _) in parts.items()})
             addresses.append(parts["fp32"][1])
     state = {index: {"step": step, **{key: flat[key] for key in KEYS[1:]}} for index, flat in enumerate(flats)}
-    base = {"state": state, "param_groups": [_options(index) for index in range(len(groups))]}
+    base = {"state": state, "param_groups": [_options(index, options) for index in range(len(groups))]}
     masters = [flat["fp32"] for flat in flats]
     if stage == 3:
         return {"zero_stage": ZeroStageEnum.weights, "partition_count": ranks, "optimizer_state_dict": base, "fp32_flat_groups": masters}
@@ -74,7 +74,7 @@ def _state(stage, groups, tensors, rank, ranks, step):
     }
 
 
-def lay_out(root, groups, *, stage=2, ranks=2, step=None, scaler=None, frozen=None, tag="global_step7", **more):
+def lay_out(root, groups, *, stage=2, ranks=2, step=None, scaler=None, frozen=None, options=None, tag="global_step7", **more):
     """Write a checkpoint; returns what it holds of each parameter.
 
     Args:
@@ -83,6 +83,7 @@ def lay_out(root, groups, *, stage=2, ranks=2, step=None, scaler=None, frozen=No
         step: As the optimizer counts.
         scaler: Attributes of a dynamic loss scaler.
         frozen: Tensors that do not train.
+        options: Of all parameter groups, beside the usual.
         more: What the script saved beside the model.
     """
     folder, tensors, frozen = root / tag, tensors_of(groups), frozen or {}
@@ -117,7 +118,7 @@ def lay_out(root, groups, *, stage=2, ranks=2, step=None, scaler=None, frozen=No
             name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
             torch.save(model, folder / name)
         count = torch.tensor(5.0) if step is None else step
-        state = {"loss_scaler": held, **_state(stage, groups, tensors, rank, ranks, count)}
+        state = {"loss_scaler": held, **_state(stage, groups, tensors, rank, ranks, count, options or {})}
         file = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"}, file)
     return tensors

@@ -127,7 +127,7 @@ class TestPlainTorch:
     def test_there_and_back(self, ours, tmp_path, root):
         tensors, groups = (
             Tensors(ours),
-            [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]}, {"lr": 0.2, "params": ["b"]}],
+            [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]}, {"lr": 0.2, "params": ["b"]}],
         )
         state = {"model": {}, "optim": {"state": {}, "param_groups": groups}, "epoch": 3}
         for name in tensors:
@@ -143,7 +143,7 @@ class TestPlainTorch:
         assert set(found) == set(tensors)
         assert all(torch.equal(found.whole(name), tensors.whole(name)) for name in tensors)
         assert [group.names for group in facts.optimizer.groups] == [["a.weight", "a.scale"], ["b"]]
-        assert [group.options for group in facts.optimizer.groups] == [{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.2}]
+        assert [group.options for group in facts.optimizer.groups] == [{"lr": 0.5, "betas": [0.9, 0.99]}, {"lr": 0.2}]
         assert (facts.step, facts.frozen) == (5, ["steps", "still"])
         assert any("not taken over" in note for note in notes)
 

@@ -102,6 +102,13 @@ def test_says_what_is_left_behind(tmp_path):
     assert any(note.endswith("not taken over: epoch") for note in notes)
 
 
+def test_takes_one_number_out_of_a_tensor_and_says_what_else_it_drops(tmp_path):
+    lay_out(tmp_path / "theirs", SMALL, options={"lr": torch.tensor(0.5), "odd": torch.ones(2)})
+    notes = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert all("odd" not in group.options and group.options["lr"] == 0.5 for group in manifest.read(tmp_path / "ours").optimizer.groups)
+    assert any(note.endswith("is not taken over: odd") for note in notes)
+
+
 class Bomb:
     """Makes a folder where it is unpickled."""
 
