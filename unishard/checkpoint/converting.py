@@ -101,14 +101,17 @@ def _recognised(known: dict[str, CheckpointFormat], source: Path) -> CheckpointF
 @contextmanager
 def _appearing(destination: Path) -> Iterator[Path]:
     """An empty folder that takes the name of the destination once it is full, or is gone."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
     folder = destination.parent / f".tmp-{destination.name}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
     try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
         yield folder
         fsync(folder)
         folder.rename(destination)
         fsync(destination.parent)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(f"{destination}: cannot be written ({error.strerror}); name a place that is writable and has room") from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -7,6 +7,7 @@ runtime/zero/stage3.py).
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,5 +138,7 @@ def _whole(stretch: Stretch) -> Tensor:
 
 def _save(value: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value, path)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)  # in memory first, since torch's own writer gives no clean error on a full disk (torch 2.13)
+    path.write_bytes(buffer.getbuffer())
     fsync(path)
