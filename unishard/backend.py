@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from unishard.checkpoint.foreign import CheckpointFormat
     from unishard.engine.units import Unit
 
 __all__ = ["Backend", "Engine", "OptimizerBuilder", "OptimizerFactory", "Placement", "Step"]
@@ -247,6 +248,11 @@ class Backend(Protocol):
             topology: The ranks.
             undecided: Fields that the training script decides; their value in `cfg` only fills their place.
         """
+        ...
+
+    @property
+    def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
+        """Checkpoint directories of the engine's own, by the word after `--from` and `--to` of `unishard checkpoint convert`."""
         ...
 
     def prepare(

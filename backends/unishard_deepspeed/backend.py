@@ -19,6 +19,7 @@ from unishard_deepspeed.rules import RULES
 if TYPE_CHECKING:
     from torch import nn
 
+    from unishard.checkpoint.foreign import CheckpointFormat
     from unishard.engine.units import Unit
 
 __all__ = ["DeepSpeedBackend"]
@@ -86,6 +87,13 @@ class DeepSpeedBackend:
     def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
         """The JSON for raw `deepspeed.initialize`. Pure."""
         return arguments.arguments(cfg, topology, undecided)
+
+    @property
+    def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
+        """What DeepSpeed's own `save_checkpoint` writes, and its Universal Checkpoint."""
+        from unishard_deepspeed.checkpoints import FORMATS
+
+        return FORMATS
 
     def prepare(
         self,

@@ -18,6 +18,7 @@ from unishard_fsdp.rules import RULES
 if TYPE_CHECKING:
     from torch import nn
 
+    from unishard.checkpoint.foreign import CheckpointFormat
     from unishard.engine.units import Unit
 
 __all__ = ["FSDPBackend"]
@@ -85,6 +86,13 @@ class FSDPBackend:
     def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
         """FSDP2's arguments for the same training. Pure."""
         return arguments.arguments(cfg, topology, undecided)
+
+    @property
+    def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
+        """Directories of torch.distributed.checkpoint, and those of Accelerate."""
+        from unishard_fsdp.checkpoints import FORMATS
+
+        return FORMATS
 
     def prepare(
         self,

@@ -96,6 +96,12 @@ def write(
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # by `no_dist`, as it should be
             save({}, storage_writer=writer, planner=_Planner(stretches), process_group=group, no_dist=alone)
     except (CheckpointException, OSError, ValueError) as error:
+        if (
+            alone
+            and isinstance(error, CheckpointException)
+            and any(isinstance(each, KeyboardInterrupt) for each, _ in error.failures.values())
+        ):
+            raise KeyboardInterrupt from None  # torch takes that for a failure to write (torch 2.13, checkpoint/utils.py)
         raise CheckpointError(f"{folder}: {_cause(error)}") from error
     mine = (writer.files, dict(writer.hashes))
     if alone:

@@ -1,0 +1,105 @@
+"""Where each parameter lies in the flat partitions that DeepSpeed stores, for every kind of optimizer wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from unishard.errors import CheckpointError
+
+__all__ = ["Parameter", "flat_groups", "sub_groups"]
+
+Shapes = Sequence[Mapping[str, Sequence[int]]]
+"""Shape of each parameter by name, in lists as the optimizer's flat buffers are."""
+
+
+class Parameter(NamedTuple):
+    """A trainable parameter."""
+
+    group: int
+    """Its parameter group."""
+    shape: tuple[int, ...]
+    pieces: dict[str, list[Tensor]]
+    """Its master (`fp32`) and each kind of its optimizer's state, in flat pieces in the order of the ranks."""
+    step: Any
+    """Updates, as the optimizer counts them; None where it does not."""
+
+
+def flat_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -> dict[str, Parameter]:
+    """Stages 1 and 2: one flat buffer for each parameter group, cut into equal partitions wherever it falls.
+
+    `param_slice_mappings` of each rank says what it holds of each parameter (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py
+    and runtime/bf16_optimizer.py); the rest follows from the order of the ranks.
+
+    Raises:
+        CheckpointError: The buffers and the shapes do not belong together.
+    """
+    found: dict[str, Parameter] = {}
+    for group, named in enumerate(shapes):
+        for name, shape in named.items():
+            found[name] = Parameter(group, tuple(shape), {}, None)
+        for state in states:
+            flats, step = _flats(state["base_optimizer_state"], group, state["single_partition_of_fp32_groups"][group])
+            for name, address in _within(state, "param_slice_mappings", folder)[group].items():
+                parameter = found[name]
+                for key, flat in flats.items():
+                    parameter.pieces.setdefault(key, []).append(flat[address.start : address.start + address.numel])
+                found[name] = parameter._replace(step=step)
+    return found
+
+
+def sub_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -> dict[str, Parameter]:
+    """Stage 3: each parameter is cut into equal parts, padded, and each rank's parts follow each other in the buffers of sub-groups.
+
+    Raises:
+        CheckpointError: The buffers and the shapes do not belong together.
+    """
+    found: dict[str, Parameter] = {}
+    owners = {index: group for group, each in enumerate(states[0]["optimizer_state_dict"]["param_groups"]) for index in each["params"]}
+    for index, named in enumerate(shapes):
+        for name, shape in named.items():
+            found[name] = Parameter(owners[index], tuple(shape), {}, None)
+        for state in states:
+            flats, step = _flats(state["optimizer_state_dict"], index, state["fp32_flat_groups"][index])
+            at = 0
+            for name in named:
+                share = -(-_numel(found[name].shape) // len(states))
+                for key, flat in flats.items():
+                    found[name].pieces.setdefault(key, []).append(flat[at : at + share])
+                found[name] = found[name]._replace(step=step)
+                at += share
+            if at != flats["fp32"].numel():
+                raise CheckpointError(
+                    f"{folder}: the partitions of sub-group {index} do not have the size that {len(states)} ranks make "
+                    "(MiCS is not understood); convert a checkpoint of plain ZeRO-3"
+                )
+    return found
+
+
+def _flats(optimizer: dict[str, Any], index: int, master: Tensor) -> tuple[dict[str, Tensor], Any]:
+    """What is as long as the master, and the step count beside it."""
+    state = optimizer["state"].get(index, {})
+    groups = optimizer["param_groups"]
+    group: dict[str, Any] = next((each for each in groups if index in each.get("params", ())), {})
+    # DeepSpeed's FusedAdam counts in the group (DeepSpeed 0.19.8, ops/adam/fused_adam.py).
+    step = state.get("step", group.get("step"))
+    flats = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() and value.numel() >= master.numel()}
+    return {"fp32": master, **flats}, step
+
+
+def _within(state: dict[str, Any], key: str, folder: Path) -> Any:
+    if key not in state:
+        raise CheckpointError(
+            f"{folder}: does not say where the parameters lie ({key}); it is of an old DeepSpeed, load and save it with a later one"
+        )
+    return state[key]
+
+
+def _numel(shape: Sequence[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,78 @@
+"""The values of a torch.distributed.checkpoint directory that are no tensors: numbers and words, read without trusting their pickles."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private; what a reader of torch 2.13 expects in the index
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from unishard.checkpoint import metadata
+from unishard.checkpoint.foreign import plain
+from unishard.checkpoint.writing import fsync
+
+__all__ = ["add", "read"]
+
+_LARGEST = 1 << 20
+"""Bytes of a value that is worth reading: an option is smaller."""
+
+
+def read(folder: Path, prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """The plain values whose names begin in some way.
+
+    Returns:
+        The values by their names without the beginning, and the names of those that are something else.
+    """
+    index = metadata.read(folder)
+    values: dict[str, Any] = {}
+    skipped: list[str] = []
+    for name, entry in index.state_dict_metadata.items():
+        if not isinstance(entry, BytesStorageMetadata) or not name.startswith(prefix):
+            continue
+        place = index.storage_data.get(MetadataIndex(name))
+        try:
+            values[name.removeprefix(prefix)] = _value(folder, place)
+        except (OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError):
+            skipped.append(name)
+    return values, skipped
+
+
+def _value(folder: Path, place: Any) -> Any:
+    """As torch writes it, with `torch.save` (torch 2.13, checkpoint/planner_helpers.py)."""
+    if place.length > _LARGEST:
+        raise ValueError("is too large for an option")
+    with (folder / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        value = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+    if not plain(value):
+        raise ValueError("is no plain value")
+    return value
+
+
+def add(folder: Path, values: Mapping[str, tuple[tuple[str | int, ...], Any]]) -> None:
+    """Put plain values into a directory that one process has written.
+
+    Args:
+        folder: The directory.
+        values: By name: where torch puts each when it makes nested dictionaries of the directory, and what it is.
+    """
+    index = metadata.read(folder)
+    path = folder / "__0_1.distcp"
+    at = 0
+    with path.open("wb") as file:
+        for name, (place, value) in values.items():
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            length = file.write(buffer.getbuffer())
+            index.state_dict_metadata[name] = BytesStorageMetadata()
+            index.storage_data[MetadataIndex(name)] = _StorageInfo(path.name, at, length)
+            index.planner_data[name] = place
+            at += length
+    fsync(path)
+    (folder / metadata.FILE).write_bytes(pickle.dumps(index))
+    fsync(folder / metadata.FILE)

@@ -1,0 +1,128 @@
+"""Reads directories of torch.distributed.checkpoint as scripts around FSDP write them: a model and an optimizer under one root each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.foreign import Contents, optimizer_of
+from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
+from unishard.checkpoint.manifest import ScheduleFacts
+from unishard.checkpoint.tensors import Tensors
+from unishard.errors import CheckpointError
+from unishard_fsdp.checkpoints import objects
+
+__all__ = ["read"]
+
+_MODELS = ("model.", "app.model.", "state_dict.model.", "module.")
+_OPTIMIZERS = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "state_dict.optimizer.", "state_dict.optim.")
+"""Roots under which scripts put them; `app` is that of torch's own tutorial."""
+
+
+class _Found(NamedTuple):
+    stretches: dict[str, Stretch]
+    """Under the names of unishard."""
+    groups: list[tuple[list[str], dict[str, Any]]]
+    """Names and options of each parameter group."""
+    notes: list[str]
+
+
+def read(folders: Sequence[Path]) -> Contents:
+    """What directories that belong together hold.
+
+    Raises:
+        CheckpointError: One has no readable index, or none holds a model.
+    """
+    found = _Found({}, [], [])
+    for folder in folders:
+        _add(folder, found)
+    names = {key.removeprefix(PARAMETERS) for key in found.stretches if key.startswith(PARAMETERS)}
+    if not names:
+        raise CheckpointError(f"{folders[0]}: holds no model under {', '.join(_MODELS)}; save it as {{'model': ..., 'optim': ...}}")
+    trained = {part[0] for part in map(optimizer_part, found.stretches) if part is not None}
+    _complete(found, names, trained, folders[0])
+    still = tuple(sorted(names - trained)) if trained else ()
+    notes = list(found.notes)
+    if still:
+        notes.append(f"taken for frozen parameters, since they have no optimizer state (some may be buffers or ties): {', '.join(still)}")
+    counts = [found.stretches[of_optimizer(name, "step")] for name in trained if of_optimizer(name, "step") in found.stretches]
+    step = max((int(count.read(0, 1).item()) for count in counts), default=0)
+    notes.append(f"updates are counted by the optimizer: {step}; random numbers, schedule and data position are not taken over")
+    keys = {part[1] for part in map(optimizer_part, found.stretches) if part is not None}
+    return Contents(
+        stretches=found.stretches,
+        step=step,
+        world_size=1,
+        optimizer=optimizer_of(found.groups, keys) if found.groups else None,
+        frozen=still,
+        schedule=ScheduleFacts(updates=step) if trained else None,
+        versions={"torch": str(torch.__version__)},
+        notes=tuple(notes),
+    )
+
+
+def _add(folder: Path, found: _Found) -> None:
+    tensors = Tensors(folder)
+    model = _root(tensors, _MODELS, "")
+    optimizer = _root(tensors, _OPTIMIZERS, "state.")
+    for name in tensors:
+        if optimizer is not None and name.startswith(optimizer + "state."):
+            found.stretches[OPTIMIZER + name.removeprefix(optimizer + "state.")] = tensors.stretch(name)
+        elif model is not None and name.startswith(model):
+            found.stretches[PARAMETERS + name.removeprefix(model)] = tensors.stretch(name)
+    if optimizer is not None:
+        root = optimizer + "param_groups."
+        values, skipped = objects.read(folder, root)
+        # Rates may be tensors with one element.
+        numbers = [name for name in tensors if name.startswith(root) and tensors.shapes[name].numel() == 1]
+        values |= {name.removeprefix(root): tensors.whole(name).item() for name in numbers}
+        try:
+            found.groups.extend(_groups(values))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder}: {root}*: are not as torch writes them ({error}); save the optimizer's state_dict anew"
+            ) from error
+        if skipped:
+            found.notes.append(f"options of the optimizer that are no plain numbers are not taken over: {', '.join(skipped)}")
+    roots = tuple(each for each in (model, optimizer) if each is not None)
+    left = sorted({name.partition(".")[0] for name in (*tensors, *tensors.others) if not name.startswith(roots)})
+    if left:
+        found.notes.append(f"not taken over: {', '.join(left)}")
+
+
+def _root(names: Iterable[str], roots: Sequence[str], below: str) -> str | None:
+    held = list(names)
+    return next((root for root in roots if any(name.startswith(root + below) for name in held)), None)
+
+
+def _groups(values: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Of either form in which torch stores them (torch 2.13, checkpoint/state_dict.py): a list, or options for each parameter."""
+    if "0.params" in values:
+        groups: dict[int, dict[str, Any]] = {}
+        for name, value in values.items():
+            index, _, key = name.partition(".")
+            groups.setdefault(int(index), {})[key] = value
+        return [(list(group.pop("params")), group) for _, group in sorted(groups.items())]
+    options: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        parameter, _, key = name.rpartition(".")
+        options.setdefault(parameter, {})[key] = value
+    alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for parameter, held in options.items():
+        alike.setdefault(repr(sorted(held.items())), ([], held))[0].append(parameter)
+    return list(alike.values())
+
+
+def _complete(found: _Found, names: set[str], trained: set[str], folder: Path) -> None:
+    """Every parameter with a state is in a group, and is in the model."""
+    strangers = sorted(trained - names)
+    if strangers:
+        raise CheckpointError(f"{folder}: the optimizer has state of {strangers[0]!r}, which the model does not have; save both together")
+    grouped = {name for group, _ in found.groups for name in group}
+    if trained - grouped:
+        found.groups.append((sorted(trained - grouped), {}))
+        found.notes.append("the options of the optimizer are not stored for all parameters; the config's count for those")

@@ -1,0 +1,55 @@
+"""Writes a directory that a script with FSDP2 loads without unishard: `dcp.load`, then `set_state_dict`, both as torch ships them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unishard.checkpoint.foreign import Advance, Contents, plain
+from unishard.checkpoint.manifest import Group
+from unishard.checkpoint.writing import write as write_tensors
+from unishard_fsdp.checkpoints import objects
+
+__all__ = ["write"]
+
+_GROUPS = "optim.param_groups"
+
+
+def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
+    """Fill an empty folder: `{"model": ..., "optim": ...}`, parameter groups in both forms that torch asks for.
+
+    Returns:
+        What is left behind, and why.
+    """
+    write_tensors(folder, contents.stretches, ties=contents.ties, advance=advance)
+    notes = ["a directory of torch.distributed.checkpoint has no place for the step, the schedule and the loss scale"]
+    if contents.optimizer is not None:
+        defaults = _defaults(contents.optimizer.class_name)
+        values: dict[str, tuple[tuple[str | int, ...], Any]] = {}
+        for index, group in enumerate(contents.optimizer.groups):
+            values |= _values(index, group, defaults)
+        objects.add(folder, values)
+    return tuple(notes)
+
+
+def _values(index: int, group: Group, defaults: dict[str, Any]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
+    """A group as torch stores it by default, and under `flatten_optimizer_state_dict` (torch 2.13, checkpoint/state_dict.py)."""
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in (defaults | group.options).items()}
+    values: dict[str, tuple[tuple[str | int, ...], Any]] = {
+        f"{_GROUPS}.{index}.{key}": (("optim", "param_groups", index, key), value)
+        for key, value in {**options, "params": list(group.names)}.items()
+    }
+    for name in group.names:
+        for key, value in options.items():
+            # A path of its own: torch cannot make a list and a dictionary of one place where it makes nested dictionaries again.
+            values[f"{_GROUPS}.{name}.{key}"] = ((f"{_GROUPS}.{name}.{key}",), value)
+    return values
+
+
+def _defaults(class_name: str) -> dict[str, Any]:
+    """Every option of torch's optimizer of this name, without which `dcp.load` finds keys missing."""
+    kind = getattr(torch.optim, class_name, torch.optim.AdamW)
+    found: dict[str, Any] = kind([torch.zeros(1)]).defaults
+    return {key: value for key, value in found.items() if plain(value)}

@@ -1,0 +1,225 @@
+"""A conversion is whole or has not been, says what it refuses, and is what stock torch reads."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from deepspeed_files import lay_out
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
+
+from unishard.checkpoint import manifest
+from unishard.checkpoint.converting import convert, formats
+from unishard.checkpoint.hashing import hash_of, hexadecimal
+from unishard.checkpoint.tensors import Tensors
+from unishard.cli import app
+from unishard.errors import CheckpointError
+
+GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"b": (7,)}]
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    lay_out(tmp_path / "theirs", GROUPS, frozen={"still": torch.ones(2, 3)})
+    return tmp_path / "theirs"
+
+
+@pytest.fixture
+def ours(theirs, tmp_path):
+    convert(theirs, tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+def dcp_saved(folder, state):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_the_manifest_says_what_was_written(ours):
+    facts, tensors = manifest.read(ours), Tensors(ours)
+    assert set(facts.tensors) == set(tensors)
+    for name, each in facts.tensors.items():
+        assert each.hash == hexadecimal(hash_of(tensors.whole(name).reshape(-1)))
+    assert {name: each.bytes for name, each in facts.files.items()} == {
+        path.name: path.stat().st_size for path in ours.iterdir() if path.name != manifest.FILE
+    }
+    assert facts.model.numel == 15 + 1 + 7 + 6
+
+
+@pytest.mark.parametrize("to", ["unishard", "dcp", "deepspeed-universal"])
+def test_what_is_broken_off_leaves_nothing(theirs, tmp_path, to):
+    def stop(written):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(theirs, tmp_path / "new", to=to, progress=lambda total: stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("to", ["unishard", "dcp", "deepspeed-universal"])
+def test_progress_ends_at_the_total(theirs, tmp_path, to):
+    totals, done = [], []
+
+    def progress(total):
+        totals.append(total)
+        return done.append
+
+    convert(theirs, tmp_path / "new", to=to, progress=progress)
+    assert totals == [sum(done)]
+
+
+@pytest.mark.parametrize("to", ["unishard", "dcp", "deepspeed-universal"])
+def test_a_full_disk_leaves_nothing(theirs, tmp_path, to):
+    def full(written):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        convert(theirs, tmp_path / "new", to=to, progress=lambda total: full)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_nothing_that_exists_is_written_to(theirs, tmp_path):
+    (tmp_path / "new").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(theirs, tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"to": "dpc"}, "no checkpoint format named 'dpc'; did you mean 'dcp'"),
+        ({"from_": "xyz"}, "no checkpoint format named 'xyz'; known: unishard, deepspeed, deepspeed-universal, dcp, accelerate"),
+        ({"to": "accelerate"}, "can be read, but not written; write unishard or deepspeed-universal or dcp"),
+        ({"from_": "dcp"}, "this is no directory of torch.distributed.checkpoint"),
+    ],
+)
+def test_says_which_forms_there_are(theirs, tmp_path, arguments, says):
+    with pytest.raises(CheckpointError, match=says):
+        convert(theirs, tmp_path / "new", **arguments)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_universal_checkpoint_is_not_read(ours, tmp_path):
+    convert(ours, tmp_path / "universal", to="deepspeed-universal")
+    with pytest.raises(CheckpointError, match="can be written, but not read"):
+        convert(tmp_path / "universal", tmp_path / "new")
+
+
+def test_a_folder_without_a_checkpoint(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint of a known tool"):
+        convert(tmp_path / "empty", tmp_path / "new")
+
+
+def test_every_form_has_a_use():
+    assert all(each.read is not None or each.write is not None for each in formats().values())
+
+
+class TestPlainTorch:
+    def test_takes_it_apart(self, ours, tmp_path):
+        convert(ours, tmp_path / "dcp", to="dcp")
+        dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
+        found, tensors = torch.load(tmp_path / "all.pt", weights_only=False), Tensors(ours)
+        assert torch.equal(found["model"]["a.weight"], tensors.whole("model.a.weight"))
+        assert torch.equal(found["optim"]["state"]["a.scale"]["exp_avg"], tensors.whole("optim.state.a.scale.exp_avg"))
+        assert [group["params"] for group in found["optim"]["param_groups"]] == [list(group) for group in GROUPS]
+
+    @pytest.mark.parametrize("root", ["", "app."])
+    def test_there_and_back(self, ours, tmp_path, root):
+        tensors, groups = (
+            Tensors(ours),
+            [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]}, {"lr": 0.2, "params": ["b"]}],
+        )
+        state = {"model": {}, "optim": {"state": {}, "param_groups": groups}, "epoch": 3}
+        for name in tensors:
+            where, _, rest = name.removeprefix("optim.").partition(".")
+            if where == "model":
+                state["model"][rest] = tensors.whole(name)
+            else:
+                parameter, _, key = rest.rpartition(".")
+                state["optim"]["state"].setdefault(parameter, {})[key] = tensors.whole(name)
+        folder = dcp_saved(tmp_path / "dcp", {"app": state} if root else state)
+        notes = convert(folder, tmp_path / "back")
+        found, facts = Tensors(tmp_path / "back"), manifest.read(tmp_path / "back")
+        assert set(found) == set(tensors)
+        assert all(torch.equal(found.whole(name), tensors.whole(name)) for name in tensors)
+        assert [group.names for group in facts.optimizer.groups] == [["a.weight", "a.scale"], ["b"]]
+        assert [group.options for group in facts.optimizer.groups] == [{"lr": 0.5, "betas": [0.9, 0.99]}, {"lr": 0.2}]
+        assert (facts.step, facts.frozen) == (5, ["steps", "still"])
+        assert any("not taken over" in note for note in notes)
+
+    def test_a_model_alone(self, tmp_path):
+        folder = dcp_saved(tmp_path / "dcp", {"model": {"a": torch.ones(3)}})
+        convert(folder, tmp_path / "new")
+        facts = manifest.read(tmp_path / "new")
+        assert (facts.optimizer, facts.schedule, facts.frozen) == (None, None, [])
+
+    def test_no_model_at_all(self, tmp_path):
+        folder = dcp_saved(tmp_path / "dcp", {"a": torch.ones(3)})
+        with pytest.raises(CheckpointError, match="holds no model under model"):
+            convert(folder, tmp_path / "new")
+
+    def test_state_of_what_the_model_does_not_have(self, tmp_path):
+        folder = dcp_saved(tmp_path / "dcp", {"model": {"a": torch.ones(3)}, "optim": {"state": {"b": {"exp_avg": torch.ones(3)}}}})
+        with pytest.raises(CheckpointError, match="state of 'b', which the model does not have"):
+            convert(folder, tmp_path / "new")
+
+    def test_runs_nothing(self, tmp_path):
+        state = {"state": {"a": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": Bomb(tmp_path / "bang"), "eps": 0.5, "params": ["a"]}]}
+        folder = dcp_saved(tmp_path / "dcp", {"model": {"a": torch.ones(3)}, "optim": state})
+        notes = convert(folder, tmp_path / "new")
+        assert not (tmp_path / "bang").exists()
+        assert any("optim.param_groups.0.lr" in note for note in notes)
+        assert manifest.read(tmp_path / "new").optimizer.groups[0].options == {"eps": 0.5}
+
+
+class Bomb:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+class TestCommand:
+    def run(self, *arguments):
+        return CliRunner().invoke(app, ["checkpoint", "convert", *map(str, arguments)], prog_name="unishard")
+
+    def test_says_where_and_what_is_left(self, theirs, tmp_path):
+        result = self.run(theirs, tmp_path / "new")
+        assert result.exit_code == 0
+        assert result.stdout == f"{tmp_path / 'new'}\n"
+        assert all(line.startswith("note: ") for line in result.stderr.splitlines())
+        assert json.loads((tmp_path / "new" / manifest.FILE).read_text())["step"] == 7
+
+    @pytest.mark.parametrize("wrong", ["nowhere", "file"])
+    def test_one_message(self, tmp_path, wrong):
+        (tmp_path / "file").touch()
+        result = self.run(tmp_path / wrong, tmp_path / "new")
+        assert result.exit_code != 0
+        assert result.stderr == f"{tmp_path / wrong}: there is no such folder; name the directory of a checkpoint\n"
+
+    def test_a_destination_that_cannot_be(self, theirs, tmp_path):
+        (tmp_path / "file").touch()
+        result = self.run(theirs, tmp_path / "file" / "new")
+        assert result.exit_code != 0
+        assert result.stderr.startswith(f"{tmp_path / 'file' / 'new'}: cannot be written (")
+        assert len(result.stderr.splitlines()) == 1
+
+    def test_needs_no_engine_to_be_imported(self):
+        code = "import sys, unishard.cli; from unishard import registry\n"
+        code += "for name in registry.available(): registry.get(name).checkpoint_formats\n"
+        code += "print({'torch', 'deepspeed'} & set(sys.modules))"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

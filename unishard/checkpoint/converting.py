@@ -1,0 +1,192 @@
+"""Turns a checkpoint of one tool into one of another: one process, no engine, no model, one piece of a tensor in memory at a time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+
+from unishard import registry
+from unishard.checkpoint import manifest
+from unishard.checkpoint.foreign import Advance, CheckpointFormat, Contents
+from unishard.checkpoint.hashing import hexadecimal
+from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, parameter_of
+from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.writing import Written, fsync
+from unishard.checkpoint.writing import write as write_tensors
+from unishard.errors import CheckpointError
+
+__all__ = ["OWN", "convert", "formats"]
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    *,
+    from_: str | None = None,
+    to: str = "unishard",
+    progress: Callable[[int], Advance] = lambda total: lambda written: None,
+) -> tuple[str, ...]:
+    """Write a checkpoint in another form. What fails leaves nothing behind.
+
+    Args:
+        source: A checkpoint directory of any known tool.
+        destination: A folder that does not exist yet.
+        from_: The form of `source`; recognised where None.
+        to: The form of `destination`.
+        progress: Given the bytes that there are to write; returns what is told of each piece.
+
+    Returns:
+        What is left behind, and why.
+
+    Raises:
+        CheckpointError: `source` is no checkpoint, or one that is not understood; `destination` is there already; or there is no such form.
+    """
+    known = formats()
+    writer = _named(known, to)
+    if writer.write is None:
+        raise CheckpointError(f"checkpoints of {writer.title} can be read, but not written; write {_those(known, 'write')}")
+    if os.path.lexists(destination):
+        raise CheckpointError(f"{destination}: exists already; name a folder that does not exist")
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: there is no such folder; name the directory of a checkpoint")
+    reader = _named(known, from_) if from_ is not None else _recognised(known, source)
+    if reader.read is None:
+        raise CheckpointError(f"{source}: checkpoints of {reader.title} can be written, but not read; convert the one it was made from")
+    contents = reader.read(source)
+    with _appearing(destination) as folder:
+        return (*contents.notes, *writer.write(contents, folder, progress(contents.bytes)))
+
+
+def formats() -> dict[str, CheckpointFormat]:
+    """Every known form by name: unishard's own, then those of the installed backends.
+
+    Raises:
+        CheckpointError: Two backends give different forms the same name.
+    """
+    found = {OWN.name: OWN}
+    for backend in registry.available():
+        for name, each in registry.get(backend).checkpoint_formats.items():
+            if found.setdefault(name, each) is not each:
+                raise CheckpointError(f"two backends know a checkpoint format {name!r}, {backend} is one of them; uninstall one of the two")
+    return found
+
+
+def _named(known: dict[str, CheckpointFormat], name: str) -> CheckpointFormat:
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise CheckpointError(f"no checkpoint format named {name!r}; {hint}")
+    return known[name]
+
+
+def _those(known: dict[str, CheckpointFormat], what: str) -> str:
+    return " or ".join(name for name, each in known.items() if getattr(each, what) is not None)
+
+
+def _recognised(known: dict[str, CheckpointFormat], source: Path) -> CheckpointFormat:
+    for each in known.values():
+        if each.recognises(source):
+            return each
+    raise CheckpointError(f"{source}: holds no checkpoint of a known tool; known: {', '.join(each.title for each in known.values())}")
+
+
+@contextmanager
+def _appearing(destination: Path) -> Iterator[Path]:
+    """An empty folder that takes the name of the destination once it is full, or is gone."""
+    folder = destination.parent / f".tmp-{destination.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        yield folder
+        fsync(folder)
+        folder.rename(destination)
+        fsync(destination.parent)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(f"{destination}: cannot be written ({error.strerror}); name a place that is writable and has room") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+# -- unishard's own form ------------------------------------------------------------------------------------------------------
+
+
+def _is_own(folder: Path) -> bool:
+    return (folder / manifest.FILE).is_file()
+
+
+def _read(folder: Path) -> Contents:
+    facts, tensors = manifest.read(folder), Tensors(folder)
+    taken = [name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties]
+    left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})
+    notes = [f"the tensors under {', '.join(left)} have no place in checkpoints of other tools"] if left else []
+    notes += ["the position in the data is not taken over"] if facts.data else []
+    return Contents(
+        stretches={name: tensors.stretch(name) for name in taken},
+        step=facts.step,
+        world_size=facts.world_size,
+        optimizer=facts.optimizer,
+        ties=facts.ties,
+        frozen=tuple(facts.frozen),
+        buffers=tuple(facts.buffers),
+        schedule=facts.schedule,
+        loss_scale=facts.loss_scale,
+        versions=facts.versions,
+        model=facts.model.class_name,
+        notes=tuple(notes),
+    )
+
+
+def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
+    written = write_tensors(folder, contents.stretches, ties=contents.ties, advance=advance)
+    assert written is not None  # one process
+    path = folder / manifest.FILE
+    path.write_text(_manifest_of(contents, written).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    fsync(path)
+    return ()
+
+
+def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
+    shapes = {name: stretch.shape for key, stretch in contents.stretches.items() if (name := parameter_of(key)) is not None}
+    return manifest.Manifest(
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={**contents.versions, "unishard": _version(), "python": platform.python_version()},
+        step=contents.step,
+        world_size=contents.world_size,
+        model=manifest.ModelFacts(
+            class_name=contents.model,
+            fingerprint=manifest.fingerprint_of(shapes),
+            numel=sum(shape.numel() for name, shape in shapes.items() if name not in contents.buffers),
+        ),
+        ties=dict(contents.ties),
+        frozen=list(contents.frozen),
+        buffers=list(contents.buffers),
+        optimizer=contents.optimizer,
+        schedule=contents.schedule,
+        loss_scale=contents.loss_scale,
+        files={name: manifest.FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in written.files.items()},
+        tensors={
+            name: manifest.TensorFacts(shape=list(shape), dtype=written.dtypes[name], hash=hexadecimal(written.hashes[name]))
+            for name, shape in written.shapes.items()
+        },
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("unishard")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
+
+
+OWN = CheckpointFormat("unishard", "unishard", _is_own, _read, _write)
+"""The form of unishard's own checkpoints."""
