@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from unishard.backend import Backend, Engine, OptimizerFactory, Placement, Step
+from unishard.backend import Backend, Engine, OptimizerFactory, Placement, Resumed, Step
 from unishard.config import Config
 from unishard.errors import (
     BackendError,
@@ -28,6 +28,7 @@ from unishard.registry import available
 from unishard.rules import Fit, Report, Rule, Translation
 from unishard.topology import Topology
 from unishard.translation import translate
+from unishard.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from unishard.data import dataloader
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from unishard.preparation import prepare
     from unishard.pretrained import from_pretrained
     from unishard.process_group import shutdown
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Backend",
@@ -55,6 +54,7 @@ __all__ = [
     "Placement",
     "RankMismatchError",
     "Report",
+    "Resumed",
     "Rule",
     "Step",
     "Topology",

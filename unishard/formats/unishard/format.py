@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unishard import __version__, registry
+from unishard import registry
 from unishard.config import Config, leaves, value_at
 from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import Reading, assemble, default_of
@@ -19,6 +19,7 @@ from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
 from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Undecided, Verdict, Word
 from unishard.rules import Native, flat, merge, nested
 from unishard.topology import Topology
+from unishard.version import __version__
 
 __all__ = ["UnishardFormat"]
 
