@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Without a clock and without chance: the same examples everywhere, on a busy machine too.
+settings.register_profile("unishard", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unishard")
 
 _EXAMPLES = 300
 _RANKS = Path(__file__).parent / "ranks"

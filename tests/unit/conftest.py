@@ -1,14 +1,10 @@
-"""Hypothesis without a clock and without chance: the same examples everywhere, on a busy machine too."""
+"""What several tests of single rooms need."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-
-settings.register_profile("unishard", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unishard")
 
 
 @pytest.fixture
