@@ -15,7 +15,7 @@ import torch.distributed as dist
 from unishard.errors import RankMismatchError
 from unishard.topology import Topology, rendezvous
 
-__all__ = ["agree", "device_of", "ensure", "shutdown"]
+__all__ = ["agree", "device_of", "ensure", "host_group", "shutdown"]
 
 
 def device_of(topology: Topology) -> torch.device:
@@ -48,6 +48,18 @@ def ensure(topology: Topology) -> Topology:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, **meet)
     atexit.register(shutdown)
     return topology
+
+
+_host_groups: dict[Any, dist.ProcessGroup] = {}
+
+
+def host_group() -> dist.ProcessGroup:
+    """All ranks, over gloo, with connections of their own, so that another thread may use it beside the training. Collective at first."""
+    world = dist.group.WORLD
+    if world not in _host_groups:
+        _host_groups.clear()
+        _host_groups[world] = dist.new_group(backend="gloo")
+    return _host_groups[world]
 
 
 def agree(facts: dict[str, Any], what: str) -> None:
@@ -84,6 +96,7 @@ def shutdown() -> None:
     last collective and before finalisation starts prevents it.
     """
     if dist.is_initialized():
+        _host_groups.clear()
         gc.collect()
         time.sleep(0.1)
         dist.destroy_process_group()

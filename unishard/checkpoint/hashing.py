@@ -8,10 +8,15 @@ It guards against misplaced and damaged data, not against an attacker.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["MASK", "hash_of", "hexadecimal"]
+from unishard.parts import Part
+
+__all__ = ["MASK", "hash_of", "hashes", "hexadecimal"]
 
 MASK = 2**64 - 1
 _WORD = 8
@@ -38,6 +43,28 @@ def hash_of(values: Tensor, start: int = 0) -> int:
     if body.data_ptr() % _WORD:
         body = body.clone()
     return (total + _sum(body.view(torch.int64), (begin + head) // _WORD)) & MASK if words else total & MASK
+
+
+def hashes(parts: Mapping[str, Part], device: torch.device) -> dict[str, int]:
+    """Of each whole, from what the ranks hold of it: one all-reduce for each group of ranks. Collective.
+
+    Args:
+        parts: The same names in the same order on all ranks of a group.
+        device: Where this rank computes.
+    """
+    found = [hash_of(part.values, part.start if part.group is not None else 0) for part in parts.values()]
+    across: dict[dist.ProcessGroup, list[int]] = {}
+    for index, part in enumerate(parts.values()):
+        if part.group is not None and dist.get_world_size(part.group) > 1:
+            across.setdefault(part.group, []).append(index)
+    for group, indices in across.items():
+        # Sums of signed 64-bit numbers wrap, which is the sum modulo 2^64.
+        signed = [found[index] - 2**64 if found[index] >> 63 else found[index] for index in indices]
+        together = torch.tensor(signed, dtype=torch.int64, device=device)
+        dist.all_reduce(together, group=group)
+        for index, value in zip(indices, together.tolist(), strict=True):
+            found[index] = value & MASK
+    return dict(zip(parts, found, strict=True))
 
 
 def hexadecimal(value: int) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "FILE",
     "FileFacts",
     "Group",
+    "LossScaleFacts",
     "Manifest",
     "ModelFacts",
     "OptimizerFacts",

@@ -62,6 +62,8 @@ class Written(NamedTuple):
     """Size and CRC-32 of each file."""
     hashes: dict[str, int]
     """Of each tensor."""
+    squares: dict[str, float]
+    """Of each floating-point tensor, the sum of its elements' squares, taken in fp32."""
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
 
@@ -103,7 +105,7 @@ def write(
         ):
             raise KeyboardInterrupt from None  # torch takes that for a failure to write (torch 2.13, checkpoint/utils.py)
         raise CheckpointError(f"{folder}: {_cause(error)}") from error
-    mine = (writer.files, dict(writer.hashes))
+    mine = (writer.files, dict(writer.hashes), dict(writer.squares))
     if alone:
         return _merged(folder, [mine], writer)
     everyone: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
@@ -111,17 +113,20 @@ def write(
     return None if everyone is None else _merged(folder, everyone, writer)
 
 
-def _merged(folder: Path, everyone: list[tuple[dict[str, tuple[int, int]], dict[str, int]]], writer: _Writer) -> Written:
+def _merged(folder: Path, everyone: list[tuple[dict[str, tuple[int, int]], dict[str, int], dict[str, float]]], writer: _Writer) -> Written:
     files: dict[str, tuple[int, int]] = {}
     hashes: dict[str, int] = {}
-    for theirs, parts in everyone:
+    squares: dict[str, float] = {}
+    for theirs, parts, sums in everyone:
         files |= theirs
         for name, part in parts.items():
             hashes[name] = (hashes.get(name, 0) + part) & MASK
+        for name, part_of_sum in sums.items():
+            squares[name] = squares.get(name, 0.0) + part_of_sum
     index = (folder / metadata.FILE).read_bytes()
     files[metadata.FILE] = (len(index), zlib.crc32(index))
     hashes |= {alias: hashes[name] for alias, name in writer.ties.items()}
-    return Written(files, hashes, writer.shapes, writer.dtypes)
+    return Written(files, hashes, squares, writer.shapes, writer.dtypes)
 
 
 def _cause(error: BaseException) -> str:
@@ -206,6 +211,7 @@ class _Writer(FileSystemWriter):
         self.ties = {f"model.{alias}": f"model.{name}" for alias, name in ties.items()}
         self.files: dict[str, tuple[int, int]] = {}
         self.hashes: dict[str, int] = defaultdict(int)
+        self.squares: dict[str, float] = defaultdict(float)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._advance = advance
@@ -224,6 +230,8 @@ class _Writer(FileSystemWriter):
                 if file.write(record) != len(record):
                     raise OSError(28, "No space left on device")
                 crc = zlib.crc32(record, crc)
+                if values.is_floating_point():
+                    self.squares[item.index.fqn] += float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
                 self.hashes[item.index.fqn] += hash_of(values.reshape(-1), _start(item))
                 results.append(WriteResult(item.index, len(record), _StorageInfo(name, at, len(record))))
                 at += len(record)

@@ -1,0 +1,106 @@
+"""What of a checkpoint goes into what of a running model: decided before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from unishard.checkpoint import keys
+from unishard.checkpoint.manifest import Manifest
+from unishard.errors import CheckpointError
+
+__all__ = ["Fit", "Wanted", "fit"]
+
+_SHOWN = 8
+
+
+class Wanted(NamedTuple):
+    """The optimizer state of one parameter."""
+
+    tensors: frozenset[str]
+    """Keys of those that have the parameter's shape."""
+    numbers: frozenset[str]
+    """Keys of the others, such as a step count."""
+
+
+class Fit(NamedTuple):
+    """What is to be read."""
+
+    model: tuple[str, ...]
+    """Names of parameters and buffers."""
+    optimizer: Mapping[str, Wanted]
+    """By parameter, what it has in the checkpoint; a parameter that had never been updated is not among them."""
+    notes: tuple[str, ...]
+    """What does not fit and was left out."""
+
+
+def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mapping[str, Wanted], *, strict: bool) -> Fit:
+    """Compare the tensors of a checkpoint with those that run.
+
+    Args:
+        manifest: Of the checkpoint.
+        model: Shapes of the running parameters and buffers, by their names in a checkpoint, each once.
+        optimizer: What the running optimizer keeps for each parameter that it updates, after its first update.
+        strict: Whether a difference is an error.
+
+    Raises:
+        CheckpointError: There are differences and `strict`; lists them.
+    """
+    problems: list[str] = []
+    model_names = _model(manifest, model, problems)
+    states = _optimizer(manifest, optimizer, problems)
+    if problems and strict:
+        more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            "the checkpoint does not fit what runs; load it into what it was saved from, or what fits of it with strict=False:\n"
+            + "\n".join(problems[:_SHOWN])
+            + more
+        )
+    return Fit(tuple(model_names), states, tuple(problems))
+
+
+def _model(manifest: Manifest, wanted: Mapping[str, Sequence[int]], problems: list[str]) -> Iterable[str]:
+    stored = {name: facts.shape for name, facts in manifest.tensors.items() if keys.parameter_of(name) is not None}
+    aliases = {keys.PARAMETERS + alias: keys.PARAMETERS + name for alias, name in manifest.ties.items()}
+    fitting = []
+    for name, shape in wanted.items():
+        if name not in stored:
+            near = get_close_matches(name, stored, 1)
+            hint = f"; did its name change from {near[0].removeprefix(keys.PARAMETERS)}?" if near else ""
+            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: is not in the checkpoint{hint}")
+        elif list(shape) != list(stored[name]):
+            problems.append(
+                f"{name.removeprefix(keys.PARAMETERS)}: has the shape {tuple(shape)}, and {tuple(stored[name])} in the checkpoint"
+            )
+        else:
+            fitting.append(name)
+    used = {aliases.get(name, name) for name in fitting}
+    for name in stored:
+        if name not in wanted and aliases.get(name, name) not in used:
+            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: is in the checkpoint and not in the model")
+    return fitting
+
+
+def _optimizer(manifest: Manifest, wanted: Mapping[str, Wanted], problems: list[str]) -> dict[str, Wanted]:
+    if not wanted:
+        return {}
+    if manifest.optimizer is None:
+        problems.append("the optimizer: the checkpoint holds no optimizer, so training would begin with a new one")
+        return {}
+    stored: dict[str, dict[str, list[int]]] = {}
+    for name, facts in manifest.tensors.items():
+        if part := keys.optimizer_part(name):
+            stored.setdefault(part[0], {})[part[1]] = facts.shape
+    fitting = {}
+    for name, needs in wanted.items():
+        found = stored.pop(name, {})
+        if not found:
+            continue
+        if found.keys() == needs.tensors | needs.numbers:
+            fitting[name] = needs
+            continue
+        kept, used = ", ".join(sorted(found)), ", ".join(sorted(needs.tensors | needs.numbers)) or "nothing"
+        problems.append(f"{name}: {manifest.optimizer.class_name} kept {kept} for it, and the optimizer that runs keeps {used}")
+    problems += [f"{name}: was trained, and is not trained now" for name in stored]
+    return fitting

@@ -1,0 +1,126 @@
+"""From what the ranks hold to a complete checkpoint: all of it, or nothing."""
+
+from __future__ import annotations
+
+import logging
+import math
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from unishard.checkpoint import directory, keys
+from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.hashing import hexadecimal
+from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
+from unishard.checkpoint.together import on_first
+from unishard.checkpoint.writing import Written, write
+from unishard.errors import CheckpointError
+
+__all__ = ["Retention", "Snapshot", "save"]
+
+
+_logger = logging.getLogger("unishard")
+
+
+class Snapshot(NamedTuple):
+    """What one rank knows of a moment of the training."""
+
+    step: int
+    """Accumulation windows that have ended; the name of the checkpoint."""
+    stretches: Mapping[str, Stretch]
+    """What this rank holds of each tensor."""
+    ties: Mapping[str, str]
+    """Other names of parameters, to those under which they are stored."""
+    facts: Mapping[str, Any]
+    """The fields of the manifest, but for those that come of writing. Rank 0's count."""
+    assets: Mapping[str, bytes]
+    """Small files that go along, by their path in the checkpoint. Rank 0's count."""
+
+
+class Retention(NamedTuple):
+    """Which checkpoints stay."""
+
+    keep_last: int | None = None
+    """That many of the newest; None for all."""
+    keep_every: int | None = None
+    """And those whose step is a multiple of it."""
+
+
+def save(
+    root: Path,
+    snapshot: Snapshot,
+    retention: Retention,
+    group: dist.ProcessGroup | None,
+    advance: Callable[[int], None] = lambda written: None,
+) -> Path:
+    """Write a checkpoint of one moment into a directory of checkpoints. Collective.
+
+    Args:
+        root: Holds the checkpoints of a run.
+        snapshot: Its stretches are read while this runs, so nothing may write into them.
+        retention: Applied when the new checkpoint is complete.
+        group: Of a backend for the CPU.
+        advance: Told of this rank's progress, in bytes.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: On every rank: it could not be written. What was there before is still there.
+    """
+    temporary = on_first(group, lambda: directory.begin(root, snapshot.step))
+    try:
+        written = write(temporary, snapshot.stretches, ties=snapshot.ties, group=group, advance=advance)
+
+        def finish() -> Path:
+            assert written is not None
+            files = _write_assets(temporary, snapshot.assets)
+            directory.write_manifest(temporary, _manifest(snapshot, written, files))
+            complete = directory.commit(temporary, root, snapshot.step)
+            directory.prune(root, retention.keep_last, retention.keep_every, complete)
+            return complete
+
+        return on_first(group, finish)
+    except CheckpointError:  # on every rank, so that they can clear up together
+        on_first(group, lambda: directory.discard(temporary))
+        raise
+
+
+def norms_of(written: Written, buffers: Collection[str]) -> dict[str, float]:
+    """L2 norm of all parameters together, and of each kind of optimizer state, but for numbers."""
+    squares: dict[str, float] = {}
+    for name, square in written.squares.items():
+        parameter, part = keys.parameter_of(name), keys.optimizer_part(name)
+        if part is not None and written.shapes[name] == written.shapes.get(keys.PARAMETERS + part[0]):
+            squares[part[1]] = squares.get(part[1], 0.0) + square
+        elif parameter is not None and parameter not in buffers:
+            squares["parameters"] = squares.get("parameters", 0.0) + square
+    return {kind: math.sqrt(square) for kind, square in squares.items()}
+
+
+def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+    for name, data in assets.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        fsync(path)
+    for path in {(folder / name).parent for name in assets}:
+        fsync(path)
+    return {name: (len(data), zlib.crc32(data)) for name, data in assets.items()}
+
+
+def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[int, int]]) -> Manifest:
+    files = {name: FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in sorted({**written.files, **assets}.items())}
+    tensors = {
+        name: TensorFacts(shape=list(shape), dtype=written.dtypes[name], hash=hexadecimal(written.hashes[name]))
+        for name, shape in sorted(written.shapes.items())
+    }
+    norms = norms_of(written, snapshot.facts["buffers"])
+    _logger.info("step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in norms.items()))
+    facts = {**snapshot.facts, "step": snapshot.step, "ties": dict(snapshot.ties), "norms": norms}
+    return Manifest(**facts, written=datetime.now(UTC).isoformat(timespec="microseconds"), files=files, tensors=tensors)
