@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from unishard.config import Config
 from unishard.meanings import Entry, Expressed, Expression, Key
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from unishard.checkpoint.foreign import CheckpointFormat
     from unishard.engine.units import Unit
 
-__all__ = ["Backend", "Engine", "OptimizerBuilder", "OptimizerFactory", "Placement", "Step"]
+__all__ = ["Backend", "Engine", "OptimizerBuilder", "OptimizerFactory", "Placement", "Resumed", "Step"]
 
 OptimizerFactory = Callable[[Iterable[Any]], Any]
 """Builds a `torch.optim.Optimizer` from the trainable parameters that the engine hands it."""
@@ -54,6 +55,21 @@ class Placement(NamedTuple):
     """Elements of trainable master weight on this rank, padding included."""
     param_bytes: int
     """Bytes of the model's parameters on this rank between steps."""
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on after `Engine.load`."""
+
+    path: Path
+    """The checkpoint."""
+    step: int
+    """Accumulation windows that had ended when it was saved, skipped ones too."""
+    epoch: int
+    """Epoch of the training data in which it goes on, counted from 0."""
+    state: Any
+    """What the user saved along with it; None for nothing."""
+    notes: tuple[str, ...]
+    """What is not as it was: what did not fit, what the config says otherwise, what could not be continued."""
 
 
 class Engine(Protocol):
@@ -158,6 +174,32 @@ class Engine(Protocol):
 
     def follow(self, scheduler: Any) -> None:
         """Let a torch scheduler write the learning rates, once for each real update. `prepare` calls it, before the first step."""
+        ...
+
+    def identify(self, model: str, groups: Sequence[Sequence[str]]) -> None:
+        """Say what sharding hides: the model's class, and the parameters in each group of `optimizer`. `prepare` calls it."""
+        ...
+
+    def save(self, root: str | Path | None = None, *, state: Any = None) -> Path:
+        """Save the run in a directory of checkpoints, for any engine, strategy and number of ranks."""
+        ...
+
+    def load(
+        self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files"
+    ) -> Resumed | None:
+        """Go on from a checkpoint, of whatever engine, strategy and number of ranks."""
+        ...
+
+    def export(self, folder: str | Path, *, dtype: str | None = None, max_shard_size: int | str = "5GB", tokenizer: Any = None) -> Path:
+        """Write the weights as Hugging Face lays them out."""
+        ...
+
+    def on_save(self, state: Callable[[], Any]) -> None:
+        """Say what a save that the config asks for takes along."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until a save in the background is complete."""
         ...
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

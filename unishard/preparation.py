@@ -110,11 +110,13 @@ def prepare(
         compilation.apply(compiled, cfg.compile)
         return _evaluated(model, cfg, backend, translation, topology, units, facts)
     _prepared.add(model)
+    kind = type(model).__name__  # `fully_shard` makes another of it
     bring_into_format(model, cfg.precision)
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and gathers once.
     recomputation.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
     compilation.apply(compiled, cfg.compile)
     engine = backend.prepare(model, cfg, translation, topology, units, recipe)
+    engine.identify(kind, recipe.groups)
     if recipe.scheduler is not None:
         engine.follow(recipe.scheduler)
     names = [unit.name for unit in units]
@@ -135,7 +137,9 @@ def _evaluated(
     """An engine without an optimizer. Leaves the random numbers alone: evaluating must not change what is trained beside it."""
     if cfg.sharding.strategy in _SHARDING_PARAMETERS:
         names, runs = [unit.name for unit in units], translation.engine
+        kind = type(model).__name__
         engine = backend.prepare(model, cfg, translation, topology, units, None)
+        engine.identify(kind, [])
     else:
         names, runs = [], type(model).__name__
         casting = [unit.name for unit in find_units(model, Sharding())]

@@ -104,6 +104,10 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         self._access.drop()
         self._unused.forget()
 
+    def _stepping(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = internals.torch_optimizer(self._optimizer)
+        return optimizer
+
     def _settle_state(self) -> None:
         """Let nothing be gathered, so that parts are all there is. Collective.
 

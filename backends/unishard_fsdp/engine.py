@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from unishard.config import Config
 from unishard.engine import TrainingEngine
 from unishard.engine.formats import DTYPES
 from unishard.engine.inputs import cast_inputs
+from unishard.engine.optimizer_state import StateSpec
 from unishard.errors import ContractError, ModelError
 from unishard.parts import Part
 from unishard_fsdp import options
@@ -28,6 +30,7 @@ from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.gradients import local, scale, total_norm
 from unishard_fsdp.host import OnHost
 from unishard_fsdp.internals import drop_unreduced, fill_unused, gathered_leaves, refresh_trainable
+from unishard_fsdp.state import OptimizerState
 from unishard_fsdp.whole import WholeParameters
 
 __all__ = ["DDPEngine", "FSDPEngine"]
@@ -78,6 +81,30 @@ class TorchEngine(TrainingEngine):
             master_numel=sum(master.numel() for master in masters),
             param_bytes=sum(local(parameter).nbytes for parameter in self._module.parameters()),
         )
+
+    def _stepping(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._optimizer
+        return optimizer
+
+    @cached_property
+    def _state(self) -> OptimizerState:
+        return OptimizerState(self._stepping(), self._stepped())
+
+    def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """What the optimizer steps in the place of parameters."""
+        return {}
+
+    def _settle_state(self) -> None:
+        """Nothing is gathered, unless a subclass gathers."""
+
+    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+        return self._state.parts(parameter)
+
+    def _make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        self._state.make(specs)
+
+    def _state_loaded(self) -> None:
+        """There is one copy of everything."""
 
     @abstractmethod
     def _class_name(self) -> str:
@@ -204,6 +231,12 @@ class FSDPEngine(TorchEngine):
     def _leaves(self) -> list[Tensor]:
         return gathered_leaves(part for _, part in self._parts)
 
+    def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        return self._on_host.stepped if self._on_host else {}
+
+    def _settle_state(self) -> None:
+        self._at_rest()
+
     def _step(self) -> None:
         (self._on_host or self._optimizer).step()
 
@@ -290,6 +323,10 @@ class DDPEngine(TorchEngine):
 
     def _masters(self) -> Sequence[nn.Parameter]:
         return self._trainable if self._owned is None else self._owned
+
+    def _stepping(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._optimizer if self._owned is None else self._optimizer.optim
+        return optimizer
 
     def _release(self) -> None:
         super()._release()

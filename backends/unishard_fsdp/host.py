@@ -22,14 +22,19 @@ class OnHost:
     def __init__(self, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
         """Move an optimizer that has not stepped yet, with any state that it has made when it was built."""
         self._pin_memory = pin_memory
-        self._copies: dict[Tensor, nn.Parameter] = {}
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
         state = dict(optimizer.state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"] = [self._copy_of(parameter) for parameter in group["params"]]
         for parameter, values in state.items():
-            optimizer.state[self._copies[parameter]] = _on_host(values)
+            optimizer.state[self._copies[parameter]] = _on_host(values)  # type: ignore[index]  # torch calls its keys tensors
         self._optimizer = optimizer
+
+    @property
+    def stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The copy of each parameter."""
+        return self._copies
 
     @torch.no_grad()
     def step(self) -> None:

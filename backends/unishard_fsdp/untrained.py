@@ -47,6 +47,9 @@ class FSDPUntrainedEngine(UntrainedEngine):
     def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
         self._at_rest()  # what is gathered was made from the old values
 
+    def _settle_state(self) -> None:
+        self._at_rest()
+
     def _at_rest(self) -> None:
         for part in self._module.modules():
             if isinstance(part, FSDPModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import unishard
-from unishard.backend import Backend, Engine, Placement, Step
+from unishard.backend import Backend, Engine, Placement, Resumed, Step
 
 PUBLIC = [
     "Backend",
@@ -24,6 +24,7 @@ PUBLIC = [
     "Placement",
     "RankMismatchError",
     "Report",
+    "Resumed",
     "Rule",
     "Step",
     "Topology",
@@ -90,7 +91,9 @@ def test_what_an_engine_is() -> None:
         "step",
         "train",
         "windows",
+        *("identify", "save", "load", "on_save", "wait", "export"),
     }
+    assert Resumed._fields == ("path", "step", "epoch", "state", "notes")
     assert Step._fields == ("updated", "grad_norm", "lr", "skipped")
     assert Placement._fields == ("engine", "units", "master_dtypes", "master_numel", "param_bytes")
 

@@ -54,7 +54,7 @@ def test_the_command_refuses_in_one_message(arguments: list[str], what: str, fol
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out")])
     assert result.exit_code == 1
-    assert "there is no complete checkpoint here" in result.stderr
+    assert "no checkpoint is complete here" in result.stderr
 
 
 def test_it_needs_neither_transformers_nor_an_engine(folder: Path, tmp_path: Path) -> None:

@@ -7,11 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unishard.errors import CheckpointError
-
 __all__ = ["export"]
-
-_LATEST = "latest"
 
 
 def export(
@@ -37,9 +33,10 @@ def export(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from unishard.checkpoint.finding import locate
     from unishard.export.offline import export_checkpoint
 
-    folder = _checkpoint_in(checkpoint)
+    folder = locate(checkpoint)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
@@ -58,17 +55,3 @@ def export(
     typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {layout.size / 1e6:.1f} MB in {word}, from {folder}")
     if layout.bare:
         typer.echo("there is no config.json, since the checkpoint holds none; put that of the model beside the tensors", err=True)
-
-
-def _checkpoint_in(path: Path) -> Path:
-    """The checkpoint that is meant: the folder itself, or what its file `latest` names.
-
-    Stands in for `unishard.checkpoint.directory.locate`.
-    """
-    latest = path / _LATEST
-    if not latest.is_file():
-        return path
-    name = latest.read_text(encoding="utf-8").strip()
-    if Path(name).name != name:
-        raise CheckpointError(f"{latest} names {name!r}, which is no folder beside it; name the checkpoint itself")
-    return path / name

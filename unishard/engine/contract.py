@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from types import EllipsisType
 from typing import Any, Self
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.backend import Placement, Step
+from unishard.checkpoint.background import Background
 from unishard.config import Config
 from unishard.data.progress import Progress
 from unishard.engine import desync
-from unishard.engine.access import ParameterAccess
+from unishard.engine.automatic import Automatic
+from unishard.engine.checkpointing import Checkpointing
 from unishard.engine.evaluation import Evaluation
 from unishard.engine.feeding import Feeding
-from unishard.engine.freezing import Freezing
+from unishard.engine.freezing import Freezing, Trainability
 from unishard.engine.items import Items
 from unishard.engine.loss_scale import LossScale
 from unishard.engine.passing import Passing
@@ -41,12 +43,14 @@ class _Phase(Enum):
     CLOSED = "closed"
 
 
-class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
+class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
     """Implements `unishard.backend.Engine`: division by accumulation, clipping, the schedule, zero_grad and their order.
 
     A backend subclasses it and supplies the abstract methods, each of which does one thing on its engine. A new engine's
     author may also implement the protocol from nothing.
     """
+
+    _trains = True
 
     def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
         super().__init__(module, device)
@@ -66,6 +70,10 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
         self._freezing = Freezing(module)
         self._updates = 0
         """Accumulation windows that have ended."""
+        self._model_class = type(module).__name__
+        self._group_names: list[list[str]] = []
+        self._background = Background()
+        self._automatic = Automatic(cfg.checkpoint, device) if self._trains else None
         self._desync = desync.join(cfg.communication)
 
     # -- what an engine supplies ------------------------------------------------------------------------------------------
@@ -98,11 +106,6 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
     @abstractmethod
     def placement(self) -> Placement:
         """What the engine really holds, read off its live tensors."""
-
-    def _set_trainable(self, names: Sequence[str], trainable: bool) -> None:
-        """Freeze parameters or let them train, between two windows. Those without gradient must not move in an update."""
-        for name in names:
-            self._module.get_parameter(name).requires_grad_(trainable)
 
     @abstractmethod
     def _release(self) -> None:
@@ -234,6 +237,8 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
         )
         if self._progress is not None:
             self._progress.record_step(step)
+        if not self._micro_batch:
+            self._save_if_due()
         return step
 
     def discard(self) -> None:
@@ -266,26 +271,15 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
         self._require_open("follow")
         self._schedule = TorchSchedule(scheduler, self._optimizer.param_groups)
 
-    def set_trainable(self, names: str | Iterable[str], trainable: bool = True) -> None:
-        """Freeze parameters, or let them train (again), from the next accumulation window on. Collective.
-
-        What plain torch does when `requires_grad` is toggled and gradients are None: a frozen parameter keeps its value and its
-        optimizer state, without decay, and one that has never trained starts with fresh state and a step count of its own.
+    def identify(self, model: str, groups: Sequence[Sequence[str]]) -> None:
+        """Say what sharding hides, for checkpoints. `prepare` calls it.
 
         Args:
-            names: Names of parameters, of modules (all their parameters) or patterns such as `*.lora_A.*`; a tied parameter has
-                several names, and each of them means it. Only what was trainable when the model was prepared may train.
-            trainable: Whether they train.
-
-        Raises:
-            ContractError: Inside a window, a name matches nothing, a parameter was frozen in `prepare`, or none is left to train.
-            RankMismatchError: The ranks give different names.
+            model: Class of the model.
+            groups: Names of the parameters in each group of `optimizer`.
         """
-        self._require_open("set_trainable")
-        if self._micro_batch or self._phase is _Phase.BACKWARD_DONE:
-            raise ContractError("set_trainable was called inside an accumulation window; call it when step().updated or .skipped is true")
-        self._enter("set_trainable")
-        self._set_trainable(self._freezing.choose(names, trainable), trainable)
+        self._model_class = model
+        self._group_names = [list(group) for group in groups]
 
     def train(self, mode: bool = True) -> Self:
         """Put the model in training mode."""
@@ -318,7 +312,12 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
             self._phase = _Phase.CLOSED
             if self._desync is not None:
                 self._desync.leave(why)
-            self._release()
+            if self._automatic is not None:
+                self._automatic.close()
+            try:
+                self._background.close()
+            finally:
+                self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -362,13 +361,23 @@ class TrainingEngine(Evaluation, Feeding, ParameterAccess, Passing):
 
     def _enter(self, call: str, detail: str = "") -> None:
         """Before the collectives of a call: raise on every rank where another one is elsewhere. Collective."""
-        if self._desync is None or not desync.samples(self._updates):
+        if desync.samples(self._updates):
+            self._meet(call, detail)
+
+    def _meet(self, call: str, detail: str = "") -> None:
+        """The same, in every update."""
+        if self._desync is None:
             return
         if self._module.training:
             where = f"update {self._updates + 1}, micro-batch {self._micro_batch + 1} of {self._window}"
         else:
             where = f"evaluation, after update {self._updates}"
         self._desync.enter(call, where + detail)
+
+    def _require_boundary(self, call: str) -> None:
+        self._require_open(call)
+        if self._micro_batch or self._phase is _Phase.BACKWARD_DONE:
+            raise ContractError(f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true")
 
     def _require_end_of_window(self, call: str) -> None:
         self._require_open(call)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -11,7 +12,7 @@ from torch import nn
 from unishard import process_group
 from unishard.errors import ContractError
 
-__all__ = ["Freezing"]
+__all__ = ["Freezing", "Trainability"]
 
 
 class Freezing:
@@ -19,7 +20,8 @@ class Freezing:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._prepared = {name for name, parameter in self._named().items() if parameter.requires_grad}
+        self.prepared = {name for name, parameter in self._named().items() if parameter.requires_grad}
+        """Every name of the parameters that may train."""
 
     def choose(self, names: str | Iterable[str], trainable: bool) -> list[str]:
         """All names of the parameters that `names` mean. Collective.
@@ -37,7 +39,7 @@ class Freezing:
         named = self._named()
         meant = {named[found] for name in wanted for found in self._matches(name, named)}
         chosen = [name for name, parameter in named.items() if parameter in meant]
-        frozen = [name for name in chosen if name not in self._prepared]
+        frozen = [name for name in chosen if name not in self.prepared]
         if trainable and frozen:
             raise ContractError(
                 f"{frozen[0]} was frozen when the model was prepared, so it has no fp32 master and no place in the optimizer; leave it "
@@ -57,3 +59,40 @@ class Freezing:
             hint = f"did you mean {' or '.join(near)}?" if near else "engine.module.named_parameters() lists the names"
             raise ContractError(f"set_trainable: no parameter or module is called {name!r}; {hint}")
         return matches
+
+
+class Trainability(ABC):
+    """Lets parameters stop training and train again. `TrainingEngine` inherits it."""
+
+    _module: nn.Module
+    _freezing: Freezing
+
+    @abstractmethod
+    def _enter(self, call: str, detail: str = "") -> None: ...
+
+    @abstractmethod
+    def _require_boundary(self, call: str) -> None: ...
+
+    def set_trainable(self, names: str | Iterable[str], trainable: bool = True) -> None:
+        """Freeze parameters, or let them train (again), from the next accumulation window on. Collective.
+
+        What plain torch does when `requires_grad` is toggled and gradients are None: a frozen parameter keeps its value and its
+        optimizer state, without decay, and one that has never trained starts with fresh state and a step count of its own.
+
+        Args:
+            names: Names of parameters, of modules (all their parameters) or patterns such as `*.lora_A.*`; a tied parameter has
+                several names, and each of them means it. Only what was trainable when the model was prepared may train.
+            trainable: Whether they train.
+
+        Raises:
+            ContractError: Inside a window, a name matches nothing, a parameter was frozen in `prepare`, or none is left to train.
+            RankMismatchError: The ranks give different names.
+        """
+        self._require_boundary("set_trainable")
+        self._enter("set_trainable")
+        self._set_trainable(self._freezing.choose(names, trainable), trainable)
+
+    def _set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        """Freeze parameters or let them train, between two windows. Those without gradient must not move in an update."""
+        for name in names:
+            self._module.get_parameter(name).requires_grad_(trainable)

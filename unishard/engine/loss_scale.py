@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from unishard.checkpoint.manifest import LossScaleFacts
 from unishard.config import Precision
 
 __all__ = ["LossScale"]
@@ -30,6 +33,15 @@ class LossScale:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to go backward from. In fp32, since an fp16 loss would overflow at once."""
         return loss.float() * self.value if self._scales else loss
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"value": self.value, "made": self._made}
+
+    def go_on(self, facts: LossScaleFacts) -> None:
+        """Continue with the scale of a checkpoint, where it changes by itself; a fixed one is that of the config."""
+        if self._dynamic:
+            self.value, self._made = facts.value, facts.made % self._interval
 
     def end_window(self, *, skipped: bool) -> bool:
         """An update was made, or left out because a gradient was not finite. Every rank must say the same.

@@ -55,7 +55,7 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
         except (RuntimeError, TypeError, ValueError, KeyError) as problem:
             raise CheckpointError(
                 f"the checkpoint's random numbers of kind {kind} do not fit this version of {kind} ({problem}); resume with the "
-                "versions in its manifest, or load it without random numbers"
+                "versions in its manifest"
             ) from problem
 
 

@@ -42,13 +42,18 @@ class Recipe:
         if scheduler is not None:
             check(scheduler, optimizer)
         self._build = _builder(cfg, model, optimizer)
+        self.groups: list[list[str]] = []
+        """Names of the parameters in each group of the optimizer, once it is built."""
         self._scheduler = scheduler
         self.scheduler: LRScheduler | None = scheduler if isinstance(scheduler, LRScheduler) else None
         """That of the caller, once the optimizer is built."""
 
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         """The optimizer over these trainable parameters."""
-        optimizer: torch.optim.Optimizer = self._build(named)
+        pairs = list(named)
+        optimizer: torch.optim.Optimizer = self._build(pairs)
+        names = {id(parameter): name for name, parameter in pairs}
+        self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:
             self.scheduler = made(self._scheduler, optimizer)  # type: ignore[arg-type]  # no object, so a function
         return optimizer

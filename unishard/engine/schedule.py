@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.config import Scheduler
 
 __all__ = ["Schedule", "factor"]
@@ -47,6 +49,24 @@ class Schedule:
     def advance(self) -> None:
         """One update has been made."""
         self._updates += 1
+        self._write()
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps: updates made, and each group's rate at its peak."""
+        return {"updates": self._updates, "peaks": self._peaks}
+
+    def go_on(self, facts: ScheduleFacts, rates: Sequence[float]) -> None:
+        """Continue after the updates of a checkpoint, along the curve of the config that runs now.
+
+        Args:
+            facts: Of the checkpoint.
+            rates: The groups' learning rates in it. They count where the schedule is constant and had the same peaks, since only the
+                user can then have changed them.
+        """
+        self._updates = facts.updates
+        if self._constant and list(facts.peaks) == self._peaks:
+            for group, rate in zip(self._groups, rates, strict=True):
+                group["lr"] = rate
         self._write()
 
     def _write(self) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unishard.errors import ConfigError, Problem
+from unishard.checkpoint.manifest import ScheduleFacts
+from unishard.checkpoint.user_state import pack, unpack
+from unishard.errors import CheckpointError, ConfigError, Problem
 
 __all__ = ["SchedulerFactory", "TorchSchedule", "check", "made"]
 
@@ -73,6 +76,7 @@ class TorchSchedule:
         """
         self._scheduler = scheduler
         self._groups = param_groups
+        self._updates = 0
 
     @property
     def lr(self) -> float:
@@ -81,10 +85,44 @@ class TorchSchedule:
 
     def advance(self) -> None:
         """One update has been made."""
+        self._updates += 1
         self._scheduler.step()
         for group in self._groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].item()
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps: updates made, and the scheduler's own state.
+
+        Raises:
+            CheckpointError: The state holds something else than tensors and what JSON has.
+        """
+        state, tensors = pack(self._scheduler.state_dict())
+        if tensors:
+            raise CheckpointError(f"the state of {type(self._scheduler).__name__} holds tensors, which no scheduler of torch does")
+        return {"updates": self._updates, "torch": {"class_name": type(self._scheduler).__name__, "state": state}}
+
+    def go_on(self, facts: ScheduleFacts, rates: Sequence[float]) -> None:
+        """Continue where a scheduler of the same class was; after another schedule, after as many updates.
+
+        Args:
+            facts: Of the checkpoint.
+            rates: The groups' learning rates in it.
+        """
+        if facts.torch is None or facts.torch["class_name"] != type(self._scheduler).__name__:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of steps without one of the optimizer
+                for _ in range(facts.updates - self._updates):
+                    self.advance()
+            return
+        self._updates = facts.updates
+        self._scheduler.load_state_dict(unpack(facts.torch["state"], _no_tensor))
+        for group, rate in zip(self._groups, rates, strict=bool(rates)):
+            group["lr"] = rate
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise CheckpointError(f"the state of a scheduler refers to a tensor {name}, and none was saved with it; the manifest is damaged")
 
 
 def _refuse(what: str) -> NoReturn:

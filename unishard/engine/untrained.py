@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, Self
 
 import torch
@@ -15,6 +15,7 @@ from unishard.engine.contract import TrainingEngine
 from unishard.engine.formats import DTYPES
 from unishard.engine.inputs import cast_inputs
 from unishard.engine.materialization import materialize
+from unishard.engine.optimizer_state import StateSpec
 from unishard.engine.passing import tensors_in
 from unishard.engine.replica import broadcast
 from unishard.engine.turns import Call
@@ -33,6 +34,8 @@ class _NoOptimizer:
 
 class UntrainedEngine(TrainingEngine):
     """A prepared model that is never updated. A backend supplies what is still abstract."""
+
+    _trains = False
 
     def __init__(self, cfg: Config, module: nn.Module, device: torch.device) -> None:
         super().__init__(cfg, module, _NoOptimizer(), device)
@@ -61,6 +64,21 @@ class UntrainedEngine(TrainingEngine):
 
     def _drop_gradients(self) -> None:
         """There are none."""
+
+    def _stepping(self) -> Any:
+        return self._optimizer
+
+    def _settle_state(self) -> None:
+        """Nothing is gathered between two forwards, unless a subclass keeps it."""
+
+    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+        return {}
+
+    def _make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        """There is none."""
+
+    def _state_loaded(self) -> None:
+        """There is one copy, unless a subclass keeps another."""
 
     def _require_end_of_window(self, call: str) -> NoReturn:
         self._refuse(call)

@@ -1,0 +1,377 @@
+"""What a user sees of save and load: what comes back, what is refused and how, and what is never lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from playing import config, my_rank, own_share, play, prepare, train, values
+from torch import nn
+from torch.nn import functional
+
+import unishard
+from unishard.checkpoint import finding, manifest, writing
+from unishard.checkpoint.tensors import Tensors
+from unishard.testing import RankFailure, run_ranks
+from unishard.testing.models import Output, mlp
+
+BACKENDS = ("fsdp", "deepspeed")
+everywhere = pytest.mark.parametrize("backend", BACKENDS)
+ADAMW = {"name": "adamw", "lr": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+def refused(call, *arguments, **named):
+    """What a call raised, and that training can go on."""
+    try:
+        call(*arguments, **named)
+    except unishard.UnishardError as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing"
+
+
+# -- what comes back --------------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Dropout, a buffer of this rank's own, one that is not persistent, a frozen weight, a tied one, one of one element."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inp = nn.Linear(13, 13, bias=False)
+        self.inp.weight.requires_grad_(False)
+        self.mid = nn.Linear(13, 13, bias=False)
+        self.again = nn.Linear(13, 13, bias=False)
+        self.again.weight = self.mid.weight
+        self.gain = nn.Parameter(torch.full((1,), 1.0 + seed))
+        self.out = nn.Linear(13, 11)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("passing", torch.ones(3), persistent=False)
+
+    def forward(self, x, labels):
+        self.seen += 1 + my_rank()
+        hidden = functional.dropout(functional.gelu(self.again(self.mid(self.inp(x)))), 0.3, self.training)
+        logits = self.out(hidden) * self.gain
+        return Output(functional.cross_entropy(logits.float(), labels), logits)
+
+
+STATE = {"epoch": 3, "best": float("inf"), "names": ["a", "b"], "counts": {7: (1, 2)}, "ema": torch.arange(5.0), "raw": b"\x00\xff"}
+
+
+def whole_run(backend, strategy, root):
+    """Saves in the middle of a run with dropout, goes on, and goes on again from the checkpoint in a fresh engine."""
+    cfg = config(backend, strategy, optimizer=ADAMW)
+    with unishard.prepare(Model(1), cfg) as engine:
+        train(engine, own_share(3))
+        folder = engine.save(f"{root}/{backend}-{strategy}", state=STATE if my_rank() == 0 else {"of": "another rank"})
+        rest = [loss for loss, _ in train(engine, own_share(4))]
+        seen = engine.module.seen.tolist()
+    with unishard.prepare(Model(2), cfg) as engine:
+        resumed = engine.load(folder, verify="bits")
+        again = [loss for loss, _ in train(engine, own_share(4))]
+        return rest, again, resumed, seen, engine.module.seen.tolist(), engine.module.again.weight is engine.module.mid.weight
+
+
+WHOLE = tuple((backend, strategy) for backend in BACKENDS for strategy in ("no_shard", "shard_grad_op", "full_shard"))
+
+
+@pytest.mark.parametrize("cell", WHOLE, ids="-".join)
+def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(cell, root):
+    played = values(play(tuple((whole_run, (*each, root)) for each in WHOLE))[whole_run, (*cell, root)])
+    for rank, (rest, again, resumed, seen, seen_again, tied) in enumerate(played):
+        assert again == rest
+        assert (resumed.step, resumed.epoch, resumed.notes) == (3, 0, ())
+        assert resumed.path == Path(root) / "-".join(cell) / "step-00000003"
+        assert resumed.state["ema"].tolist() == [0, 1, 2, 3, 4]
+        assert {key: value for key, value in resumed.state.items() if key != "ema"} == {key: STATE[key] for key in STATE if key != "ema"}
+        if rank == 0:
+            assert seen_again == seen
+        assert tied
+    facts = manifest.read(resumed.path)
+    assert facts.frozen == ["inp.weight"]
+    assert facts.ties == {"again.weight": "mid.weight"}
+    assert facts.buffers == ["seen"]
+    assert "model.passing" not in facts.tensors
+    assert facts.model.class_name == "Model"
+    tensors = Tensors(resumed.path)
+    assert torch.equal(tensors.whole("model.again.weight"), tensors.whole("model.mid.weight"))
+    assert tensors.whole("optim.state.gain.step").item() == 3
+    assert tensors.dtypes["model.mid.weight"] == torch.float32
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------------------
+
+
+def misused(backend, root):
+    """Calls at the wrong time and place; each must leave an engine that trains on."""
+    told = {}
+    with prepare(config(backend, training={"gradient_accumulation_steps": 2})) as engine:
+        first, second = own_share(2)
+        engine.backward(engine(**first).loss)
+        told["in a window"] = refused(engine.save, root)
+        engine.step()
+        engine.backward(engine(**second).loss)
+        engine.step()
+        told["nowhere"] = refused(engine.save)
+        told["nothing there"] = refused(engine.load, f"{root}/nothing")
+        told["latest of nowhere"] = refused(engine.load)
+        told["state"] = refused(engine.save, f"{root}/state", state={"model": {"a": [object()]}})
+        told["a file"] = refused(engine.save, __file__)
+        train(engine, own_share(2))
+    told["closed"] = refused(engine.save, root)
+    return told
+
+
+@everywhere
+def test_misuse_is_one_clear_error_and_the_engine_trains_on(backend, root):
+    for told in values(play(tuple((misused, (each, root)) for each in BACKENDS))[misused, (backend, root)]):
+        assert told["in a window"].startswith("ContractError: save was called inside an accumulation window; call it when")
+        assert told["nowhere"].endswith("as in engine.save('checkpoints'), or set checkpoint.dir in the config")
+        assert told["latest of nowhere"].startswith("ContractError: load needs a directory")
+        assert told["nothing there"].startswith("CheckpointError: ")
+        assert "nothing" in told["nothing there"]
+        assert "state.model.a.0 is a object" in told["state"]
+        assert told["a file"].startswith("CheckpointError: ")
+        assert told["closed"].startswith("ContractError: save was called on a closed engine")
+
+
+def unfit(backend, root):
+    """Loads what does not fit: another model, another optimizer, a damaged file."""
+    told = {}
+    with prepare(config(backend, optimizer=ADAMW)) as engine:
+        train(engine, own_share(1))
+        folder = engine.save(f"{root}/unfit-{backend}")
+    with unishard.prepare(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), config(backend, optimizer=ADAMW)) as engine:
+        before = engine.parameter("0.weight")
+        told["model"] = refused(engine.load, folder)
+        told["unchanged"] = torch.equal(before, engine.parameter("0.weight"))
+    with prepare(config(backend)) as engine:
+        told["optimizer"] = refused(engine.load, folder)
+        told["notes"] = engine.load(folder, strict=False).notes
+        train(engine, own_share(1))
+    dist.barrier()
+    if my_rank() == 0:
+        damaged = folder / "__1_0.distcp"
+        data = bytearray(damaged.read_bytes())
+        data[len(data) // 2] ^= 1
+        damaged.write_bytes(data)
+    dist.barrier()
+    with prepare(config(backend, optimizer=ADAMW)) as engine:
+        told["flipped"] = refused(engine.load, folder)
+        told["bits"] = refused(engine.load, folder, verify="bits")
+    return told
+
+
+@everywhere
+def test_what_does_not_fit_or_is_damaged_is_named_before_anything_changes(backend, root):
+    for told in values(play(tuple((unfit, (each, root)) for each in BACKENDS))[unfit, (backend, root)]):
+        assert "0.weight: is not in the checkpoint" in told["model"]
+        assert "with strict=False" in told["model"]
+        assert told["unchanged"]
+        assert "AdamW kept exp_avg, exp_avg_sq, step for it, and the optimizer that runs keeps momentum_buffer" in told["optimizer"]
+        assert any("momentum_buffer" in note for note in told["notes"])
+        assert "__1_0.distcp" in told["flipped"]
+        assert "unishard checkpoint list" in told["flipped"]
+        assert "__1_0.distcp" in told["bits"]
+
+
+def alone(backend, root, sampled):
+    """One rank saves while the other trains on."""
+    with prepare(config(backend)) as engine:
+        train(engine, own_share(12 if sampled else 1))
+        start = time.monotonic()
+        try:
+            if my_rank() == 0:
+                engine.save(f"{root}/alone")
+            else:
+                train(engine, own_share(1))
+        except Exception as problem:
+            return f"{type(problem).__name__}: {problem}", time.monotonic() - start
+    return "nothing", time.monotonic() - start
+
+
+@everywhere
+def test_a_save_on_one_rank_alone_is_an_error_and_no_hang(backend, root):
+    told, seconds = run_ranks(2, alone, backend, root, False)[0]
+    assert told.startswith("RankMismatchError: ")
+    assert "engine.save" in told
+    assert seconds < 10
+    assert finding.checkpoints(Path(root) / "alone") == []
+
+
+def full_disk(backend, root):
+    """The second save meets a full disk on one rank."""
+    with prepare(config(backend)) as engine:
+        train(engine, own_share(1))
+        first = engine.save(f"{root}/full-{backend}")
+        train(engine, own_share(1))
+        record = writing._record
+        if my_rank() == 1:
+
+            def no_space(values):
+                raise OSError(28, "No space left on device")
+
+            writing._record = no_space
+        told = refused(engine.save, f"{root}/full-{backend}")
+        writing._record = record
+        names = sorted(path.name for path in Path(f"{root}/full-{backend}").iterdir())
+        dist.barrier()
+        train(engine, own_share(1))
+        return told, names, first, engine.save(f"{root}/full-{backend}")
+
+
+@everywhere
+def test_a_full_disk_on_one_rank_is_told_by_all_and_the_former_checkpoint_stays(backend, root):
+    for told, names, first, last in values(play(tuple((full_disk, (each, root)) for each in BACKENDS))[full_disk, (backend, root)]):
+        assert told.startswith("CheckpointError: ")
+        assert "rank 1" in told
+        assert "No space left on device" in told
+        assert names == ["latest", "step-00000001"]
+        assert [found.path for found in finding.checkpoints(first.parent)] == [first, last]
+
+
+# -- in the background, by itself, and before the end -------------------------------------------------------------------------------
+
+
+def in_background(backend, root):
+    """Trains on at once after a save, and compares what was saved with what was there at the call."""
+    cfg = config(backend, optimizer=ADAMW, checkpoint={"dir": f"{root}/later-{backend}", "async_save": True, "keep_last": 2})
+    with prepare(cfg) as engine:
+        kept = {}
+        for _ in range(4):
+            train(engine, own_share(1))
+            folder = engine.save()
+            kept[folder.name] = engine.parameter("inp.weight").clone()
+        train(engine, own_share(1))
+        engine.wait()
+        saved = {found.path.name: Tensors(found.path).whole("model.inp.weight") for found in finding.checkpoints(folder.parent)}
+        told = refused(engine.save, __file__)  # in the background, so what goes wrong is raised by the next call
+        later = refused(engine.wait)
+        same = {name: torch.equal(kept[name], value.to(kept[name])) for name, value in saved.items()}
+        train(engine, own_share(1))
+    return same, told, later
+
+
+@everywhere
+def test_a_save_in_the_background_holds_the_moment_of_its_call(backend, root):
+    for same, told, later in values(play(tuple((in_background, (each, root)) for each in BACKENDS))[in_background, (backend, root)]):
+        assert same == {"step-00000003": True, "step-00000004": True}
+        assert "nothing" in (told, later)
+        assert f"{told}{later}".replace("nothing", "").startswith("CheckpointError: ")
+
+
+def by_itself(backend, root):
+    """Saves as the config says, with the state that the loop has named."""
+    sections = {"dir": f"{root}/auto-{backend}", "every_steps": 2, "keep_last": 2, "keep_every": 4}
+    with prepare(config(backend, checkpoint=sections)) as engine:
+        done = []
+        engine.on_save(lambda: {"losses": len(done)})
+        for micro_batch in engine.batches(own_share(11)):
+            engine.backward(engine(**micro_batch).loss)
+            done.append(engine.step())
+    with prepare(config(backend, checkpoint=sections)) as engine:
+        return engine.load()
+
+
+@everywhere
+def test_the_config_says_when_to_save_and_what_to_keep(backend, root):
+    for resumed in values(play(tuple((by_itself, (each, root)) for each in BACKENDS))[by_itself, (backend, root)]):
+        assert [found.step for found in finding.checkpoints(Path(root) / f"auto-{backend}")] == [4, 8, 10]
+        assert (resumed.step, resumed.state) == (10, {"losses": 9})
+
+
+def interrupted(backend, root):
+    """One rank gets the signal that a batch system sends before it ends a job."""
+    cfg = config(backend, checkpoint={"dir": f"{root}/signal-{backend}", "on_signal": ["USR1"]})
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with prepare(cfg) as engine:
+            started = engine.load()
+            for at, micro_batch in enumerate(engine.batches(own_share(9))):
+                engine.backward(engine(**micro_batch).loss)
+                if at == 3 and my_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                engine.step()
+    except SystemExit as end:
+        return started, end.code, signal.getsignal(signal.SIGUSR1) == before
+    return started, "it went on", False
+
+
+@everywhere
+def test_a_signal_to_one_rank_saves_at_the_end_of_the_update_and_ends_all_with_the_documented_code(backend, root):
+    for started, code, restored in values(play(tuple((interrupted, (each, root)) for each in BACKENDS))[interrupted, (backend, root)]):
+        assert started is None
+        assert code == 85
+        assert restored
+        assert [found.step for found in finding.checkpoints(Path(root) / f"signal-{backend}")] == [4]
+
+
+# -- learning rates, trainability, evaluation ----------------------------------------------------------------------------------------
+
+
+def changed(backend, root):
+    """Goes on with another learning rate in the config, with one that was set by hand, and with parameters that were frozen midway."""
+    with prepare(config(backend, optimizer=ADAMW)) as engine:
+        train(engine, own_share(1))
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+        engine.set_trainable("head", False)
+        train(engine, own_share(1))
+        folder = engine.save(f"{root}/changed-{backend}")
+    with prepare(config(backend, optimizer=ADAMW)) as engine:
+        by_hand = engine.load(folder), engine.lr, engine.module.head.bias.requires_grad, engine.module.inp.bias.requires_grad
+    with prepare(config(backend, optimizer=ADAMW | {"lr": 1e-3, "weight_decay": 0.3})) as engine:
+        by_config = engine.load(folder), engine.lr
+    with unishard.prepare(mlp(3), config(backend, precision="bf16"), train=False) as engine:
+        evaluated = engine.load(folder)
+        saved = Tensors(folder).whole("model.head.bias").bfloat16().float()
+        same = torch.equal(engine.parameter("head.bias").cpu(), saved)
+    return by_hand, by_config, (evaluated, same)
+
+
+@everywhere
+def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root):
+    for by_hand, by_config, evaluated in values(play(tuple((changed, (each, root)) for each in BACKENDS))[changed, (backend, root)]):
+        assert by_hand[1:] == (0.5, False, True)
+        assert by_hand[0].notes == ()
+        assert by_config[1] == 1e-3
+        assert "group 0 of the optimizer: lr was 0.01 at its peak and is 0.001 now, which counts" in by_config[0].notes
+        assert any("weight_decay was 0.01 and is 0.3 now" in note for note in by_config[0].notes)
+        assert evaluated[1]
+
+
+def test_a_killed_rank_leaves_the_former_checkpoint(root):
+    with pytest.raises(RankFailure):
+        run_ranks(2, _killed, root, grace=5.0)
+    found = finding.latest(Path(root) / "killed")
+    assert found is not None
+    assert found.name == "step-00000001"
+    (resumed,) = run_ranks(1, _resumed, root)
+    assert resumed == 1
+    assert not [path for path in (Path(root) / "killed").iterdir() if path.name.startswith(".")]
+
+
+def _killed(root):
+    with prepare(config("fsdp")) as engine:
+        train(engine, own_share(1))
+        engine.save(f"{root}/killed")
+        train(engine, own_share(1))
+        if my_rank() == 1:
+            writing._record = lambda values: os.kill(os.getpid(), signal.SIGKILL)
+        engine.save(f"{root}/killed")
+
+
+def _resumed(root):
+    with prepare(config("deepspeed", "shard_grad_op")) as engine:
+        step = engine.load(f"{root}/killed").step
+        engine.save(f"{root}/killed")
+        return step
