@@ -1,0 +1,220 @@
+"""Holds checkpoints to the run that was not interrupted: saved by one engine, strategy and number of ranks, gone on with by another.
+
+`python -m unishard.testing.resuming docs/resuming.md` measures every pair and writes the page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import unishard
+from unishard.checkpoint import keys, manifest
+from unishard.config import Config
+from unishard.rules import merge
+from unishard.testing.cells import STRATEGIES
+from unishard.testing.models import MODELS, llama
+from unishard.testing.ranks import run_ranks
+
+__all__ = ["AFTER", "BEFORE", "Pair", "Resumption", "Run", "every_pair", "measure", "spanning_pairs"]
+
+BEFORE, AFTER = 5, 20
+"""Updates before the checkpoint, and after it."""
+_MICRO_BATCHES = 4
+"""Of all ranks together in one update, of `_SAMPLES` samples each."""
+_SAMPLES = 2
+_DATASET = 96
+"""Samples: a checkpoint lies in the middle of an epoch, and more epochs follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What trains."""
+
+    backend: str
+    strategy: str
+    world: int
+    precision: str = "fp32"
+    feature: str = "plain"
+    """A name in `FEATURES`."""
+
+    def __str__(self) -> str:
+        feature = "" if self.feature == "plain" else f"{self.feature}-"
+        return f"{feature}{self.backend}-{self.strategy}-{self.precision}-{self.world}ranks"
+
+
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "offloaded": {"offload": {"optimizer": "cpu"}},
+    "all_offloaded": {"offload": {"optimizer": "cpu", "params": "cpu"}},
+    "hybrid": {"sharding": {"group_size": 2}},
+}
+"""Sections of the config that change how state lies in memory."""
+
+
+class Pair(NamedTuple):
+    """A run that saves, and one that goes on."""
+
+    saved: Run
+    resumed: Run
+
+    def __str__(self) -> str:
+        return f"{self.saved}-to-{self.resumed}"
+
+
+class Resumption(NamedTuple):
+    """What came of it."""
+
+    first_losses: float
+    """Largest relative deviation of the first three losses after the checkpoint from those of the uninterrupted run."""
+    losses: float
+    """Of all of them."""
+    same_bits: bool
+    """Whether all losses and all parameters at the end are those of the uninterrupted run to the bit."""
+    same_state: bool
+    """Whether what was loaded, saved again at once, has the same hash for every tensor of the model and the optimizer."""
+
+
+def every_pair(precision: str) -> list[Pair]:
+    """All of them: every strategy on every engine at 1, 2 and 4 ranks into every other."""
+    runs = [Run(backend, strategy, world, precision) for backend, strategy, world in product(("fsdp", "deepspeed"), STRATEGIES, (1, 2, 4))]
+    return [Pair(*pair) for pair in product(runs, runs)]
+
+
+def spanning_pairs() -> list[Pair]:
+    """Every strategy of every engine at 2 ranks into itself, and as the source and the target of every change of ranks once."""
+    kinds = list(product(("fsdp", "deepspeed"), STRATEGIES))
+    pairs = [Pair(run, run) for precision in ("fp32", "bf16") for run in (Run(*kind, 2, precision) for kind in kinds)]
+    for turn, (before, after) in enumerate(product((1, 2, 4), (1, 2, 4))):
+        precision = "bf16" if turn % 4 == 3 else "fp32"
+        for place, kind in enumerate(kinds):
+            if place % 3 == turn % 3:
+                other = kinds[(place + 4 + turn) % len(kinds)]  # on the other engine, mostly
+                pairs.append(Pair(Run(*kind, before, precision), Run(*other, after, precision)))
+    for source, target in (
+        (Run("fsdp", "full_shard", 2, "bf16", "offloaded"), Run("deepspeed", "shard_grad_op", 4, "bf16", "offloaded")),
+        (Run("fsdp", "full_shard", 2, "fp32", "all_offloaded"), Run("deepspeed", "full_shard", 2, "fp32", "all_offloaded")),
+        (Run("fsdp", "hybrid_shard", 4, "fp32", "hybrid"), Run("deepspeed", "hybrid_shard_grad_op", 4, "fp32", "hybrid")),
+        (Run("fsdp", "full_shard", 2, "fp16"), Run("deepspeed", "full_shard", 4, "fp16")),
+    ):
+        pairs += [Pair(source, target), Pair(target, source), Pair(source, source), Pair(target, target)]
+    return list(dict.fromkeys(pairs))
+
+
+def measure(pairs: Sequence[Pair]) -> dict[Pair, Resumption]:
+    """Train, save, load and train again; each source once, and all that run on a number of ranks in the same processes."""
+    with tempfile.TemporaryDirectory(prefix="resuming-") as folder:
+        expected: dict[Run, _Rest] = {}
+        for world, runs in _by_world(dict.fromkeys(pair.saved for pair in pairs)).items():
+            answers = run_ranks(world, _save_all, runs, folder, timeout=60 + 20 * len(runs))
+            expected |= dict(zip(runs, answers[0], strict=True))
+        found: dict[Pair, _Rest] = {}
+        for world, resumed in _by_world(dict.fromkeys(pair.resumed for pair in pairs)).items():
+            here = [pair for pair in pairs if pair.resumed in resumed]
+            answers = run_ranks(world, _resume_all, here, folder, timeout=60 + 20 * len(here))
+            found |= dict(zip(here, answers[0], strict=True))
+    return {pair: _compare(expected[pair.saved], found[pair]) for pair in pairs}
+
+
+class _Rest(NamedTuple):
+    """What follows a checkpoint."""
+
+    losses: tuple[float, ...]
+    digest: str
+    """Of all parameters at the end."""
+    hashes: tuple[tuple[str, str], ...]
+    """Of each tensor of the model and the optimizer in the checkpoint, or in that which was made of what was loaded."""
+
+
+def _by_world(runs: Iterable[Run]) -> dict[int, list[Run]]:
+    worlds: dict[int, list[Run]] = {}
+    for run in runs:
+        worlds.setdefault(run.world, []).append(run)
+    return worlds
+
+
+def _compare(expected: _Rest, found: _Rest) -> Resumption:
+    deviations = [abs(now - then) / abs(then) for then, now in zip(expected.losses, found.losses, strict=True)]
+    return Resumption(
+        first_losses=max(deviations[:3]),
+        losses=max(deviations),
+        same_bits=expected.losses == found.losses and expected.digest == found.digest,
+        same_state=expected.hashes == found.hashes,
+    )
+
+
+def _config(run: Run) -> Config:
+    sections: dict[str, Any] = {
+        "backend": run.backend,
+        "sharding": {"strategy": run.strategy},
+        "precision": {"compute": run.precision},
+        "training": {
+            "micro_batch_size": _SAMPLES,
+            "gradient_accumulation_steps": _MICRO_BATCHES // run.world,
+            "gradient_clipping": 0.5,
+            "seed": 11,
+        },
+        "optimizer": {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "no_decay": ["norm"]},
+        "scheduler": {"name": "cosine", "warmup_steps": 3, "total_steps": BEFORE + AFTER, "min_lr_ratio": 0.1},
+    }
+    return Config.model_validate(merge(sections, FEATURES[run.feature]))
+
+
+def _prepare(run: Run, seed: int) -> unishard.Engine:
+    return unishard.prepare(llama(seed, tie_word_embeddings=True), _config(run))
+
+
+def _dataset() -> Any:
+    return [MODELS["llama"].sample(index) for index in range(_DATASET)]
+
+
+def _updates(engine: unishard.Engine, loader: Any) -> Iterator[float]:
+    """Mean loss over ranks and micro-batches of one update after the other, epoch after epoch."""
+    window: list[float] = []
+    while True:
+        for batch in engine.batches(loader):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            window.append(engine.mean(loss))
+            if engine.step().updated:
+                yield sum(window) / len(window)
+                window = []
+
+
+def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path) -> _Rest:
+    losses = tuple(islice(updates, AFTER))
+    digest = hashlib.sha256()
+    for name, _ in engine.module.named_parameters():
+        digest.update(engine.parameter(name).cpu().numpy().tobytes())
+    tensors = manifest.read(folder).tensors
+    kept = [(name, facts.hash) for name, facts in tensors.items() if name.startswith((keys.PARAMETERS, keys.OPTIMIZER))]
+    return _Rest(losses, digest.hexdigest(), tuple(kept))
+
+
+def _save_all(runs: Sequence[Run], root: str) -> list[_Rest]:
+    answers = []
+    for run in runs:
+        with _prepare(run, seed=7) as engine:
+            updates = _updates(engine, unishard.dataloader(_dataset(), _config(run)))
+            for _ in islice(updates, BEFORE):
+                pass
+            folder = engine.save(Path(root) / str(run))
+            answers.append(_rest(engine, updates, folder))
+    return answers
+
+
+def _resume_all(pairs: Sequence[Pair], root: str) -> list[_Rest]:
+    answers = []
+    for pair in pairs:
+        with _prepare(pair.resumed, seed=8) as engine:
+            resumed = engine.load(Path(root) / str(pair.saved), verify="bits")
+            assert resumed is not None
+            assert resumed.step == BEFORE
+            again = engine.save(Path(root) / f"{pair}-again")
+            answers.append(_rest(engine, _updates(engine, unishard.dataloader(_dataset(), _config(pair.resumed))), again))
+    return answers
