@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from unishard.checkpoint.converting import convert, formats
 from unishard.checkpoint.hashing import hash_of, hexadecimal
 from unishard.checkpoint.tensors import Tensors
 from unishard.cli import app
+from unishard.cli import convert as cli_convert
 from unishard.errors import CheckpointError
 
 GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"b": (7,)}]
@@ -193,6 +195,11 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 class TestCommand:
     def run(self, *arguments):
         return CliRunner().invoke(app, ["checkpoint", "convert", *map(str, arguments)], prog_name="unishard")
@@ -203,6 +210,12 @@ class TestCommand:
         assert result.stdout == f"{tmp_path / 'new'}\n"
         assert all(line.startswith("note: ") for line in result.stderr.splitlines())
         assert json.loads((tmp_path / "new" / manifest.FILE).read_text())["step"] == 7
+
+    def test_shows_a_bar_in_a_terminal(self, theirs, tmp_path, monkeypatch):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        cli_convert.convert(theirs, tmp_path / "new", from_=None, to="unishard")
+        assert "converting" in terminal.getvalue()
 
     @pytest.mark.parametrize("wrong", ["nowhere", "file"])
     def test_one_message(self, tmp_path, wrong):
