@@ -117,6 +117,14 @@ def test_a_universal_checkpoint_is_not_read(ours, tmp_path):
         convert(tmp_path / "universal", tmp_path / "new")
 
 
+def test_takes_the_latest_of_a_folder_of_checkpoints(ours, tmp_path):
+    (tmp_path / "run").mkdir()
+    ours.rename(tmp_path / "run" / "step-00000007")
+    (tmp_path / "run" / "latest").write_text("step-00000007\n")
+    convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    assert "model.a.weight" in Tensors(tmp_path / "dcp")
+
+
 def test_a_folder_without_a_checkpoint(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="holds no checkpoint of a known tool"):
