@@ -7,7 +7,7 @@ import platform
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from importlib import metadata
@@ -120,11 +120,21 @@ def _appearing(destination: Path) -> Iterator[Path]:
 # -- unishard's own form ------------------------------------------------------------------------------------------------------
 
 
-def _is_own(folder: Path) -> bool:
-    return (folder / manifest.FILE).is_file()
+def _located(source: Path) -> Path:
+    """A checkpoint, or the latest one of a folder of them. Until unishard.checkpoint.finding is there."""
+    with suppress(OSError, UnicodeDecodeError):
+        named = source / (source / "latest").read_text(encoding="utf-8").strip()
+        if (named / manifest.FILE).is_file():
+            return named
+    return source
 
 
-def _read(folder: Path) -> Contents:
+def _is_own(source: Path) -> bool:
+    return (_located(source) / manifest.FILE).is_file()
+
+
+def _read(source: Path) -> Contents:
+    folder = _located(source)
     facts, tensors = manifest.read(folder), Tensors(folder)
     taken = [name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties]
     left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})

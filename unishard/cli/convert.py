@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,25 +26,23 @@ def convert(
     """
     from unishard.checkpoint.converting import convert as run
 
-    with _bar() as progress:
-        notes = run(source, destination, from_=from_, to=to, progress=progress)
+    with ExitStack() as stack:
+        notes = run(source, destination, from_=from_, to=to, progress=lambda total: stack.enter_context(bar("converting", total)))
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(str(destination))
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """A bar on standard error where that is a terminal, else nothing. Starts when the bytes that there are to write are known."""
+def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:  # until unishard.cli.bar is there
+    """Show on standard error how many bytes are done, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-
-        def start(total: int) -> Callable[[int], None]:
-            task = bar.add_task("converting", total=total)
-            return lambda written: bar.advance(task, written)
-
-        yield start
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.advance(task, done)

@@ -126,6 +126,11 @@ def _notes(contents: Contents) -> list[str]:
             "at stage 3 DeepSpeed 0.19.8 gives every parameter group the options of the first one, and lets them share one step count, "
             f"which then counts {len(contents.optimizer.groups)} for each update; load it at stage 1 or 2, or set both again"
         )
+    kinds = {part[1] for part in map(optimizer_part, contents.stretches) if part is not None}
+    if not {"exp_avg", "exp_avg_sq"} <= kinds:
+        notes.append(
+            "at stage 3 DeepSpeed 0.19.8 loads only the state of Adam and AdamW from a Universal Checkpoint; load it at stage 1 or 2"
+        )
     if contents.loss_scale is not None:
         notes.append("the loss scale starts anew")
     notes.append("of learning-rate schedulers only DeepSpeed's own go on; pass load_lr_scheduler_states=False for another")
