@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from unishard.cli.bar import bar
 
 __all__ = ["convert"]
 
@@ -31,18 +31,3 @@ def convert(
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(str(destination))
-
-
-@contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:  # until unishard.cli.bar is there
-    """Show on standard error how many bytes are done, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.advance(task, done)

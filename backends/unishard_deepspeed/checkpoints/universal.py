@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.foreign import Advance, Contents
 from unishard.checkpoint.keys import PARAMETERS, optimizer_part, parameter_of
-from unishard.checkpoint.writing import fsync
 from unishard.errors import CheckpointError
 
 __all__ = ["write"]
