@@ -215,15 +215,15 @@ def full_disk(backend, root):
         train(engine, own_share(1))
         first = engine.save(f"{root}/full-{backend}")
         train(engine, own_share(1))
-        record = writing._record
+        pieces_of = writing.pieces_of
         if my_rank() == 1:
 
             def no_space(values):
                 raise OSError(28, "No space left on device")
 
-            writing._record = no_space
+            writing.pieces_of = no_space
         told = refused(engine.save, f"{root}/full-{backend}")
-        writing._record = record
+        writing.pieces_of = pieces_of
         names = sorted(path.name for path in Path(f"{root}/full-{backend}").iterdir())
         dist.barrier()
         train(engine, own_share(1))
@@ -366,7 +366,7 @@ def _killed(root):
         engine.save(f"{root}/killed")
         train(engine, own_share(1))
         if my_rank() == 1:
-            writing._record = lambda values: os.kill(os.getpid(), signal.SIGKILL)
+            writing.pieces_of = lambda values: os.kill(os.getpid(), signal.SIGKILL)
         engine.save(f"{root}/killed")
 
 
