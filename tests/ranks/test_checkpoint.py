@@ -375,3 +375,19 @@ def _resumed(root):
         step = engine.load(f"{root}/killed").step
         engine.save(f"{root}/killed")
         return step
+
+
+def other_batch(backend, root):
+    """Goes on with twice the accumulation, and with the data from its beginning."""
+    with prepare(config(backend)) as engine:
+        train(engine, own_share(1))
+        folder = engine.save(f"{root}/other-batch-{backend}")
+    with prepare(config(backend, training={"gradient_accumulation_steps": 2})) as engine:
+        return engine.load(folder, data=False).notes
+
+
+@everywhere
+def test_another_global_batch_is_noted(backend, root):
+    for notes in values(play(tuple((other_batch, (each, root)) for each in BACKENDS))[other_batch, (backend, root)]):
+        (note,) = notes
+        assert note == "an update was made of 4 samples and is made of 8 now; change training.gradient_accumulation_steps with the ranks"
