@@ -61,7 +61,8 @@ class Restoring(Capturing):
         self._state_loaded()
         notes = [*chosen.notes, *self._go_on(manifest, tensors, group)]
         positions = on_all(group, lambda: [unpack(position, tensors.whole) for position in manifest.data])
-        if data and any(position is not None for position in positions):
+        positions = positions if data else []
+        if any(position is not None for position in positions):
             self._resume_data(positions, manifest.world_size)
         if verify == "bits":
             on_all(group, lambda: self._compare_bits(folder, manifest, chosen))
@@ -155,7 +156,8 @@ class Restoring(Capturing):
         then = math.prod(training[field] for field in fields) * manifest.world_size
         now = math.prod(getattr(self._cfg.training, field) for field in fields) * dist.get_world_size()
         if self._trained() and then != now:
-            yield f"an update was made of {then} samples and is made of {now} now; change training.gradient_accumulation_steps with the ranks"
+            what = f"an update was made of {then} samples and is made of {now} now"
+            yield f"{what}; change training.gradient_accumulation_steps with the ranks"
 
     def _casts(self, manifest: Manifest) -> Iterator[str]:
         parts = self._model_parts()
