@@ -102,5 +102,5 @@ def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[
 
 def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[int, int]]) -> Manifest:
     facts = summary_of(written._replace(files={**written.files, **assets}), snapshot.facts["buffers"])
-    _logger.info("step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in facts["norms"].items()))
+    _logger.info("saved step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in facts["norms"].items()))
     return Manifest(**snapshot.facts, **facts, step=snapshot.step, ties=dict(snapshot.ties))

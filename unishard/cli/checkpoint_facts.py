@@ -84,7 +84,10 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name, count in (("ties", len(manifest.ties)), ("frozen", len(manifest.frozen)), ("buffers", len(manifest.buffers))):
         if count:
             yield name, str(count)
-    yield "optimizer", f"{optimizer.class_name}, {len(optimizer.groups)} groups" if optimizer else "none"
+    yield (
+        "optimizer",
+        f"{optimizer.class_name}, {len(optimizer.groups)} group{'s' if len(optimizer.groups) > 1 else ''}" if optimizer else "none",
+    )
     if schedule:
         yield "schedule", f"{schedule.updates} updates made"
     if scale:
