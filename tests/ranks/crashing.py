@@ -3,7 +3,7 @@
 Each point is a real save of 2 ranks to a directory that holds complete checkpoints already, cut off just before, after or in the middle
 of one thing that a rank does: opening, writing and syncing a file, making, renaming and deleting, and talking to the other rank. The
 points are counted in a save that is not disturbed, so none is left out. Fresh processes then examine what a resumed run would find, and
-save again.
+save again. Then it lets the disk of a rank run full at every such moment.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import typer
+from full_disk import Outcome, fill
 from intercepting import Event, Interception
 from small_saves import NEW, NEXT, NEXT_STEP, SCENARIOS, WORLD, Scenario, found_wrong, kept, left_wrong, prepare, save_as_an_engine, start
 
@@ -175,6 +176,12 @@ class Harness:
                 shutil.rmtree(root)
         return lost
 
+    def fill(self, stride: int) -> list[Outcome]:
+        """Let the disk of one rank run full at every so many moments."""
+        templates = {scenario: root for scenario, root in self.templates.items() if not scenario.background and not scenario.left}
+        everyones = run_ranks(WORLD, fill, templates, stride, timeout=600)
+        return [outcome for outcomes in everyones for outcome in outcomes]
+
     def _cut_off(self, root: Path, point: Point) -> tuple[str, bool]:
         """What was wrong with how the ranks ended, and whether one of them was told that its save is complete."""
         begin = time.monotonic()
@@ -221,6 +228,7 @@ def main() -> int:
         points = harness.points() if asked is None else spanning(harness.points(), asked)
         with typer.progressbar(length=len(points), label="points") as bar:
             lost = harness.play(points, lambda: bar.update(1))
+        outcomes = harness.fill(stride=1 if asked is None else 5)
     typer.echo(table(points))
     for point, problem in lost:
         typer.echo(f"LOST: {point.scenario.name}, ranks {point.victims} at event {point.at} ({point.kind}): {problem}")
@@ -228,7 +236,11 @@ def main() -> int:
         f"{len(points)} points, {len(lost)} lost, in {time.monotonic() - begin:.0f} s; the ranks of a run that was cut off had all ended "
         f"{harness.slowest:.1f} s after its start at the latest"
     )
-    return int(bool(lost))
+    wrong = [outcome for outcome in outcomes if outcome.fault]
+    for outcome in wrong:
+        typer.echo(f"WRONG: {outcome.scenario}, the disk of rank {outcome.rank} was full at {', '.join(outcome.event)}: {outcome.fault}")
+    typer.echo(f"{len(outcomes)} moments at which a disk ran full, {len(wrong)} wrong")
+    return int(bool(lost or wrong))
 
 
 def table(points: Sequence[Point]) -> str:

@@ -37,6 +37,12 @@ class Outcome(NamedTuple):
     wrong: str
     """With what a run that goes on from there would find, and with the next save of this one; empty if nothing."""
 
+    @property
+    def fault(self) -> str:
+        """What is not as it should be; empty if nothing."""
+        full = os.strerror(errno.ENOSPC)
+        return self.wrong or ("" if full in self.told else f"{full!r} is not in {self.told!r}")
+
 
 def fill(templates: Mapping[Scenario, str], stride: int) -> list[Outcome]:
     """Save with the disk of one rank running full, at every so many moments, and again when there is room. Collective."""
