@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from crashing import GRACE, MEMORY, Harness, spanning
-from full_disk import fill
 from intercepting import Event, Interception
 from playing import config, everyones, my_rank, own_share, prepare, train
-from small_saves import FORMER, SCENARIOS, found_wrong
+from small_saves import FORMER, NEW, RETENTION, SCENARIOS, found_wrong, snapshot, start
 
 import unishard
-from unishard.checkpoint import directory, manifest
+from unishard.checkpoint import directory, finding, manifest
+from unishard.checkpoint.saving import save
 from unishard.checkpoint.verifying import damaged
 from unishard.testing import RankFailure, run_ranks
 
@@ -49,7 +50,7 @@ def test_there_are_points_in_every_part_of_a_save(harness):
 
 def test_a_kill_at_any_moment_loses_the_save_that_was_cut_off_at_most(harness):
     """At some moments in every part of it; `make crash` plays all."""
-    points = spanning(harness.points(), 28)
+    points = spanning(harness.points(), 24)
     assert {point.where for point in points} == {point.where for point in harness.points()}
     lost = harness.play(points)
     assert not lost, "\n".join(f"{point}: {problem}" for point, problem in lost)
@@ -75,14 +76,36 @@ def test_the_harness_sees_what_must_not_be(harm, harness, tmp_path):
 
 
 def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(harness):
-    templates = {scenario: harness.templates[scenario] for scenario in SCENARIOS[:2]}
-    everyones_outcomes = run_ranks(2, fill, templates, 3)
-    assert len(everyones_outcomes[0]) > 30
-    for outcomes in zip(*everyones_outcomes, strict=True):
-        for outcome in outcomes:
-            assert "No space left on device" in outcome.told, outcome
-            assert outcome.told == outcomes[0].told
-            assert not outcome.wrong, outcome
+    outcomes = harness.fill(stride=4)
+    assert len(outcomes) > 50
+    assert {outcome.event.where for outcome in outcomes} >= {"tensors", "index", "assets", "manifest", "latest"}
+    for outcome in outcomes:
+        assert not outcome.fault, outcome
+
+
+def unreadable(root):
+    """What has been written cannot be read back on rank 0, to take its checksum."""
+    group, rank = start()
+    read = Path.read_bytes
+
+    def broken(path):
+        if path.name == ".metadata":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", broken)
+        told = refusal(save, Path(root), snapshot(40, NEW, rank), RETENTION, group)
+    dist.barrier(group)
+    return told, finding.incomplete(Path(root))
+
+
+def test_a_disk_that_fails_on_the_first_rank_alone_is_told_by_all(harness, tmp_path):
+    root = shutil.copytree(harness.templates[SCENARIOS[0]], tmp_path / "root")
+    for told, left in run_ranks(2, unreadable, str(root)):
+        assert "Input/output error" in told
+        assert left == []
+    assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FORMER)
 
 
 # -- with an engine -------------------------------------------------------------------------------------------------------------------
@@ -202,9 +225,9 @@ def problems_of(folder):
         return [str(error)]
 
 
-def refusal(load, folder):
+def refusal(call, *arguments):
     try:
-        load(folder)
+        call(*arguments)
     except unishard.CheckpointError as error:
         return str(error)
     return ""
