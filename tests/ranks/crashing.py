@@ -170,7 +170,7 @@ class Harness:
                     lost.append(Lost(point, problem))
                 roots.append((str(root), point.scenario, promised))
                 advance()
-            problems = run_ranks(WORLD, examine, roots)[0]
+            problems = run_ranks(WORLD, examine, roots, timeout=600)[0]
             lost += [Lost(point, problem) for point, problem in zip(batch, problems, strict=True) if problem]
             for root, *_ in roots:
                 shutil.rmtree(root)
