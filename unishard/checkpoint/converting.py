@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from unishard import registry
-from unishard.checkpoint import manifest
+from unishard.checkpoint import finding, manifest
 from unishard.checkpoint.foreign import Advance, CheckpointFormat, Contents
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, parameter_of
@@ -121,10 +121,11 @@ def _appearing(destination: Path) -> Iterator[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    return (folder / manifest.FILE).is_file()
+    return finding.is_checkpoint(folder) or finding.latest(folder) is not None
 
 
-def _read(folder: Path) -> Contents:
+def _read(source: Path) -> Contents:
+    folder = finding.locate(source)
     facts, tensors = manifest.read(folder), Tensors(folder)
     taken = [name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties]
     left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})
@@ -150,7 +151,7 @@ def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...
     written = write_tensors(folder, contents.stretches, ties=contents.ties, advance=advance)
     assert written is not None  # one process
     path = folder / manifest.FILE
-    path.write_text(_manifest_of(contents, written).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    path.write_text(manifest.text_of(_manifest_of(contents, written)), encoding="utf-8")
     fsync(path)
     return ()
 
@@ -158,7 +159,7 @@ def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...
 def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
     shapes = {name: stretch.shape for key, stretch in contents.stretches.items() if (name := parameter_of(key)) is not None}
     return manifest.Manifest(
-        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        written=datetime.now(UTC).isoformat(timespec="microseconds"),
         versions={**contents.versions, "unishard": _version(), "python": platform.python_version()},
         step=contents.step,
         world_size=contents.world_size,

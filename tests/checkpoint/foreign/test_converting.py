@@ -23,7 +23,7 @@ from unishard.checkpoint.tensors import Tensors
 from unishard.cli import app
 from unishard.errors import CheckpointError
 
-GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"b": (7,)}]
+GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"0.bias": (7,)}]
 
 
 @pytest.fixture
@@ -54,6 +54,21 @@ def test_the_manifest_says_what_was_written(ours):
         path.name: path.stat().st_size for path in ours.iterdir() if path.name != manifest.FILE
     }
     assert facts.model.numel == 15 + 1 + 7 + 6
+
+
+def test_damage_of_the_manifest_is_seen(ours):
+    path = ours / manifest.FILE
+    path.write_text(path.read_text().replace('"step": 7', '"step": 8', 1))
+    with pytest.raises(CheckpointError, match="has CRC-32"):
+        manifest.read(ours)
+
+
+def test_of_a_folder_of_checkpoints_the_latest_is_taken(ours, tmp_path):
+    root = tmp_path / "runs"
+    root.mkdir()
+    ours.rename(root / "step-00000007")
+    convert(root, tmp_path / "dcp", to="dcp")
+    assert set(Tensors(tmp_path / "dcp")) == set(Tensors(root / "step-00000007"))
 
 
 @pytest.mark.parametrize("to", ["unishard", "dcp", "deepspeed-universal"])
@@ -138,7 +153,7 @@ class TestPlainTorch:
     def test_there_and_back(self, ours, tmp_path, root):
         tensors, groups = (
             Tensors(ours),
-            [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]}, {"lr": 0.2, "params": ["b"]}],
+            [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]}, {"lr": 0.2, "params": ["0.bias"]}],
         )
         state = {"model": {}, "optim": {"state": {}, "param_groups": groups}, "epoch": 3}
         for name in tensors:
@@ -153,10 +168,20 @@ class TestPlainTorch:
         found, facts = Tensors(tmp_path / "back"), manifest.read(tmp_path / "back")
         assert set(found) == set(tensors)
         assert all(torch.equal(found.whole(name), tensors.whole(name)) for name in tensors)
-        assert [group.names for group in facts.optimizer.groups] == [["a.weight", "a.scale"], ["b"]]
+        assert [group.names for group in facts.optimizer.groups] == [["a.weight", "a.scale"], ["0.bias"]]
         assert [group.options for group in facts.optimizer.groups] == [{"lr": 0.5, "betas": [0.9, 0.99]}, {"lr": 0.2}]
         assert (facts.step, facts.frozen) == (5, ["steps", "still"])
         assert any("not taken over" in note for note in notes)
+
+    def test_takes_back_what_was_written_for_it(self, ours, tmp_path):
+        convert(ours, tmp_path / "dcp", to="dcp")
+        convert(tmp_path / "dcp", tmp_path / "back")
+        here, back = manifest.read(ours), manifest.read(tmp_path / "back")
+        assert back.tensors == here.tensors
+        assert [group.names for group in back.optimizer.groups] == [group.names for group in here.optimizer.groups]
+        for now, then in zip(back.optimizer.groups, here.optimizer.groups, strict=True):
+            assert then.options.items() <= now.options.items()
+            assert not [key for key in now.options if "." in key]
 
     def test_a_model_alone(self, tmp_path):
         folder = dcp_saved(tmp_path / "dcp", {"model": {"a": torch.ones(3)}})
