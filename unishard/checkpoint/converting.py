@@ -157,7 +157,7 @@ def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...
 
 
 def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
-    shapes = {name: stretch.shape for key, stretch in contents.stretches.items() if (name := parameter_of(key)) is not None}
+    shapes = {key: stretch.shape for key, stretch in contents.stretches.items() if parameter_of(key) is not None}
     return manifest.Manifest(
         written=datetime.now(UTC).isoformat(timespec="microseconds"),
         versions={**contents.versions, "unishard": _version(), "python": platform.python_version()},
@@ -166,7 +166,7 @@ def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
         model=manifest.ModelFacts(
             class_name=contents.model,
             fingerprint=manifest.fingerprint_of(shapes),
-            numel=sum(shape.numel() for name, shape in shapes.items() if name not in contents.buffers),
+            numel=sum(shape.numel() for key, shape in shapes.items() if parameter_of(key) not in contents.buffers),
         ),
         ties=dict(contents.ties),
         frozen=list(contents.frozen),

@@ -15,9 +15,7 @@ __all__ = ["convert"]
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="SRC", help="A checkpoint of any known tool, or a folder of unishard's: the latest one.", show_default=False
-        ),
+        typer.Argument(metavar="SRC", help="A checkpoint of any tool, or a folder of unishard's: the latest.", show_default=False),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A folder that does not exist yet.", show_default=False)],
     from_: Annotated[str | None, typer.Option("--from", metavar="FORMAT", help="Its format. [default: recognised]")] = None,

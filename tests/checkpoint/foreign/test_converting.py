@@ -54,6 +54,8 @@ def test_the_manifest_says_what_was_written(ours):
         path.name: path.stat().st_size for path in ours.iterdir() if path.name != manifest.FILE
     }
     assert facts.model.numel == 15 + 1 + 7 + 6
+    own = {name: each.shape for name, each in facts.tensors.items() if name.startswith("model.")}
+    assert facts.model.fingerprint == manifest.fingerprint_of(own)  # as engines do
 
 
 def test_damage_of_the_manifest_is_seen(ours):
