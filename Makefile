@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type docs fuzz corpus parity bench clean
+.PHONY: help setup demo test lint type docs fuzz corpus parity matrix bench clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,9 +40,13 @@ corpus: $(READY) ## Translate every config in a folder of yours to every format:
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
 	$(BIN)/python -m unishard.testing.parity docs/parity.md
 
+matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (half an hour).
+	$(BIN)/python -m unishard.testing.resuming_page docs/resuming.md
+
 bench: $(READY) ## Measure what a step costs beyond the same loop written by hand, and what a translation costs.
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/translate.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean: ## Remove .venv and everything else the targets made.
 	rm -rf $(VENV) dist build demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -185,7 +185,7 @@ class Engine(Protocol):
         ...
 
     def load(
-        self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files"
+        self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files", data: bool = True
     ) -> Resumed | None:
         """Go on from a checkpoint, of whatever engine, strategy and number of ranks."""
         ...

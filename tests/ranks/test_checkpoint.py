@@ -215,15 +215,15 @@ def full_disk(backend, root):
         train(engine, own_share(1))
         first = engine.save(f"{root}/full-{backend}")
         train(engine, own_share(1))
-        record = writing._record
+        pieces_of = writing.pieces_of
         if my_rank() == 1:
 
             def no_space(values):
                 raise OSError(28, "No space left on device")
 
-            writing._record = no_space
+            writing.pieces_of = no_space
         told = refused(engine.save, f"{root}/full-{backend}")
-        writing._record = record
+        writing.pieces_of = pieces_of
         names = sorted(path.name for path in Path(f"{root}/full-{backend}").iterdir())
         dist.barrier()
         train(engine, own_share(1))
@@ -387,7 +387,7 @@ def _killed(root):
         engine.save(f"{root}/killed")
         train(engine, own_share(1))
         if my_rank() == 1:
-            writing._record = lambda values: os.kill(os.getpid(), signal.SIGKILL)
+            writing.pieces_of = lambda values: os.kill(os.getpid(), signal.SIGKILL)
         engine.save(f"{root}/killed")
 
 
@@ -396,3 +396,19 @@ def _resumed(root):
         step = engine.load(f"{root}/killed").step
         engine.save(f"{root}/killed")
         return step
+
+
+def other_batch(backend, root):
+    """Goes on with twice the accumulation, and with the data from its beginning."""
+    with prepare(config(backend)) as engine:
+        train(engine, own_share(1))
+        folder = engine.save(f"{root}/other-batch-{backend}")
+    with prepare(config(backend, training={"gradient_accumulation_steps": 2})) as engine:
+        return engine.load(folder, data=False).notes
+
+
+@everywhere
+def test_another_global_batch_is_noted(backend, root):
+    for notes in values(play(tuple((other_batch, (each, root)) for each in BACKENDS))[other_batch, (backend, root)]):
+        (note,) = notes
+        assert note == "an update was made of 4 samples and is made of 8 now; change training.gradient_accumulation_steps with the ranks"

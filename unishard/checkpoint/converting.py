@@ -8,20 +8,22 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from difflib import get_close_matches
-from importlib import metadata
 from pathlib import Path
 
 from unishard import registry
-from unishard.checkpoint import finding, manifest
+from unishard.checkpoint import manifest
+from unishard.checkpoint.directory import write_manifest
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
 from unishard.checkpoint.foreign import Advance, CheckpointFormat, Contents
-from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, parameter_of
+from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.tensors import Tensors
-from unishard.checkpoint.writing import Written, fsync
+from unishard.checkpoint.writing import Written
 from unishard.checkpoint.writing import write as write_tensors
 from unishard.errors import CheckpointError
+from unishard.version import __version__
 
 __all__ = ["OWN", "convert", "formats"]
 
@@ -120,12 +122,12 @@ def _appearing(destination: Path) -> Iterator[Path]:
 # -- unishard's own form ------------------------------------------------------------------------------------------------------
 
 
-def _is_own(folder: Path) -> bool:
-    return finding.is_checkpoint(folder) or finding.latest(folder) is not None
+def _is_own(source: Path) -> bool:
+    return is_checkpoint(source) or bool(source.is_dir() and checkpoints(source))
 
 
 def _read(source: Path) -> Contents:
-    folder = finding.locate(source)
+    folder = locate(source)
     facts, tensors = manifest.read(folder), Tensors(folder)
     taken = [name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties]
     left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})
@@ -150,23 +152,21 @@ def _read(source: Path) -> Contents:
 def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
     written = write_tensors(folder, contents.stretches, ties=contents.ties, advance=advance)
     assert written is not None  # one process
-    path = folder / manifest.FILE
-    path.write_text(manifest.text_of(_manifest_of(contents, written)), encoding="utf-8")
-    fsync(path)
+    write_manifest(folder, _manifest_of(contents, written))
     return ()
 
 
 def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
-    shapes = {key: stretch.shape for key, stretch in contents.stretches.items() if parameter_of(key) is not None}
+    shapes = {name: stretch.shape for key, stretch in contents.stretches.items() if (name := parameter_of(key)) is not None}
     return manifest.Manifest(
-        written=datetime.now(UTC).isoformat(timespec="microseconds"),
-        versions={**contents.versions, "unishard": _version(), "python": platform.python_version()},
+        **summary_of(written, contents.buffers),
+        versions={**contents.versions, "unishard": __version__, "python": platform.python_version()},
         step=contents.step,
         world_size=contents.world_size,
         model=manifest.ModelFacts(
             class_name=contents.model,
             fingerprint=manifest.fingerprint_of(shapes),
-            numel=sum(shape.numel() for key, shape in shapes.items() if parameter_of(key) not in contents.buffers),
+            numel=sum(shape.numel() for name, shape in shapes.items() if name not in contents.buffers),
         ),
         ties=dict(contents.ties),
         frozen=list(contents.frozen),
@@ -174,19 +174,7 @@ def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
         optimizer=contents.optimizer,
         schedule=contents.schedule,
         loss_scale=contents.loss_scale,
-        files={name: manifest.FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in written.files.items()},
-        tensors={
-            name: manifest.TensorFacts(shape=list(shape), dtype=written.dtypes[name], hash=hexadecimal(written.hashes[name]))
-            for name, shape in written.shapes.items()
-        },
     )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("unishard")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"
 
 
 OWN = CheckpointFormat("unishard", "unishard", _is_own, _read, _write)

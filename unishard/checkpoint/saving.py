@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import zlib
-from collections.abc import Callable, Collection, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.checkpoint import directory, keys
+from unishard.checkpoint import directory
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.hashing import hexadecimal
-from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
+from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.together import on_first
 from unishard.checkpoint.writing import Written, write
 from unishard.errors import CheckpointError
@@ -91,18 +89,6 @@ def save(
         raise
 
 
-def norms_of(written: Written, buffers: Collection[str]) -> dict[str, float]:
-    """L2 norm of all parameters together, and of each kind of optimizer state, but for numbers."""
-    squares: dict[str, float] = {}
-    for name, square in written.squares.items():
-        parameter, part = keys.parameter_of(name), keys.optimizer_part(name)
-        if part is not None and written.shapes[name] == written.shapes.get(keys.PARAMETERS + part[0]):
-            squares[part[1]] = squares.get(part[1], 0.0) + square
-        elif parameter is not None and parameter not in buffers:
-            squares["parameters"] = squares.get("parameters", 0.0) + square
-    return {kind: math.sqrt(square) for kind, square in squares.items()}
-
-
 def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
     for name, data in assets.items():
         path = folder / name
@@ -115,12 +101,6 @@ def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[
 
 
 def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[int, int]]) -> Manifest:
-    files = {name: FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in sorted({**written.files, **assets}.items())}
-    tensors = {
-        name: TensorFacts(shape=list(shape), dtype=written.dtypes[name], hash=hexadecimal(written.hashes[name]))
-        for name, shape in sorted(written.shapes.items())
-    }
-    norms = norms_of(written, snapshot.facts["buffers"])
-    _logger.info("step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in norms.items()))
-    facts = {**snapshot.facts, "step": snapshot.step, "ties": dict(snapshot.ties), "norms": norms}
-    return Manifest(**facts, written=datetime.now(UTC).isoformat(timespec="microseconds"), files=files, tensors=tensors)
+    facts = summary_of(written._replace(files={**written.files, **assets}), snapshot.facts["buffers"])
+    _logger.info("step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in facts["norms"].items()))
+    return Manifest(**snapshot.facts, **facts, step=snapshot.step, ties=dict(snapshot.ties))

@@ -44,6 +44,7 @@ from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.intervals import boxes
+from unishard.checkpoint.records import pieces_of
 from unishard.errors import CheckpointError
 
 __all__ = ["Written", "fsync", "write"]
@@ -225,16 +226,16 @@ class _Writer(FileSystemWriter):
         at = crc = 0
         with (Path(self.path) / name).open("wb", buffering=0) as file:
             for item in plan.items:
-                values = planner.resolve_data(item)
-                record = _record(values)
-                if file.write(record) != len(record):
-                    raise OSError(28, "No space left on device")
-                crc = zlib.crc32(record, crc)
+                values = planner.resolve_data(item).cpu()
+                begin = at
+                for piece in pieces_of(values):
+                    _write(file, piece)
+                    crc = zlib.crc32(piece, crc)
+                    at += len(piece)
                 if values.is_floating_point():
                     self.squares[item.index.fqn] += float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
                 self.hashes[item.index.fqn] += hash_of(values.reshape(-1), _start(item))
-                results.append(WriteResult(item.index, len(record), _StorageInfo(name, at, len(record))))
-                at += len(record)
+                results.append(WriteResult(item.index, at - begin, _StorageInfo(name, begin, at - begin)))
                 self._advance(values.nbytes)
             os.fsync(file.fileno())
         self.files[name] = (at, crc)
@@ -255,19 +256,8 @@ class _Writer(FileSystemWriter):
         fsync(Path(self.path))
 
 
-def _record(values: Tensor) -> memoryview:
-    """As torch.save writes it. In memory first, since torch's own writer gives no clean error on a full disk (torch 2.13)."""
-    buffer = io.BytesIO()
-    torch.save(_alone(values), buffer)
-    return buffer.getbuffer()
-
-
-def _alone(values: Tensor) -> Tensor:
-    """The same memory under a storage of just its size: torch.save writes the whole storage of a view."""
-    values = values.cpu()
-    if values.untyped_storage().nbytes() == values.nbytes:
-        return values
-    first = values.storage_offset() * values.itemsize
-    storage = values.untyped_storage()[first : first + values.nbytes]
-    alone: Tensor = torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape)  # type: ignore[call-overload]
-    return alone
+def _write(file: io.FileIO, piece: bytes | memoryview) -> None:
+    """All of it: a disk that fills up may take a part."""
+    rest = memoryview(piece)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]

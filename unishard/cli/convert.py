@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from unishard.cli.bar import bar
 
 __all__ = ["convert"]
 
@@ -28,25 +29,8 @@ def convert(
     """
     from unishard.checkpoint.converting import convert as run
 
-    with _bar() as progress:
-        notes = run(source, destination, from_=from_, to=to, progress=progress)
+    with ExitStack() as stack:
+        notes = run(source, destination, from_=from_, to=to, progress=lambda total: stack.enter_context(bar("converting", total)))
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(str(destination))
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """A bar on standard error where that is a terminal, else nothing. Starts when the bytes that there are to write are known."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-
-        def start(total: int) -> Callable[[int], None]:
-            task = bar.add_task("converting", total=total)
-            return lambda written: bar.advance(task, written)
-
-        yield start

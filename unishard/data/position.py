@@ -127,7 +127,7 @@ def resume(loader: StatefulLoader, positions: Sequence[Position], world_then: in
     if then != now:
         raise DataError(
             f"the checkpoint's data position is that of a {then}, but training goes on with a {now}; pass engine.batches() a {then}, "
-            "or load the checkpoint without its data position"
+            "or load the checkpoint without its data position: engine.load(..., data=False)"
         )
     mine = of_rank(positions, world_then, rank, world_size)
     if mine is None:

@@ -79,7 +79,7 @@ class Capturing(TrainingState):
 
     def _facts(self) -> dict[str, Any]:
         trained, ties = self._trained(), self._ties()
-        shapes = {name: list(part.shape) for name, part in self._model_parts().items()}
+        shapes = {name.removeprefix(keys.PARAMETERS): list(part.shape) for name, part in self._model_parts().items()}
         backend = registry.get(self._cfg.backend)
         packages = dict.fromkeys(["torch", *backend.requires])
         return {

@@ -102,7 +102,7 @@ class Checkpointing(Restoring):
     _first_save = True
 
     def load(
-        self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files"
+        self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files", data: bool = True
     ) -> Resumed | None:
         """Go on from a checkpoint, of any engine, strategy and number of ranks. Collective. Call it after `prepare`, before the loop.
 
@@ -117,6 +117,7 @@ class Checkpointing(Restoring):
                 and what does not is logged.
             verify: Check the files' checksums before anything is read (`"files"`), or also, after it, that every bit is in its place
                 (`"bits"`), which proves the resumed state on any engine and number of ranks; None to trust the disk.
+            data: Whether the next training loader goes on where that of the checkpoint was; False to begin an epoch, as with other data.
 
         Returns:
             Where training goes on; None for `"latest"` if there is no checkpoint in `checkpoint.dir`.
@@ -137,7 +138,7 @@ class Checkpointing(Restoring):
         if folder is None:
             _logger.info("no checkpoint in %s; training starts from the beginning", place)
             return None
-        return self._restore(folder, group, strict=strict, verify=verify)
+        return self._restore(folder, group, strict=strict, verify=verify, data=data)
 
     def export(self, folder: str | Path, *, dtype: str | None = None, max_shard_size: int | str = "5GB", tokenizer: Any = None) -> Path:
         """Write the weights as Hugging Face lays them out: safetensors, config, tokenizer; of a PEFT model its adapters. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ class Restoring(Capturing):
     def _resume_data(self, positions: list[Any], world: int) -> None:
         """Let the next training loader go on where those of so many ranks were."""
 
-    def _restore(self, folder: Path, group: dist.ProcessGroup, *, strict: bool, verify: str | None) -> Resumed:
+    def _restore(self, folder: Path, group: dist.ProcessGroup, *, strict: bool, verify: str | None, data: bool) -> Resumed:
         manifest = on_all(group, lambda: manifests.read(folder))
         on_all(group, lambda: _verify_files(folder, manifest, all_of_them=verify is not None))
         tensors = on_all(group, lambda: Tensors(folder))
@@ -60,6 +61,7 @@ class Restoring(Capturing):
         self._state_loaded()
         notes = [*chosen.notes, *self._go_on(manifest, tensors, group)]
         positions = on_all(group, lambda: [unpack(position, tensors.whole) for position in manifest.data])
+        positions = positions if data else []
         if any(position is not None for position in positions):
             self._resume_data(positions, manifest.world_size)
         if verify == "bits":
@@ -141,9 +143,21 @@ class Restoring(Capturing):
         """Continue whatever is no tensor of the model or the optimizer; says what could not be continued as it was. Collective."""
         self._updates = manifest.step
         yield from self._casts(manifest)
+        yield from self._global_batch(manifest)
         if self._trained():
             yield from self._go_on_optimizing(manifest)
         yield from on_all(group, lambda: self._go_on_drawing(manifest, tensors))
+
+    def _global_batch(self, manifest: Manifest) -> Iterator[str]:
+        training = (manifest.config or {}).get("training", {})
+        fields = ("micro_batch_size", "gradient_accumulation_steps")
+        if not all(isinstance(training.get(field), int) for field in fields):
+            return
+        then = math.prod(training[field] for field in fields) * manifest.world_size
+        now = math.prod(getattr(self._cfg.training, field) for field in fields) * dist.get_world_size()
+        if self._trained() and then != now:
+            what = f"an update was made of {then} samples and is made of {now} now"
+            yield f"{what}; change training.gradient_accumulation_steps with the ranks"
 
     def _casts(self, manifest: Manifest) -> Iterator[str]:
         parts = self._model_parts()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unishard.checkpoint.contents import Stretch
-from unishard.checkpoint.writing import fsync
+from unishard.checkpoint.disk import fsync
 from unishard.errors import CheckpointError
 from unishard.export.division import missing, share
 from unishard.export.plan import Entry, File

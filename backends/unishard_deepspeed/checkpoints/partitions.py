@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,10 +45,9 @@ def flat_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) 
         for state in states:
             flats, step = _flats(state["base_optimizer_state"], group, state["single_partition_of_fp32_groups"][group])
             for name, address in _within(state, "param_slice_mappings", folder)[group].items():
-                parameter = found[name]
                 for key, flat in flats.items():
-                    parameter.pieces.setdefault(key, []).append(flat[address.start : address.start + address.numel])
-                found[name] = parameter._replace(step=step)
+                    found[name].pieces.setdefault(key, []).append(flat[address.start : address.start + address.numel])
+                found[name] = _counted(found[name], step, folder)
     return found
 
 
@@ -66,10 +66,10 @@ def sub_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -
             flats, step = _flats(state["optimizer_state_dict"], index, state["fp32_flat_groups"][index])
             at = 0
             for name in named:
-                share = -(-_numel(found[name].shape) // len(states))
+                share = -(-math.prod(found[name].shape) // len(states))
                 for key, flat in flats.items():
                     found[name].pieces.setdefault(key, []).append(flat[at : at + share])
-                found[name] = found[name]._replace(step=step)
+                found[name] = _counted(found[name], step, folder)
                 at += share
             if at != flats["fp32"].numel():
                 raise CheckpointError(
@@ -90,16 +90,17 @@ def _flats(optimizer: dict[str, Any], index: int, master: Tensor) -> tuple[dict[
     return {"fp32": master, **flats}, step
 
 
+def _counted(parameter: Parameter, step: Any, folder: Path) -> Parameter:
+    """With the updates that one more rank has counted."""
+    if parameter.step is not None and step is not None and float(parameter.step) != float(step):
+        counts = f"{float(parameter.step):g} and {float(step):g}"
+        raise CheckpointError(f"{folder}: the files of the ranks are of different updates ({counts}); the checkpoint is torn, take another")
+    return parameter._replace(step=step)
+
+
 def _within(state: dict[str, Any], key: str, folder: Path) -> Any:
     if key not in state:
         raise CheckpointError(
             f"{folder}: does not say where the parameters lie ({key}); it is of an old DeepSpeed, load and save it with a later one"
         )
     return state[key]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.foreign import Advance, Contents
 from unishard.checkpoint.keys import PARAMETERS, optimizer_part, parameter_of
-from unishard.checkpoint.writing import fsync
 from unishard.errors import CheckpointError
 
 __all__ = ["write"]
@@ -125,6 +125,11 @@ def _notes(contents: Contents) -> list[str]:
         notes.append(
             "at stage 3 DeepSpeed 0.19.8 gives every parameter group the options of the first one, and lets them share one step count, "
             f"which then counts {len(contents.optimizer.groups)} for each update; load it at stage 1 or 2, or set both again"
+        )
+    kinds = {part[1] for part in map(optimizer_part, contents.stretches) if part is not None}
+    if not {"exp_avg", "exp_avg_sq"} <= kinds:
+        notes.append(
+            "at stage 3 DeepSpeed 0.19.8 loads only the state of Adam and AdamW from a Universal Checkpoint; load it at stage 1 or 2"
         )
     if contents.loss_scale is not None:
         notes.append("the loss scale starts anew")

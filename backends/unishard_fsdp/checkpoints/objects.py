@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo  # private; wha
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from unishard.checkpoint import metadata
+from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.foreign import plain
-from unishard.checkpoint.writing import fsync
 
 __all__ = ["add", "read"]
 

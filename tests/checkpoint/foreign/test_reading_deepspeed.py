@@ -183,3 +183,13 @@ def test_refuses_partitions_that_do_not_fit(tmp_path):
     (tmp_path / "other" / "global_step7" / name).replace(tmp_path / "theirs" / "global_step7" / name)
     with pytest.raises(CheckpointError, match="do not have the size that 2 ranks make"):
         convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_refuses_files_of_different_updates(tmp_path, stage):
+    lay_out(tmp_path / "theirs", SMALL, stage=stage)
+    lay_out(tmp_path / "older", SMALL, stage=stage, step=4)
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (tmp_path / "older" / "global_step7" / name).replace(tmp_path / "theirs" / "global_step7" / name)
+    with pytest.raises(CheckpointError, match=r"different updates \(5 and 4\)"):
+        convert(tmp_path / "theirs", tmp_path / "ours")

@@ -1,0 +1,66 @@
+"""A run that moves to another engine, strategy or number of ranks goes on as the one that does not; docs/resuming.md has every pair."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from playing import config, own_share, play, train, values
+
+import unishard
+from unishard.engine import restoring
+from unishard.testing import resuming
+from unishard.testing.models import llama
+from unishard.testing.resuming import Pair, spanning_pairs
+
+PAIRS = spanning_pairs()
+
+
+@cache
+def measured():
+    return resuming.measure(PAIRS)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_the_loss_curve_does_not_show_where_the_run_moved(pair: Pair):
+    found = measured()[pair]
+    assert resuming.holds(pair, found), found
+
+
+# -- the measure can fail -----------------------------------------------------------------------------------------------------------
+
+
+ADAMW = {"name": "adamw", "lr": 3e-3}
+
+
+def forgetful(backend, what):
+    """The relative deviation over ten updates of a resumed run that has lost something."""
+    cfg = config(backend, optimizer=ADAMW, scheduler={"name": "cosine", "warmup_steps": 2, "total_steps": 14})
+    with unishard.prepare(llama(7), cfg) as engine:
+        train(engine, own_share(4, "llama"))
+        folder = engine.save(f"{what[1]}/{backend}")
+        expected = [loss for loss, _ in train(engine, own_share(10, "llama"))]
+    with unishard.prepare(llama(7), cfg) as engine:
+        go_on, fill = restoring.Restoring._go_on, restoring.Restoring._fill
+        if what[0] == "schedule":
+            restoring.Restoring._go_on = lambda self, manifest, *rest: go_on(
+                self, manifest.model_copy(update={"schedule": manifest.schedule.model_copy(update={"updates": 0})}), *rest
+            )
+        if what[0] == "moments":
+            restoring.Restoring._fill = lambda self, chosen, tensors: fill(self, chosen._replace(optimizer={}), tensors)
+        try:
+            engine.load(folder)
+        finally:
+            restoring.Restoring._go_on, restoring.Restoring._fill = go_on, fill
+        losses = [loss for loss, _ in train(engine, own_share(10, "llama"))]
+    return max(abs(now - then) / then for now, then in zip(losses, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_what_is_lost_shows(backend, tmp_path_factory):
+    root = str(tmp_path_factory.mktemp("forgetful"))
+    played = play(tuple((forgetful, (backend, (lost, f"{root}/{lost}"))) for lost in ("nothing", "moments", "schedule")))
+    nothing, moments, schedule = (values(outcomes)[0] for outcomes in played.values())
+    assert nothing == 0
+    assert moments > 1e-4
+    assert schedule > 1e-4

@@ -1,0 +1,103 @@
+"""Measures every pair of runs and writes the page about what is resumed how well.
+
+`python -m unishard.testing.resuming_page docs/resuming.md` runs for a long while.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+
+from unishard.testing.cells import STRATEGIES
+from unishard.testing.resuming import AFTER, BACKENDS, BEFORE, WORLDS, Pair, Resumption, Run, every_pair, holds, measure
+from unishard.testing.tolerances import TOLERANCES
+
+__all__ = ["page", "write"]
+
+_PRECISIONS = ("fp32", "bf16")
+
+
+def write(path: Path) -> None:
+    """Measure every pair and write the page.
+
+    Raises:
+        AssertionError: Some run did not go on as it should; the page is written all the same.
+    """
+    found: dict[Pair, Resumption] = {}
+    for precision in _PRECISIONS:
+        pairs = every_pair(precision)
+        for kind in dict.fromkeys((pair.saved.backend, pair.saved.strategy) for pair in pairs):
+            found |= measure([pair for pair in pairs if (pair.saved.backend, pair.saved.strategy) == kind])
+            sys.stderr.write(f"{precision}, saved by {' '.join(kind)}: {len(found)} pairs\n")
+    path.write_text(page(found), encoding="utf-8")
+    wrong = [f"{pair}: {resumption}" for pair, resumption in found.items() if not holds(pair, resumption)]
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong))
+
+
+def page(found: Mapping[Pair, Resumption]) -> str:
+    """The page in Markdown."""
+    blocks = [_introduction(found), *(block for precision in _PRECISIONS for block in _table(precision, found)), *_beyond(found)]
+    return "\n".join(blocks).rstrip() + "\n"
+
+
+def _introduction(found: Mapping[Pair, Resumption]) -> str:
+    same = [each for pair, each in found.items() if pair.saved == pair.resumed]
+    torch, deepspeed = (version(package).partition("+")[0] for package in ("torch", "deepspeed"))
+    return f"""# Resuming
+
+A run that is saved after {BEFORE} updates and resumed by another one, against the run that was not interrupted: {len(found)} pairs,
+every strategy on every engine at {", ".join(map(str, WORLDS))} ranks into every other, over the {AFTER} updates that follow. Written
+by `make matrix`: torch {torch}, DeepSpeed {deepspeed}, CPU, gloo. A tiny Llama with tied embeddings in two parameter groups, AdamW,
+warm-up and cosine, clipping that acts, a global batch of 8 samples at any number of ranks, a checkpoint in the middle of an epoch,
+and a resumed model whose own parameters began elsewhere.
+
+- The same engine, strategy and number of ranks: {sum(each.same_bits for each in same)} of {len(same)} pairs have the same losses and
+  the same parameters at the end to the last bit.
+- What was loaded, saved again at once: {sum(each.same_state for each in found.values())} of {len(found)} pairs have the same hash for
+  every tensor of the model and of the optimizer, as `load(verify="bits")` had confirmed before.
+- The tables show the largest relative deviation of the first three losses, and of all {AFTER}, over the nine changes of the number of
+  ranks. The engines add up the same gradients in another order, which is 1e-7; in bf16 that now and then turns one rounding of a
+  weight to its neighbour, 2^-8 apart, as it does between two engines that nobody interrupts (docs/parity.md).
+"""
+
+
+def _table(precision: str, found: Mapping[Pair, Resumption]) -> Iterator[str]:
+    kinds = list(product(BACKENDS, STRATEGIES))
+    yield f"## {precision}\n"
+    yield "| saved by, resumed by | " + " | ".join(f"{backend} {strategy}" for backend, strategy in kinds) + " |"
+    yield "|---|" + "---|" * len(kinds)
+    for saved in kinds:
+        cells = []
+        for resumed in kinds:
+            inside = [each for pair, each in found.items() if _is(pair.saved, saved, precision) and _is(pair.resumed, resumed, precision)]
+            cells.append(f"{max(each.first_losses for each in inside):.0e} / {max(each.losses for each in inside):.0e}" if inside else "")
+        yield f"| {' '.join(saved)} | " + " | ".join(cells) + " |"
+    yield ""
+
+
+def _is(run: Run, kind: tuple[str, str], precision: str) -> bool:
+    return (run.backend, run.strategy, run.precision) == (*kind, precision)
+
+
+def _beyond(found: Mapping[Pair, Resumption]) -> Iterator[str]:
+    yield "## Beyond the bounds\n"
+    bounds = "; ".join(f"{each}: {TOLERANCES[each].first_losses:.0e} and {TOLERANCES[each].losses:.0e}" for each in _PRECISIONS)
+    beyond = [(pair, each) for pair, each in found.items() if not holds(pair, each)]
+    yield f"The bounds for the first three losses and for all of them: {bounds}. {len(beyond)} of {len(found)} pairs are beyond them.\n"
+    if beyond:
+        yield "| pair | first three losses | all losses |\n|---|---|---|"
+        yield from (f"| {pair} | {each.first_losses:.1e} | {each.losses:.1e} |" for pair, each in beyond)
+
+
+def main(arguments: Iterable[str]) -> None:
+    """Write the page to each path."""
+    for argument in arguments:
+        write(Path(argument))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
