@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +34,22 @@ def folder(tmp_path):
 
 def test_every_block_says_what_it_is():
     assert {str(block): block.language for block in blocks() if block.language not in LANGUAGES} == {}
+
+
+@pytest.fixture(scope="session")
+def checkpoints_of(tmp_path_factory):
+    """The checkpoints that the Python blocks of a page leave in `runs`, made on 2 ranks; the folder that `runs` is in."""
+
+    @cache
+    def made(page):
+        made_in = tmp_path_factory.mktemp("runs")
+        (made_in / "configs").symlink_to(ROOT / "configs")
+        for block in blocks("python"):
+            if block.page == page and "runs/" in block.text:
+                run_ranks(2, run_source, block.text, str(made_in))
+        return made_in / "runs"
+
+    return made
 
 
 def run_source(source, folder):
@@ -96,7 +114,7 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 
 
 COMMANDS = [
-    pytest.param(command, shown, id=f"{block}:{command.partition('#')[0].strip()}")
+    pytest.param(block, command, shown, id=f"{block}:{command.partition('#')[0].strip()}", marks=[pytest.mark.ranks] * ("runs/" in command))
     for block in blocks("bash", "console")
     if block.page != TUTORIAL
     for command, shown in commands(block)
@@ -147,8 +165,10 @@ def output(command, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize(("command", "shown"), COMMANDS)
-def test_commands_run_and_print_what_is_shown(command, shown, folder):
+@pytest.mark.parametrize(("block", "command", "shown"), COMMANDS)
+def test_commands_run_and_print_what_is_shown(block, command, shown, folder, checkpoints_of):
+    if "runs/" in command:
+        shutil.copytree(checkpoints_of(block.page), folder / "runs")
     runner = next((runner for prefix, runner in RUNNERS.items() if command.startswith(prefix)), run)
     printed = runner(command, folder) or ""
     if shown:

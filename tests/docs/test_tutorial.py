@@ -60,6 +60,37 @@ def test_its_arguments_are_read_and_written(project):
     assert "{'training.gradient_clipping': 0.5} {'clip': 0.5}" in done.stdout, done.stderr
 
 
+MOVES = """
+import torch, unishard
+
+def prepared(backend, strategy):
+    cfg = unishard.Config(backend=backend, sharding=strategy, optimizer={"lr": 0.1, "groups": [{"params": ["bias"], "lr": 0.2}]})
+    return unishard.prepare(torch.nn.Linear(4, 3), cfg)
+
+def update(engine):
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    return engine.step().grad_norm
+
+with prepared("plain", "no_shard") as engine:
+    update(engine)
+    folder = engine.save("saved")
+    expected = update(engine)
+for backend, strategy in (("plain", "no_shard"), ("fsdp", "full_shard")):
+    with prepared(backend, strategy) as engine:
+        assert engine.load(folder, verify="bits").notes == ()
+        assert abs(update(engine) - expected) < 1e-6 * expected
+        engine.save(f"from-{backend}")
+with prepared("plain", "no_shard") as engine:
+    print("step", engine.load("from-fsdp", verify="bits").step)
+"""
+
+
+@pytest.mark.ranks
+def test_a_run_moves_between_it_and_another_engine(project):
+    done = run(project, "-c", MOVES)
+    assert "step 2" in done.stdout, done.stderr
+
+
 @pytest.mark.ranks
 def test_it_conforms(project):
     done = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_plain.py")

@@ -31,7 +31,7 @@ def test_the_command_exports_the_latest_of_a_folder(folder: Path, tmp_path: Path
     assert result.exit_code == 0, result.output
     count = len(list((tmp_path / "out").glob("*.safetensors")))
     assert count > 1
-    assert result.stdout.startswith(f"{tmp_path / 'out'}: {count} files of tensors, 0.0 MB in bfloat16, from {folder}")
+    assert result.stdout.startswith(f"{tmp_path / 'out'}: {count} files of tensors, 10.2 kB in bfloat16, from {folder}")
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.bfloat16}
 
 

@@ -270,6 +270,27 @@ def test_a_save_in_the_background_holds_the_moment_of_its_call(backend, root):
         assert f"{told}{later}".replace("nothing", "").startswith("CheckpointError: ")
 
 
+def two_at_once(backend, root):
+    """Two engines save in the background, each while the other's save may still be running, and one exports."""
+    cfg = config(backend, optimizer=ADAMW, checkpoint={"async_save": True})
+    with prepare(cfg) as one, prepare(cfg) as other:
+        for turn in range(3):
+            train(one, own_share(1))
+            train(other, own_share(2))
+            one.save(f"{root}/one-{backend}")
+            other.save(f"{root}/other-{backend}")
+            one.export(f"{root}/exported-{backend}-{turn}")
+        one.wait()
+        other.wait()
+        return [engine.load(f"{root}/{name}-{backend}", verify="bits").step for engine, name in ((one, "one"), (other, "other"))]
+
+
+@everywhere
+def test_engines_that_save_in_the_background_do_not_get_into_each_others_way(backend, root):
+    for steps in values(play(tuple((two_at_once, (each, root)) for each in BACKENDS))[two_at_once, (backend, root)]):
+        assert steps == [3, 6]
+
+
 def by_itself(backend, root):
     """Saves as the config says, with the state that the loop has named."""
     sections = {"dir": f"{root}/auto-{backend}", "every_steps": 2, "keep_last": 2, "keep_every": 4}

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from unishard import Config, registry
+from unishard.checkpoint import manifest
 from unishard.config import leaves
 from unishard.docs import mapping, pages, reference
 from unishard.format_page import formats
@@ -13,7 +15,7 @@ from unishard.format_page import formats
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["MAPPING.md", "docs/formats.md", "docs/schema.md"])
+@pytest.mark.parametrize("name", ["MAPPING.md", "docs/formats.md", "docs/manifest.md", "docs/schema.md"])
 def test_page_is_current(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == pages()[name], "run `unishard docs` and commit it"
 
@@ -55,6 +57,18 @@ def test_reference_links_to_every_section() -> None:
     for anchor in re.findall(r"\(#([a-z_]+)\)", text):
         assert f"\n## {anchor}\n" in text
     assert "Short form: `sharding: full_shard` means `sharding: {strategy: full_shard}`." in text
+
+
+def test_every_field_of_the_manifest_is_on_its_page_with_what_it_is() -> None:
+    text = pages()["docs/manifest.md"]
+    sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE)) | {"Manifest": text.partition("\n## ")[0]}
+    kinds = {name for name in manifest.__all__ if issubclass(type(getattr(manifest, name)), type(BaseModel))}
+    assert set(sections) == kinds
+    for name in kinds:
+        for field, facts in getattr(manifest, name).model_fields.items():
+            assert f"| `{field}` | " in sections[name]
+            assert facts.description, field
+    assert {anchor.lower() for anchor in re.findall(r"\(#([a-z]+)\)", text)} == {name.lower() for name in kinds - {"Manifest"}}
 
 
 def test_the_contents_of_the_page_of_formats_lead_to_its_headings() -> None:

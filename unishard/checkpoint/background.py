@@ -12,7 +12,7 @@ from torch import Tensor
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.saving import Snapshot
 
-__all__ = ["Background", "staged"]
+__all__ = ["Background", "shared", "staged"]
 
 
 class Background:
@@ -46,6 +46,14 @@ class Background:
             if self._pool is not None:
                 self._pool.shutdown()
                 self._pool = None
+
+
+_SHARED = Background()
+
+
+def shared() -> Background:
+    """That of this process. All engines share it, since their saves talk over the same connections between the ranks."""
+    return _SHARED
 
 
 @torch.no_grad()

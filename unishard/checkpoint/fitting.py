@@ -49,7 +49,7 @@ def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mappi
     """
     problems: list[str] = []
     model_names = _model(manifest, model, problems)
-    states = _optimizer(manifest, optimizer, problems)
+    states = _optimizer(manifest, model, optimizer, problems)
     if problems and strict:
         more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
@@ -82,7 +82,9 @@ def _model(manifest: Manifest, wanted: Mapping[str, Sequence[int]], problems: li
     return fitting
 
 
-def _optimizer(manifest: Manifest, wanted: Mapping[str, Wanted], problems: list[str]) -> dict[str, Wanted]:
+def _optimizer(
+    manifest: Manifest, model: Mapping[str, Sequence[int]], wanted: Mapping[str, Wanted], problems: list[str]
+) -> dict[str, Wanted]:
     if not wanted:
         return {}
     if manifest.optimizer is None:
@@ -98,7 +100,11 @@ def _optimizer(manifest: Manifest, wanted: Mapping[str, Wanted], problems: list[
         if not found:
             continue
         if found.keys() == needs.tensors | needs.numbers:
-            fitting[name] = needs
+            shape = model.get(keys.PARAMETERS + name, ())
+            if all(list(found[key]) == list(shape) for key in needs.tensors):
+                fitting[name] = needs
+            else:
+                problems.append(f"{name}: its optimizer state has another shape, so that it begins anew")
             continue
         kept, used = ", ".join(sorted(found)), ", ".join(sorted(needs.tensors | needs.numbers)) or "nothing"
         problems.append(f"{name}: {manifest.optimizer.class_name} kept {kept} for it, and the optimizer that runs keeps {used}")

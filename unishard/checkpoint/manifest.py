@@ -112,6 +112,7 @@ class Manifest(_Facts):
     """Everything that a checkpoint says beside its tensors."""
 
     format: Literal["unishard"] = "unishard"
+    """Whose it is."""
     version: Literal[1] = 1
     """Of the format; a reader refuses another one."""
     written: str
@@ -125,6 +126,7 @@ class Manifest(_Facts):
     config: dict[str, Any] | None = None
     """The config that ran; None where the checkpoint was converted from another tool's."""
     model: ModelFacts
+    """The model."""
     ties: dict[str, str] = {}
     """Other names of a parameter, to the one under which it is stored."""
     frozen: list[str] = []
@@ -132,8 +134,11 @@ class Manifest(_Facts):
     buffers: list[str] = []
     """Those tensors of the model that are no parameters."""
     optimizer: OptimizerFacts | None = None
+    """The optimizer; None where nothing was trained."""
     schedule: ScheduleFacts | None = None
+    """The learning rate over time; None where nothing was trained."""
     loss_scale: LossScaleFacts | None = None
+    """The loss scale of fp16, 1.0 in other formats; None where it is not known."""
     data: list[Any] = []
     """State of each rank's loader, in the order of the ranks; tensors stand as in `state`."""
     state: Any = None

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import Manifest, TensorFacts
@@ -84,10 +84,8 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name, count in (("ties", len(manifest.ties)), ("frozen", len(manifest.frozen)), ("buffers", len(manifest.buffers))):
         if count:
             yield name, str(count)
-    yield (
-        "optimizer",
-        f"{optimizer.class_name}, {len(optimizer.groups)} group{'s' if len(optimizer.groups) > 1 else ''}" if optimizer else "none",
-    )
+    groups = len(optimizer.groups) if optimizer else 0
+    yield "optimizer", f"{optimizer.class_name}, {groups} group{'s' if groups != 1 else ''}" if optimizer else "none"
     if schedule:
         yield "schedule", f"{schedule.updates} updates made"
     if scale:
@@ -105,11 +103,15 @@ def groups_of(manifest: Manifest) -> list[tuple[str, str, str, str]]:
         (
             str(at),
             str(len(group.names)),
-            str(group.options.get("lr", "")),
+            _rate(group.options.get("lr", "")),
             ", ".join(f"{name}={value_of(value)}" for name, value in group.options.items() if name != "lr" and value is not None),
         )
         for at, group in enumerate(groups)
     ]
+
+
+def _rate(rate: Any) -> str:
+    return f"{rate:.6g}" if isinstance(rate, float) else str(rate)
 
 
 def kinds_of(manifest: Manifest) -> list[Kind]:

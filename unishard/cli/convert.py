@@ -14,7 +14,10 @@ __all__ = ["convert"]
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The directory of a checkpoint of any known tool.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A checkpoint of any tool, or a folder of unishard's: the latest.", show_default=False),
+    ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A folder that does not exist yet.", show_default=False)],
     from_: Annotated[str | None, typer.Option("--from", metavar="FORMAT", help="Its format. [default: recognised]")] = None,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="The format to write.")] = "unishard",

@@ -18,7 +18,8 @@ def docs(
 ) -> None:
     """Write the generated pages.
 
-    MAPPING.md from the backends' rules, docs/formats.md from the tables of the formats, docs/schema.md from the schema.
+    MAPPING.md from the backends' rules, docs/formats.md from the tables of the formats, docs/schema.md from the schema,
+    docs/manifest.md from that of checkpoints.
     """
     from unishard.docs import pages
 

@@ -34,6 +34,7 @@ def export(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from unishard.checkpoint.finding import locate
+    from unishard.cli.checkpoint_facts import size
     from unishard.export.offline import export_checkpoint
 
     folder = locate(checkpoint)
@@ -52,6 +53,6 @@ def export(
         )
     count = len(layout.files)
     word = str(layout.dtype).removeprefix("torch.")
-    typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {layout.size / 1e6:.1f} MB in {word}, from {folder}")
+    typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {size(layout.size)} in {word}, from {folder}")
     if layout.bare:
         typer.echo("there is no config.json, since the checkpoint holds none; put that of the model beside the tensors", err=True)

@@ -100,12 +100,16 @@ def _root(names: Iterable[str], roots: Sequence[str], below: str) -> str | None:
 
 
 def _groups(values: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
-    """Of either form in which torch stores them (torch 2.13, checkpoint/state_dict.py): a list, or options for each parameter."""
+    """Of either form in which torch stores them (torch 2.13, checkpoint/state_dict.py): a list, or options for each parameter.
+
+    Where both are there, as in what `writing` writes, the list alone has the groups in their order.
+    """
     if "0.params" in values:
         groups: dict[int, dict[str, Any]] = {}
         for name, value in values.items():
             index, _, key = name.partition(".")
-            groups.setdefault(int(index), {})[key] = value
+            if index.isdecimal() and "." not in key:  # `0.weight` is a parameter
+                groups.setdefault(int(index), {})[key] = value
         return [(list(group.pop("params")), group) for _, group in sorted(groups.items())]
     options: dict[str, dict[str, Any]] = {}
     for name, value in values.items():

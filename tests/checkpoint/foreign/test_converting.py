@@ -25,7 +25,7 @@ from unishard.cli import app
 from unishard.cli import convert as cli_convert
 from unishard.errors import CheckpointError
 
-GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"b": (7,)}]
+GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"0.bias": (7,)}]
 
 
 @pytest.fixture
@@ -56,6 +56,15 @@ def test_the_manifest_says_what_was_written(ours):
         path.name: path.stat().st_size for path in ours.iterdir() if path.name != manifest.FILE
     }
     assert facts.model.numel == 15 + 1 + 7 + 6
+    own = {name.removeprefix("model."): each.shape for name, each in facts.tensors.items() if name.startswith("model.")}
+    assert facts.model.fingerprint == manifest.fingerprint_of(own)  # as engines do
+
+
+def test_damage_of_the_manifest_is_seen(ours):
+    path = ours / manifest.FILE
+    path.write_text(path.read_text().replace('"step": 7', '"step": 8', 1))
+    with pytest.raises(CheckpointError, match="has CRC-32"):
+        manifest.read(ours)
 
 
 @pytest.mark.parametrize("to", ["unishard", "dcp", "deepspeed-universal"])
@@ -148,7 +157,7 @@ class TestPlainTorch:
     def test_there_and_back(self, ours, tmp_path, root):
         tensors, groups = (
             Tensors(ours),
-            [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]}, {"lr": 0.2, "params": ["b"]}],
+            [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]}, {"lr": 0.2, "params": ["0.bias"]}],
         )
         state = {"model": {}, "optim": {"state": {}, "param_groups": groups}, "epoch": 3}
         for name in tensors:
@@ -163,10 +172,20 @@ class TestPlainTorch:
         found, facts = Tensors(tmp_path / "back"), manifest.read(tmp_path / "back")
         assert set(found) == set(tensors)
         assert all(torch.equal(found.whole(name), tensors.whole(name)) for name in tensors)
-        assert [group.names for group in facts.optimizer.groups] == [["a.weight", "a.scale"], ["b"]]
+        assert [group.names for group in facts.optimizer.groups] == [["a.weight", "a.scale"], ["0.bias"]]
         assert [group.options for group in facts.optimizer.groups] == [{"lr": 0.5, "betas": [0.9, 0.99]}, {"lr": 0.2}]
         assert (facts.step, facts.frozen) == (5, ["steps", "still"])
         assert any("not taken over" in note for note in notes)
+
+    def test_takes_back_what_was_written_for_it(self, ours, tmp_path):
+        convert(ours, tmp_path / "dcp", to="dcp")
+        convert(tmp_path / "dcp", tmp_path / "back")
+        here, back = manifest.read(ours), manifest.read(tmp_path / "back")
+        assert back.tensors == here.tensors
+        assert [group.names for group in back.optimizer.groups] == [group.names for group in here.optimizer.groups]
+        for now, then in zip(back.optimizer.groups, here.optimizer.groups, strict=True):
+            assert then.options.items() <= now.options.items()
+            assert not [key for key in now.options if "." in key]
 
     def test_a_model_alone(self, tmp_path):
         folder = dcp_saved(tmp_path / "dcp", {"model": {"a": torch.ones(3)}})
