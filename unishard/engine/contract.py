@@ -314,6 +314,7 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
                 self._desync.leave(why)
             if self._automatic is not None:
                 self._automatic.close()
+            self._give_up_directories()
             try:
                 self._background.close()
             finally:
@@ -376,6 +377,8 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
 
     def _require_boundary(self, call: str) -> None:
         self._require_open(call)
+        if self._is_frozen:
+            raise ContractError(f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block")
         if self._micro_batch or self._phase is _Phase.BACKWARD_DONE:
             raise ContractError(f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true")
 
