@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,9 @@ class Restoring(Capturing):
         self._state_loaded()
         notes = [*chosen.notes, *self._go_on(manifest, tensors, group)]
         positions = on_all(group, lambda: [unpack(position, tensors.whole) for position in manifest.data])
-        if any(position is not None for position in positions):
-            self._resume_data(positions, manifest.world_size)
+        self._resume_data(positions, manifest.world_size)
         if verify == "bits":
-            on_all(group, lambda: self._compare_bits(folder, manifest, chosen))
+            on_all(group, lambda: self._compare_bits(folder, manifest, chosen, specs))
         for note in notes if dist.get_rank() == 0 else ():
             _logger.warning("%s: %s", folder, note)
         return Resumed(folder, manifest.step, self._epoch(positions), unpack(manifest.state, tensors.whole), tuple(notes))
@@ -83,13 +82,15 @@ class Restoring(Capturing):
         return wanted
 
     def _specs(self, chosen: Fit, tensors: Tensors) -> Iterator[tuple[nn.Parameter, StateSpec]]:
-        """With the numbers of the checkpoint."""
-        trained = self._trained()
+        """With the numbers of the checkpoint, in the formats in which the optimizer that runs keeps its state."""
+        trained, optimizer = self._trained(), self._stepping()
+        options = {name: group for names, group in zip(self._group_names, optimizer.param_groups, strict=True) for name in names}
         numbers = {(name, key): torch.zeros(1) for name, needs in chosen.optimizer.items() for key in needs.numbers}
         tensors.read(Target(keys.of_optimizer(name, key), 0, value) for (name, key), value in numbers.items())
         for name, needs in chosen.optimizer.items():
-            dtype = self._master_part(trained[name]).values.dtype
-            yield trained[name], StateSpec(dict.fromkeys(needs.tensors, dtype), {key: numbers[name, key].item() for key in needs.numbers})
+            master = self._master_part(trained[name]).values
+            kept = keys_of(optimizer, options[name], torch.empty(1, dtype=master.dtype, device=master.device))
+            yield trained[name], StateSpec(kept.tensors, {key: numbers[name, key].item() for key in needs.numbers})
 
     @torch.no_grad()
     def _fill(self, chosen: Fit, tensors: Tensors) -> None:
@@ -111,16 +112,16 @@ class Restoring(Capturing):
         for values, flat in scattered:
             values.copy_(flat.view(values.shape))
 
-    def _compare_bits(self, folder: Path, manifest: Manifest, chosen: Fit) -> None:
+    def _compare_bits(self, folder: Path, manifest: Manifest, chosen: Fit, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """Hash what every rank holds now, and compare it with the manifest. Collective."""
-        held = {name: part for name, part in self._held(chosen).items() if manifest.tensors[name].dtype == _word(part)}
+        held = {name: part for name, part in self._held(chosen, specs).items() if manifest.tensors[name].dtype == _word(part)}
         wrong = [name for name, value in hashes(held, self._device).items() if hexadecimal(value) != manifest.tensors[name].hash]
         if wrong:
             raise CheckpointError(
                 f"{folder}: {len(wrong)} of {len(held)} tensors are not what was saved, such as {wrong[0]}; do not go on from this state"
             )
 
-    def _held(self, chosen: Fit) -> dict[str, Part]:
+    def _held(self, chosen: Fit, specs: Mapping[nn.Parameter, StateSpec]) -> dict[str, Part]:
         """What was read, in the same order on all ranks that hold parts of it; empty parts where this rank holds nothing."""
         parts = self._model_parts()
         held = {name: parts[name] for name in chosen.model}
@@ -132,7 +133,7 @@ class Restoring(Capturing):
                 if key in mine:
                     held[keys.of_optimizer(name, key)] = mine[key]
                 elif place.group is not None:
-                    held[keys.of_optimizer(name, key)] = place._replace(values=place.values[:0])
+                    held[keys.of_optimizer(name, key)] = place._replace(values=place.values[:0].to(specs[parameter].tensors[key]))
         return held
 
     # -- everything else --------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class Restoring(Capturing):
         yield from self._casts(manifest)
         if self._trained():
             yield from self._go_on_optimizing(manifest)
-        yield from on_all(group, lambda: self._go_on_drawing(manifest, tensors))
+            yield from on_all(group, lambda: self._go_on_drawing(manifest, tensors))
 
     def _casts(self, manifest: Manifest) -> Iterator[str]:
         parts = self._model_parts()
@@ -168,13 +169,22 @@ class Restoring(Capturing):
             yield "the parameter groups are others than they were; the learning rates are those of the config"
             self._schedule.go_on(manifest.schedule, [])
             return
+        self._schedule.go_on(manifest.schedule, [each.options for each in then])
+        facts = self._schedule.facts()
+        continues = manifest.schedule.torch is not None and manifest.schedule.torch["class_name"] == facts.get("torch", {}).get(
+            "class_name"
+        )
         for index, (before, after) in enumerate(zip(then, now, strict=True)):
             options = options_of(after)
+            if continues and before.options.get("initial_lr") != options.get("initial_lr"):
+                yield (
+                    f"group {index} of the optimizer: initial_lr was {before.options.get('initial_lr')} and is {options.get('initial_lr')} "
+                    "now; the scheduler goes on with what it was"
+                )
             for key in sorted((before.options.keys() & options.keys()) - _BY_SCHEDULE):
                 if before.options[key] != options[key]:
                     yield f"group {index} of the optimizer: {key} was {before.options[key]} and is {options[key]} now, which counts"
-        self._schedule.go_on(manifest.schedule, [float(each.options["lr"]) for each in then])
-        peaks = self._schedule.facts().get("peaks", [])
+        peaks = facts.get("peaks", [])
         for index, (before_, after_) in enumerate(zip(manifest.schedule.peaks, peaks, strict=False)):
             if before_ != after_:
                 yield f"group {index} of the optimizer: lr was {before_} at its peak and is {after_} now, which counts"
@@ -197,9 +207,8 @@ class Restoring(Capturing):
             random_state.restore(saved, self._device)
             return []
         random_state.reseed(self._cfg.training.seed, manifest.step, rank)
-        return [
-            f"saved by {manifest.world_size} ranks, so random numbers such as dropout's are drawn anew from training.seed, step and rank"
-        ]
+        why = f"saved by {manifest.world_size} ranks" if manifest.world_size != dist.get_world_size() else "no random numbers were saved"
+        return [f"{why}, so those of dropout and the like are drawn anew from training.seed, step and rank"]
 
     def _epoch(self, positions: Sequence[Any]) -> int:
         epoch = next((self._epoch_of(position) for position in positions if position is not None), None)
