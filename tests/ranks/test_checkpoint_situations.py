@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from playing import config, my_rank, own_share, play, prepare, train, values
+from playing import config, my_rank, own_share, play, prepare, refused, train, values
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
@@ -33,14 +33,6 @@ def root(tmp_path_factory):
 def played(scenario, backend, root):
     """What every rank returned; both engines are played in the same ranks."""
     return values(play(tuple((scenario, (each, root)) for each in BACKENDS))[scenario, (backend, root)])
-
-
-def refused(call, *arguments, **named):
-    try:
-        call(*arguments, **named)
-    except unishard.UnishardError as problem:
-        return f"{type(problem).__name__}: {problem}"
-    return "nothing"
 
 
 # -- several engines in one process -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,8 @@ from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.saving import Snapshot
 
 __all__ = ["Background", "staged"]
+
+_logger = logging.getLogger("unishard")
 
 
 class Background:
@@ -34,7 +37,7 @@ class Background:
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "unishard-checkpoint")
         self._group = self._group or (process_group.borrow_group(), dist.group.WORLD)
-        self._running = self._pool.submit(work, self._group[0])
+        self._running = self._pool.submit(_told, work, self._group[0])
 
     def wait(self) -> None:
         """Wait until nothing runs.
@@ -57,6 +60,16 @@ class Background:
             if self._group is not None:
                 process_group.give_back(*self._group)
                 self._group = None
+
+
+def _told(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:
+    """Do it; log a failure at once, since a script that ends without `close` asks nobody."""
+    try:
+        return work(group)
+    except Exception as error:
+        if dist.get_rank(group) == 0:
+            _logger.error("the save in the background failed: %s", error)
+        raise
 
 
 @torch.no_grad()

@@ -53,7 +53,8 @@ class Checkpointing(Restoring):
         """Save the run: model, optimizer, schedule, loss scale, random numbers, data position and `state`. Collective.
 
         A new directory `step-...` appears in `root` when everything is in it and on the disk; what goes wrong before leaves nothing
-        behind. Each rank writes what it holds. `checkpoint.keep_last` and `keep_every` are applied afterwards.
+        behind. Each rank writes what it holds; of buffers that differ between ranks, such as running means, rank 0's are kept.
+        `checkpoint.keep_last` and `keep_every` are applied afterwards.
 
         Args:
             root: Holds the checkpoints of the run, on a file system that all ranks share; left out, `checkpoint.dir`.

@@ -219,6 +219,8 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
                 has no items.
             NonFiniteError: On every rank: a gradient is infinite or not a number on one of them, `training.nonfinite` is `raise`,
                 and a lower loss scale cannot help. The window is over and nothing was updated.
+            CheckpointError: On every rank: a save that the config asks for failed, after the update.
+            SystemExit: On every rank, with code 85: a signal of `checkpoint.on_signal` came, and the run is saved.
         """
         self._require_open("step")
         if self._phase is not _Phase.BACKWARD_DONE:
