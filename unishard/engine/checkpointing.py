@@ -205,7 +205,10 @@ class Checkpointing(Restoring):
                 f"save: another engine of this process saves in {root}; give each a directory of its own, or close the other one first"
             )
 
-    def _give_up_directories(self) -> None:
+    def _stop_saving(self) -> None:
+        """Watch no signals, and let other engines save where this one did."""
+        if self._automatic is not None:
+            self._automatic.close()
         for root in [root for root, engine in _savers.items() if engine is self]:
             del _savers[root]
 

@@ -314,9 +314,7 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
             self._phase = _Phase.CLOSED
             if self._desync is not None:
                 self._desync.leave(why)
-            if self._automatic is not None:
-                self._automatic.close()
-            self._give_up_directories()
+            self._stop_saving()
             try:
                 self._background.close()
             finally:
