@@ -57,11 +57,12 @@ def test_docs_check_and_write(config: Path) -> None:
     assert stale.exit_code == 1
     assert stale.stderr.splitlines() == [
         "MAPPING.md: is stale; run `unishard docs` and commit it",
+        "docs/manifest.md: is stale; run `unishard docs` and commit it",
         "docs/formats.md: is stale; run `unishard docs` and commit it",
         "docs/schema.md: is stale; run `unishard docs` and commit it",
     ]
     assert list(config.parent.iterdir()) == [], "--check writes nothing"
-    assert run("docs").stdout == "MAPPING.md: written\ndocs/formats.md: written\ndocs/schema.md: written\n"
+    assert run("docs").stdout == "MAPPING.md: written\ndocs/manifest.md: written\ndocs/formats.md: written\ndocs/schema.md: written\n"
     assert run("docs", "--check").exit_code == 0
     assert run("docs").stdout == "up to date\n"
 

@@ -27,4 +27,4 @@ class Spellings:
 
 def _any_case(word: str) -> str:
     """A pattern for a word; JSON Schema's patterns have no flag for it."""
-    return "".join(f"[{letter.upper()}{letter}]" if letter.isalpha() else f"[{letter}]" for letter in word)
+    return "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else f"[{letter}]" for letter in word)
