@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type docs fuzz corpus parity matrix bench clean
+.PHONY: help setup demo test lint type docs fuzz corpus crash parity matrix bench clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ fuzz: $(READY) ## Translate 10,000 broken configs of every format (minutes); N=.
 corpus: $(READY) ## Translate every config in a folder of yours to every format: make corpus CORPUS=DIR.
 	@test -d "$(CORPUS)" || { echo "name a folder of configs: make corpus CORPUS=DIR" >&2; exit 1; }
 	$(BIN)/python tests/formats/corpus_check.py "$(CORPUS)"
+
+crash: $(READY) ## Kill ranks at every moment of a save and look at what is left (minutes); N=... for that many moments.
+	$(BIN)/python tests/ranks/crashing.py $(if $(N),--points $(N))
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
 	$(BIN)/python -m unishard.testing.parity docs/parity.md

@@ -68,10 +68,25 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     seed=st.integers(0, 2**32 - 1),
                 ),
                 communication=some(**sizes),
+                checkpoint=_checkpoints(),
                 strict=st.booleans(),
             )
         ),
     }
+
+
+@st.composite
+def _checkpoints(draw: st.DrawFn) -> Any:
+    """A `checkpoint` section, or its short form; without a directory nothing can be saved by itself."""
+    fields = draw(some(keep_last=positive, async_save=st.booleans()))
+    if "keep_last" in fields:
+        fields |= draw(some(keep_every=positive))
+    directory = draw(st.sampled_from((None, "runs/a", "/scratch/of mine")))
+    if directory is None:
+        return fields
+    signals = st.lists(st.sampled_from(("SIGTERM", "SIGUSR1", "usr2", "sigint", "HUP")), max_size=2)
+    fields |= draw(some(every_steps=positive, every_minutes=st.floats(0.01, 525_600), on_signal=signals))
+    return {"dir": directory, **fields} if fields else directory
 
 
 patterns = st.lists(st.sampled_from(("bias", "norm", r"^head\.", "[0-3]", "a|b")), min_size=1, max_size=2)

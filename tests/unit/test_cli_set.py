@@ -125,6 +125,26 @@ def test_a_file_that_has_mistakes_already_is_left_alone(config: Path) -> None:
     assert config.read_text() == "lr: 1\n"
 
 
+@pytest.mark.parametrize(
+    ("text", "change", "changed"),
+    [
+        (
+            "training:\n  gradient_clipping:\n  seed: 3\n",
+            "training.gradient_clipping=1.5",
+            "training:\n  gradient_clipping: 1.5\n  seed: 3\n",
+        ),
+        ("training:\n  gradient_clipping: # none\n", "training.gradient_clipping=1.5", "training:\n  gradient_clipping: 1.5 # none\n"),
+        ("checkpoint:\nstrict: true\n", "checkpoint.dir=a", "checkpoint: a\nstrict: true\n"),
+        ("checkpoint:\n  dir:\nstrict: true\n", "checkpoint.dir=a", "checkpoint:\n  dir: a\nstrict: true\n"),
+        ("training: {gradient_clipping: , seed: 3}\n", "training.gradient_clipping=1.5", "training: {gradient_clipping: 1.5 , seed: 3}\n"),
+    ],
+)
+def test_a_value_that_is_not_written_is_filled_in(config: Path, text: str, change: str, changed: str) -> None:
+    config.write_text(text)
+    assert run("set", "c.yaml", change).exit_code == 0
+    assert config.read_text() == changed
+
+
 def test_a_value_that_another_one_refers_to_is_left_alone(config: Path) -> None:
     text = "training:\n  micro_batch_size: &n 4\n  gradient_accumulation_steps: *n\n"
     config.write_text(text)

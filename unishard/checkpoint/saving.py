@@ -85,8 +85,16 @@ def save(
 
         return on_first(group, finish)
     except CheckpointError:  # on every rank, so that they can clear up together
-        on_first(group, lambda: directory.discard(temporary))
+        _clear_up(root, group)
         raise
+
+
+def _clear_up(root: Path, group: dist.ProcessGroup | None) -> None:
+    """After a failure, whose cause is raised and not what may go wrong here. It may have come before the new name was given, or after."""
+    try:
+        on_first(group, lambda: directory.clean(root))
+    except CheckpointError as error:
+        _logger.warning("%s; the next run that saves here tries again", error)
 
 
 def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
@@ -102,5 +110,5 @@ def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[
 
 def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[int, int]]) -> Manifest:
     facts = summary_of(written._replace(files={**written.files, **assets}), snapshot.facts["buffers"])
-    _logger.info("step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in facts["norms"].items()))
+    _logger.info("saved step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in facts["norms"].items()))
     return Manifest(**snapshot.facts, **facts, step=snapshot.step, ties=dict(snapshot.ties))

@@ -39,11 +39,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from unishard.checkpoint import metadata
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.intervals import boxes
+from unishard.checkpoint.metadata import FILE
 from unishard.checkpoint.records import pieces_of
 from unishard.errors import CheckpointError
 
@@ -108,13 +108,13 @@ def write(
         raise CheckpointError(f"{folder}: {_cause(error)}") from error
     mine = (writer.files, dict(writer.hashes), dict(writer.squares))
     if alone:
-        return _merged(folder, [mine], writer)
+        return _merged([mine], writer)
     everyone: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(mine, everyone, group=group, group_dst=0)
-    return None if everyone is None else _merged(folder, everyone, writer)
+    return None if everyone is None else _merged(everyone, writer)
 
 
-def _merged(folder: Path, everyone: list[tuple[dict[str, tuple[int, int]], dict[str, int], dict[str, float]]], writer: _Writer) -> Written:
+def _merged(everyone: list[tuple[dict[str, tuple[int, int]], dict[str, int], dict[str, float]]], writer: _Writer) -> Written:
     files: dict[str, tuple[int, int]] = {}
     hashes: dict[str, int] = {}
     squares: dict[str, float] = {}
@@ -124,8 +124,6 @@ def _merged(folder: Path, everyone: list[tuple[dict[str, tuple[int, int]], dict[
             hashes[name] = (hashes.get(name, 0) + part) & MASK
         for name, part_of_sum in sums.items():
             squares[name] = squares.get(name, 0.0) + part_of_sum
-    index = (folder / metadata.FILE).read_bytes()
-    files[metadata.FILE] = (len(index), zlib.crc32(index))
     hashes |= {alias: hashes[name] for alias, name in writer.ties.items()}
     return Written(files, hashes, squares, writer.shapes, writer.dtypes)
 
@@ -254,6 +252,8 @@ class _Writer(FileSystemWriter):
         self.dtypes = {name: str(entry.properties.dtype).removeprefix("torch.") for name, entry in entries.items()}  # type: ignore[union-attr]
         super().finish(metadata, results)
         fsync(Path(self.path))
+        index = (Path(self.path) / FILE).read_bytes()  # here, where torch tells all ranks of a failure on the first one
+        self.files[FILE] = (len(index), zlib.crc32(index))
 
 
 def _write(file: io.FileIO, piece: bytes | memoryview) -> None:

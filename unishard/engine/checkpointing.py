@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from unishard import process_group
 from unishard.backend import Resumed
 from unishard.checkpoint import directory, finding
@@ -136,7 +138,8 @@ class Checkpointing(Restoring):
         self._background.wait()
         folder = on_first(group, lambda: finding.latest(place) if newest else finding.locate(place, "latest"))
         if folder is None:
-            _logger.info("no checkpoint in %s; training starts from the beginning", place)
+            if dist.get_rank() == 0:
+                _logger.info("no checkpoint in %s; training starts from the beginning", place)
             return None
         return self._restore(folder, group, strict=strict, verify=verify, data=data)
 

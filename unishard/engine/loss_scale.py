@@ -34,9 +34,9 @@ class LossScale:
         """The loss to go backward from. In fp32, since an fp16 loss would overflow at once."""
         return loss.float() * self.value if self._scales else loss
 
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"value": self.value, "made": self._made}
+    def facts(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps; None where nothing is scaled."""
+        return {"value": self.value, "made": self._made} if self._scales else None
 
     def go_on(self, facts: LossScaleFacts) -> None:
         """Continue with the scale of a checkpoint, where it changes by itself; a fixed one is that of the config."""

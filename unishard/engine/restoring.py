@@ -27,7 +27,7 @@ from unishard.engine import random_state
 from unishard.engine.capturing import Capturing, options_of
 from unishard.engine.optimizer_state import StateSpec, keys_of
 from unishard.errors import CheckpointError
-from unishard.parts import Part
+from unishard.parts import Part, norms
 
 __all__ = ["Restoring"]
 
@@ -66,8 +66,12 @@ class Restoring(Capturing):
             self._resume_data(positions, manifest.world_size)
         if verify == "bits":
             on_all(group, lambda: self._compare_bits(folder, manifest, chosen))
-        for note in notes if dist.get_rank() == 0 else ():
-            _logger.warning("%s: %s", folder, note)
+        norms_now = self._norms(chosen, manifest)
+        if dist.get_rank() == 0:
+            told = [f"norm of {kind} {norm:.9g}, saved {manifest.norms.get(kind, math.nan):.9g}" for kind, norm in norms_now.items()]
+            _logger.info("%s: resumed at step %d: %s", folder, manifest.step, "; ".join(told))
+            for note in notes:
+                _logger.warning("%s: %s", folder, note)
         return Resumed(folder, manifest.step, self._epoch(positions), unpack(manifest.state, tensors.whole), tuple(notes))
 
     # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -136,6 +140,18 @@ class Restoring(Capturing):
                 elif place.group is not None:
                     held[keys.of_optimizer(name, key)] = place._replace(values=place.values[:0])
         return held
+
+    def _norms(self, chosen: Fit, manifest: Manifest) -> dict[str, float]:
+        """L2 norm of all parameters together, and of each kind of optimizer state of which this rank knows all. Collective."""
+        held = {name: part for name, part in self._held(chosen).items() if keys.parameter_of(name) not in manifest.buffers}
+        squares: dict[str, float] = {}
+        for name, norm in norms(held, self._device).items():
+            state = keys.optimizer_part(name)
+            kind = state[1] if state else "parameters"
+            squares[kind] = squares.get(kind, 0.0) + norm**2
+        # Where whole tensors are divided between the ranks, each knows only its own.
+        unknown = {key for name, needs in chosen.optimizer.items() for key in needs.tensors if keys.of_optimizer(name, key) not in held}
+        return {kind: math.sqrt(square) for kind, square in squares.items() if kind not in unknown}
 
     # -- everything else --------------------------------------------------------------------------------------------------
 

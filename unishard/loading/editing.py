@@ -161,10 +161,19 @@ class _Short(NamedTuple):
 
 
 def _replaced(text: str, key: Node, node: Node, value: str) -> _Splice:
-    empty = node.start_mark.index == node.end_mark.index
-    if empty or not _flows(node):
-        return _Splice(_colon(text, key), _end(node), f" {value}")
+    if _is_empty(node) or not _flows(node):
+        return _Splice(_colon(text, key), _value_end(text, key, node), f" {value}")
     return _Splice(node.start_mark.index, _end(node), value)
+
+
+def _is_empty(node: Node) -> bool:
+    """Whether nothing is written, which means null."""
+    return bool(node.start_mark.index == node.end_mark.index)
+
+
+def _value_end(text: str, key: Node, node: Node) -> int:
+    """Where a value ends; one that is not written is said to stand before the next key."""
+    return _colon(text, key) if _is_empty(node) else _end(node)
 
 
 def _expanded(text: str, short: _Short, keys: Sequence[str], value: str, step: int) -> Iterator[_Splice]:
@@ -178,11 +187,13 @@ def _expanded(text: str, short: _Short, keys: Sequence[str], value: str, step: i
     fields = dict.fromkeys(names, bare) if bare not in ("", "null", "~") else {}
     fields[keys[0]] = _nested_flow(keys[1:], value)
     if short.above.flow_style:
-        yield _Splice(node.start_mark.index, node.end_mark.index, f"{{{', '.join(f'{name}: {said}' for name, said in fields.items())}}}")
+        begin, end = (_colon(text, key),) * 2 if _is_empty(node) else (node.start_mark.index, node.end_mark.index)
+        yield _Splice(begin, end, f"{' ' * _is_empty(node)}{{{', '.join(f'{name}: {said}' for name, said in fields.items())}}}")
         return
     indent = " " * (key.start_mark.column + step)
-    yield _Splice(_colon(text, key), _end(node), "")
-    end = _line_end(text, _end(node))
+    end = _value_end(text, key, node)
+    yield _Splice(_colon(text, key), end, "")
+    end = _line_end(text, end)
     yield _Splice(end, end, "".join(f"\n{indent}{name}: {said}" for name, said in fields.items()))
 
 

@@ -1,0 +1,262 @@
+"""Kills ranks with SIGKILL at every moment of a save, and looks at what is left: `python tests/ranks/crashing.py`, or `make crash`.
+
+Each point is a real save of 2 ranks to a directory that holds complete checkpoints already, cut off just before, after or in the middle
+of one thing that a rank does: opening, writing and syncing a file, making, renaming and deleting, and talking to the other rank. The
+points are counted in a save that is not disturbed, so none is left out. Fresh processes then examine what a resumed run would find, and
+save again. Then it lets the disk of a rank run full at every such moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+import typer
+from full_disk import Outcome, fill
+from intercepting import Event, Interception
+from small_saves import NEW, NEXT, NEXT_STEP, SCENARIOS, WORLD, Scenario, found_wrong, kept, left_wrong, prepare, save_as_an_engine, start
+
+from unishard.checkpoint.together import on_first
+from unishard.testing import RankFailure, run_ranks
+
+MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+"""Where a sync costs nothing; what a killed process has written stays there too."""
+GRACE = 10.0
+"""Seconds in which a rank must notice that another one is gone."""
+_BATCH = 40
+"""Roots that the same fresh processes examine."""
+
+
+class Point(NamedTuple):
+    """Where a save is cut off."""
+
+    scenario: Scenario
+    victims: tuple[int, ...]
+    """Ranks that are killed, the one that counts its events last."""
+    at: int
+    event: Event | None
+    """Of that number; None for the end of the save."""
+
+    @property
+    def where(self) -> str:
+        """Which part of a checkpoint, or which collective."""
+        return "the end" if self.event is None else self.event.where
+
+    @property
+    def kind(self) -> str:
+        """What is done to it there."""
+        return self.where if self.event is None else f"{self.event.kind}, {self.where}"
+
+
+class Lost(NamedTuple):
+    """A point after which something was not as it should be."""
+
+    point: Point
+    problem: str
+
+
+# -- in the ranks ---
+
+
+def count(roots: Mapping[Scenario, str]) -> list[list[Event]]:
+    """Events of this rank in an undisturbed save of each scenario. Collective."""
+    group, _ = start()
+    interception, counted = Interception(), []
+    for scenario, root in roots.items():
+        events: list[Event] = []
+        interception.act = events.append
+        save_as_an_engine(Path(root), scenario, NEW, group)
+        interception.act = lambda event: None
+        counted.append(events)
+    return counted
+
+
+def cut_off(root: str, point: Point) -> None:
+    """A save in which ranks are killed; those that it ended for leave a note and wait for the others. Collective."""
+    group, rank = start()
+    pids: list[Any] = [None] * WORLD
+    dist.all_gather_object(pids, os.getpid(), group=group)
+
+    def kill() -> None:
+        for victim in point.victims:
+            os.kill(pids[victim], signal.SIGKILL)
+
+    events: list[Event] = []
+
+    def act(event: Event) -> None:
+        events.append(event)
+        if len(events) > point.at:
+            kill()
+
+    counts = rank == point.victims[-1]
+    interception = Interception() if counts else None
+    if interception is not None:
+        interception.act = act
+    save_as_an_engine(Path(root), point.scenario, NEW, group)
+    if interception is not None:
+        interception.act = lambda event: None
+    _note_of(root, rank).touch()
+    if counts:
+        kill()
+    dist.barrier(group)
+
+
+def _note_of(root: str, rank: int) -> Path:
+    """There when a rank was told that its save is complete."""
+    return Path(f"{root} told to {rank}")
+
+
+def examine(roots: Sequence[tuple[str, Scenario, bool]]) -> list[str]:
+    """What is wrong in each directory, empty where nothing is: as it is found, and after one more save. Collective."""
+    group, _ = start()
+    return [_examine(Path(root), scenario, promised, group) for root, scenario, promised in roots]
+
+
+def _examine(root: Path, scenario: Scenario, promised: bool, group: dist.ProcessGroup) -> str:
+    wrong, before = on_first(group, lambda: found_wrong(root, scenario, promised))
+    if wrong:
+        return wrong
+    try:
+        save_as_an_engine(root, Scenario("once more", NEXT_STEP), NEXT, group)
+    except Exception as error:  # whatever it is, the run cannot go on
+        return f"the next save: {type(error).__name__}: {error}"
+    return on_first(group, lambda: left_wrong(root, kept(before | {NEXT_STEP: NEXT})))
+
+
+# -- all points ---------------------------------------------------------------------------------------------------------------------
+
+
+class Harness:
+    """Plays points in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.templates = {scenario: str(folder / f"template {index}") for index, scenario in enumerate(SCENARIOS)}
+        run_ranks(WORLD, prepare, self.templates)
+        copies = {scenario: shutil.copytree(root, f"{root} copied") for scenario, root in self.templates.items()}
+        self._events = run_ranks(WORLD, count, copies)
+        self._folder = folder
+        self.slowest = 0.0
+        """Seconds from the start of a save to the end of its last rank, of the slowest one."""
+
+    def points(self) -> list[Point]:
+        """Every one: each rank alone, and both at once when either of them is there."""
+        found = []
+        for index, scenario in enumerate(SCENARIOS):
+            for rank in range(WORLD):
+                events = [*self._events[rank][index], None]
+                for victims in ((rank,), (1 - rank, rank)):
+                    found += [Point(scenario, victims, at, event) for at, event in enumerate(events)]
+        return found
+
+    def play(self, points: Sequence[Point], advance: Callable[[], None] = lambda: None) -> list[Lost]:
+        """Cut off a save at each point; says where that did harm."""
+        lost: list[Lost] = []
+        for begin in range(0, len(points), _BATCH):
+            batch, roots = points[begin : begin + _BATCH], []
+            for index, point in enumerate(batch):
+                root = shutil.copytree(self.templates[point.scenario], self._folder / f"point {begin + index}")
+                problem, promised = self._cut_off(root, point)
+                if problem:
+                    lost.append(Lost(point, problem))
+                roots.append((str(root), point.scenario, promised))
+                advance()
+            problems = run_ranks(WORLD, examine, roots, timeout=600)[0]
+            lost += [Lost(point, problem) for point, problem in zip(batch, problems, strict=True) if problem]
+            for root, *_ in roots:
+                shutil.rmtree(root)
+        return lost
+
+    def fill(self, stride: int) -> list[Outcome]:
+        """Let the disk of one rank run full at every so many moments."""
+        templates = {scenario: root for scenario, root in self.templates.items() if not scenario.background and not scenario.left}
+        everyones = run_ranks(WORLD, fill, templates, stride, timeout=600)
+        return [outcome for outcomes in everyones for outcome in outcomes]
+
+    def _cut_off(self, root: Path, point: Point) -> tuple[str, bool]:
+        """What was wrong with how the ranks ended, and whether one of them was told that its save is complete."""
+        begin = time.monotonic()
+        try:
+            run_ranks(WORLD, cut_off, str(root), point, timeout=60, grace=GRACE)
+        except RankFailure as failure:
+            self.slowest = max(self.slowest, time.monotonic() - begin)
+            notes = [note for rank in range(WORLD) if (note := _note_of(str(root), rank)).exists()]
+            for note in notes:
+                note.unlink()
+            return _ended_wrong(failure, point), bool(notes)
+        return "nobody was killed", True
+
+
+def _ended_wrong(failure: RankFailure, point: Point) -> str:
+    """Victims die of the signal, and the others of an error of their own, in time."""
+    for rank, error in failure.errors.items():
+        killed = error.type == "Died" and "SIGKILL" in error.message
+        if killed is not (rank in point.victims) or error.type == "Hung":
+            return f"rank {rank} ended with {error.type}: {error.message}"
+    return f"ranks {failure.finished} went on" if failure.finished else ""
+
+
+def spanning(points: Sequence[Point], number: int) -> list[Point]:
+    """So many points, evenly spread over the parts of a checkpoint, what is done to them, the scenarios and the victims."""
+    chosen: dict[Point, None] = {}
+    worn: Counter[object] = Counter()
+    while len(chosen) < min(number, len(points)):
+        rest = [point for point in points if point not in chosen]
+        best = min(rest, key=lambda point: (worn[point.where], worn[point.kind], worn[point.scenario] + worn[point.victims]))
+        chosen[best] = None
+        worn.update([best.where, best.kind, best.scenario, best.victims])
+    return list(chosen)
+
+
+def main() -> int:
+    """Play all points, print how many there were of each kind, and which did harm."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--points", type=int, default=None, metavar="N", help="play so many of them, spread over all kinds; default: all")
+    asked = parser.parse_args().points
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="crashing-", dir=MEMORY) as folder:
+        harness = Harness(Path(folder))
+        points = harness.points() if asked is None else spanning(harness.points(), asked)
+        with typer.progressbar(length=len(points), label="points") as bar:
+            lost = harness.play(points, lambda: bar.update(1))
+        outcomes = harness.fill(stride=1 if asked is None else 5)
+    typer.echo(table(points))
+    for point, problem in lost:
+        typer.echo(f"LOST: {point.scenario.name}, ranks {point.victims} at event {point.at} ({point.kind}): {problem}")
+    typer.echo(
+        f"{len(points)} points, {len(lost)} lost, in {time.monotonic() - begin:.0f} s; the ranks of a run that was cut off had all ended "
+        f"{harness.slowest:.1f} s after its start at the latest"
+    )
+    wrong = [outcome for outcome in outcomes if outcome.fault]
+    for outcome in wrong:
+        typer.echo(f"WRONG: {outcome.scenario}, the disk of rank {outcome.rank} was full at {', '.join(outcome.event)}: {outcome.fault}")
+    typer.echo(f"{len(outcomes)} moments at which a disk ran full, {len(wrong)} wrong")
+    return int(bool(lost or wrong))
+
+
+def table(points: Sequence[Point]) -> str:
+    """How many points of each kind there are, by victims and by scenario."""
+    columns = {"rank 0": (0,), "rank 1": (1,), "both": (1, 0)} | {scenario.name: scenario for scenario in SCENARIOS}
+    counted: dict[str, Counter[object]] = {}
+    for point in points:
+        counted.setdefault(point.kind, Counter()).update([tuple(sorted(point.victims, reverse=True)), point.scenario])
+    counted["all"] = sum(counted.values(), Counter())
+    lines = [("just before", *columns)] + [(kind, *(str(each[column]) for column in columns.values())) for kind, each in counted.items()]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Lets a disk run full at every moment of a save: nothing more can be written from there on, while renaming and deleting still work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping
+from itertools import count, product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from intercepting import Event, Interception
+from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, found_wrong, kept, left_wrong, snapshot, start
+
+from unishard import process_group
+from unishard.checkpoint.saving import save
+from unishard.checkpoint.together import on_first
+from unishard.errors import CheckpointError
+
+__all__ = ["Outcome", "fill"]
+
+_NEEDS_ROOM = {"open", "write", "half written", "fsync", "mkdir"}
+
+
+class Outcome(NamedTuple):
+    """What came of one save on a disk that was full."""
+
+    scenario: str
+    rank: int
+    """Whose disk it was."""
+    event: Event
+    """Before which it was full."""
+    told: str
+    """What this rank's `save` raised."""
+    wrong: str
+    """With what a run that goes on from there would find, and with the next save of this one; empty if nothing."""
+
+    @property
+    def fault(self) -> str:
+        """What is not as it should be; empty if nothing."""
+        full = os.strerror(errno.ENOSPC)
+        return self.wrong or ("" if full in self.told else f"{full!r} is not in {self.told!r}")
+
+
+def fill(templates: Mapping[Scenario, str], stride: int) -> list[Outcome]:
+    """Save with the disk of one rank running full, at every so many moments, and again when there is room. Collective."""
+    group, _ = start()
+    interception, outcomes = Interception(), []
+    for (scenario, template), victim in product(templates.items(), range(WORLD)):
+        for at in count(0, stride):
+            outcome = _fill(interception, Path(template), scenario, victim, at, group)
+            if outcome is None:  # it had ended before
+                break
+            outcomes.append(outcome)
+    return outcomes
+
+
+def _fill(interception: Interception, template: Path, scenario: Scenario, victim: int, at: int, group: dist.ProcessGroup) -> Outcome | None:
+    root = template.with_name(f"{template.name}, rank {victim} full at {at}")
+    on_first(group, lambda: shutil.copytree(template, root))
+    event, told = _save_with(interception, at if dist.get_rank() == victim else None, root, scenario)
+    everyone: list[Event | None] = [None] * WORLD
+    dist.all_gather_object(everyone, event, group=group)
+    event = everyone[victim]
+    outcome = None if event is None else Outcome(scenario.name, victim, event, told, _wrong(root, scenario, group))
+    on_first(group, lambda: shutil.rmtree(root))
+    return outcome
+
+
+def _save_with(interception: Interception, at: int | None, root: Path, scenario: Scenario) -> tuple[Event | None, str]:
+    """The event before which this rank's disk was full, if it was, and what `save` raised."""
+    passed, first = 0, None
+
+    def act(event: Event) -> None:
+        nonlocal passed, first
+        if at is None or event.kind not in _NEEDS_ROOM:
+            return
+        if passed >= at:
+            first = first or event
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        passed += 1
+
+    interception.act = act
+    try:
+        save(root, snapshot(scenario.step, NEW, dist.get_rank()), RETENTION, process_group.host_group())
+        told = ""
+    except CheckpointError as error:
+        told = str(error)
+    finally:
+        interception.act = lambda event: None
+    return first, told
+
+
+def _wrong(root: Path, scenario: Scenario, group: dist.ProcessGroup) -> str:
+    wrong, before = on_first(group, lambda: found_wrong(root, scenario, promised=False))
+    if wrong:
+        return wrong
+    try:
+        save(root, snapshot(NEXT_STEP, NEXT, dist.get_rank()), RETENTION, group)
+    except CheckpointError as error:
+        return f"the next save: {error}"
+    return on_first(group, lambda: left_wrong(root, kept(before | {NEXT_STEP: NEXT})))

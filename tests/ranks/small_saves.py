@@ -1,0 +1,206 @@
+"""Tiny checkpoints of known content, saved by 2 ranks as an engine saves, and what may be found of them after a save that was cut off."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import unishard
+from unishard import process_group
+from unishard.checkpoint import directory, finding, manifest, writing
+from unishard.checkpoint.background import Background, staged
+from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.manifest import ModelFacts
+from unishard.checkpoint.saving import Retention, Snapshot, save
+from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.together import on_first
+from unishard.checkpoint.verifying import damaged
+from unishard.errors import CheckpointError
+
+WORLD = 2
+RETENTION = Retention(keep_last=2, keep_every=20)
+FORMER = {10: 1, 20: 2, 30: 3}
+"""Steps that are saved before, and the content of each."""
+NEW, NEXT = 4, 5
+"""Contents of the save that is cut off, and of the one after it."""
+NEXT_STEP = 50
+
+
+class Scenario(NamedTuple):
+    """What is saved into what."""
+
+    name: str
+    step: int
+    left: bool = False
+    """Whether an earlier run was killed too, and left all that there can be."""
+    background: bool = False
+
+
+SCENARIOS = (
+    Scenario("a new step", 40),
+    Scenario("a step again", 30),
+    Scenario("after a kill", 40, left=True),
+    Scenario("in the background", 40, background=True),
+)
+
+
+def contents(version: int) -> dict[str, torch.Tensor]:
+    """Every tensor of one version; no element of it is that of another version."""
+    weight = torch.arange(96.0).reshape(24, 4) + 1000 * version
+    return {
+        "model.weight": weight,
+        "model.bias": torch.full((5,), float(version)),
+        "optim.state.weight.exp_avg": -weight,
+        "optim.state.weight.step": torch.tensor(float(version)),
+        "rng.rank00000.cpu": torch.full((8,), version, dtype=torch.uint8),
+        "rng.rank00001.cpu": torch.full((8,), version + 100, dtype=torch.uint8),
+    }
+
+
+def snapshot(step: int, version: int, rank: int) -> Snapshot:
+    """What a rank holds: a half of each divided tensor, all of the small ones, random numbers of its own."""
+    divided = {"model.weight": 96, "optim.state.weight.exp_avg": 96}
+    stretches = {}
+    for name, values in contents(version).items():
+        if name.startswith("rng") and f"{rank:05d}" not in name:
+            continue
+        flat, half = values.reshape(-1), divided.get(name, 0) // WORLD
+        begin, end = (rank * half, (rank + 1) * half) if half else (0, flat.numel())
+        stretches[name] = Stretch(values.shape, values.dtype, begin, end, lambda first, last, flat=flat: flat[first:last])
+    facts = {
+        "versions": {"unishard": "0"},
+        "world_size": WORLD,
+        "model": ModelFacts(class_name="Tiny", fingerprint="0" * 16, numel=101),
+        "buffers": [],
+        "state": {"version": version},
+    }
+    return Snapshot(step, stretches, {"tied": "weight"}, facts, {"assets/config.json": f'{{"version": {version}}}'.encode()})
+
+
+def content_of(folder: Path) -> int:
+    """The version that a checkpoint holds, all of it.
+
+    Raises:
+        CheckpointError: It is damaged, or of several versions.
+    """
+    facts = manifest.read(folder)
+    problems = damaged(folder, facts)
+    version = facts.state["version"]
+    tensors, expected = Tensors(folder), contents(version)
+    expected["model.tied"] = expected["model.weight"]
+    if set(tensors) != set(expected):
+        problems.append(f"{folder}: holds {sorted(tensors)}")
+    problems += [
+        f"{folder}: {name} is not of version {version}" for name in expected if not torch.equal(tensors.whole(name), expected[name])
+    ]
+    if f'"version": {version}}}' not in (folder / "assets/config.json").read_text():
+        problems.append(f"{folder}: the asset is not of version {version}")
+    if finding.name_of(facts.step) not in folder.name:
+        problems.append(f"{folder}: is of step {facts.step}")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return int(version)
+
+
+# -- in the ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def start() -> tuple[dist.ProcessGroup, int]:
+    writing.CHUNK = 128  # several records of each divided tensor
+    process_group.ensure(unishard.Topology.from_environment())
+    return process_group.host_group(), dist.get_rank()
+
+
+def save_as_an_engine(root: Path, scenario: Scenario, version: int, group: dist.ProcessGroup) -> None:
+    """As an engine does it, the first time in a run."""
+    taken = snapshot(scenario.step, version, dist.get_rank())
+    on_first(group, lambda: directory.clean(root))
+    if not scenario.background:
+        save(root, taken, RETENTION, group)
+        return
+    copy, ended, background = staged(taken), threading.Event(), Background()
+
+    def work() -> None:
+        try:
+            save(root, copy, RETENTION, group)
+        finally:
+            ended.set()
+
+    background.start(work)
+    training = torch.ones(64, 64)
+    while not ended.is_set():
+        training = training @ training / 64
+    background.wait()
+
+
+def prepare(roots: Mapping[Scenario, str]) -> None:
+    """Make the directories that the saves of the scenarios find. Collective."""
+    group, rank = start()
+    for scenario, root in roots.items():
+        for step, version in FORMER.items():
+            save(Path(root), snapshot(step, version, rank), Retention(), group)
+        if rank == 0 and scenario.left:
+            _leave(Path(root))
+    dist.barrier(group)
+
+
+def _leave(root: Path) -> None:
+    """What killed runs leave: a checkpoint half written, one half deleted, one that was about to be replaced, a draft."""
+    last, tag = root / finding.name_of(30), "0" * 32
+    shutil.copytree(last, root / f".tmp-step-00000040-{tag}", ignore=shutil.ignore_patterns("manifest.json"))
+    shutil.copytree(last, root / f".trash-step-00000005-{tag}", ignore=shutil.ignore_patterns("__1_0.distcp"))
+    last.rename(root / f".old-step-00000030-{tag}")
+    (root / f".latest-{tag}").write_text("step-000")
+
+
+# -- what is found of it ----
+
+
+def found_wrong(root: Path, scenario: Scenario, promised: bool) -> tuple[str, dict[int, int]]:
+    """What is wrong with the checkpoints after a save that was cut off, and their contents by step, in the order of their writing.
+
+    Args:
+        root: Where they are.
+        scenario: What was saved.
+        promised: Whether a rank was told that the new one is complete.
+    """
+    try:
+        found = {each.step: content_of(each.path) for each in sorted(finding.checkpoints(root), key=finding.age_of)}
+        latest = finding.latest(root)
+        newest = None if latest is None else (manifest.read(latest).step, content_of(latest))
+    except Exception as error:  # whatever it is, nobody can go on from there
+        return f"{type(error).__name__}: {error}", {}
+    said = f"found {found}, of which {newest} is the latest"
+    if found.get(scenario.step) != NEW:
+        if promised:
+            return "a rank was told that the new checkpoint is complete, and it is not there", found
+        return "" if (found, newest) == (FORMER, (30, FORMER[30])) else said, found
+    after = {step: version for step, version in FORMER.items() if step != scenario.step} | {scenario.step: NEW}
+    complete = kept(after).items() <= found.items() <= after.items()
+    return "" if complete and newest == (scenario.step, NEW) else said, found
+
+
+def left_wrong(root: Path, expected: Mapping[int, int]) -> str:
+    """What is wrong with a directory after the next save; these contents should be there by step, and nothing else."""
+    found = {each.step: content_of(each.path) for each in finding.checkpoints(root)}
+    names = sorted(os.listdir(root))
+    wanted = sorted(["latest", *map(finding.name_of, expected)])
+    newest = finding.latest(root)
+    if (found, names) != (dict(sorted(expected.items())), wanted) or newest != root / finding.name_of(NEXT_STEP):
+        return f"after the next save there are {names} with contents {found} instead of {wanted} with {expected}"
+    return ""
+
+
+def kept(saved: Mapping[int, int]) -> dict[int, int]:
+    """What retention leaves of checkpoints in the order in which they were saved."""
+    last, every = RETENTION
+    assert last is not None
+    assert every is not None
+    return {step: saved[step] for step in saved if step in list(saved)[-last:] or step % every == 0}

@@ -1,0 +1,246 @@
+"""Ranks that are killed while they save, disks that run full and files that rot lose no more than the save that was cut off."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import tempfile
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from crashing import GRACE, MEMORY, Harness, spanning
+from intercepting import Event, Interception
+from playing import config, everyones, my_rank, own_share, prepare, train
+from small_saves import FORMER, NEW, RETENTION, SCENARIOS, found_wrong, snapshot, start
+
+import unishard
+from unishard.checkpoint import directory, finding, manifest
+from unishard.checkpoint.saving import save
+from unishard.checkpoint.verifying import damaged
+from unishard.testing import RankFailure, run_ranks
+
+ADAMW = {"name": "adamw", "lr": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def harness():
+    with tempfile.TemporaryDirectory(prefix="crashes-", dir=MEMORY) as folder:
+        yield Harness(Path(folder))
+
+
+# -- ranks that are killed ----------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_points_in_every_part_of_a_save(harness):
+    points = harness.points()
+    assert len(points) >= 200
+    kinds = {point.kind for point in points}
+    writing = ("open", "write", "half written", "fsync")
+    assert {f"{kind}, {where}" for kind, where in product(writing, ("tensors", "index", "assets", "manifest", "latest"))} <= kinds
+    assert {"rename, index", "rename, manifest", "rename, replacing", "rename, name", "rename, latest"} <= kinds
+    assert {"rename, deleting", "unlink, deleting", "rmdir, deleting", "the end"} <= kinds
+    for scenario, victims in product(SCENARIOS, ((0,), (1,), (1, 0), (0, 1))):
+        assert any((point.scenario, point.victims) == (scenario, victims) for point in points)
+
+
+def test_a_kill_at_any_moment_loses_the_save_that_was_cut_off_at_most(harness):
+    """At some moments in every part of it; `make crash` plays all."""
+    points = spanning(harness.points(), 24)
+    assert {point.where for point in points} == {point.where for point in harness.points()}
+    lost = harness.play(points)
+    assert not lost, "\n".join(f"{point}: {problem}" for point, problem in lost)
+    assert harness.slowest < GRACE
+
+
+@pytest.mark.parametrize("harm", ["mixed", "gone", "flipped"])
+def test_the_harness_sees_what_must_not_be(harm, harness, tmp_path):
+    root, scenario = Path(shutil.copytree(harness.templates[SCENARIOS[0]], tmp_path / "root")), SCENARIOS[0]
+    assert found_wrong(root, scenario, promised=False) == ("", FORMER)
+    assert "told that the new checkpoint is complete" in found_wrong(root, scenario, promised=True)[0]
+    newest = root / "step-00000030"
+    if harm == "mixed":
+        shutil.copytree(root / "step-00000020", newest, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__1_0.distcp"))
+    elif harm == "gone":
+        shutil.rmtree(newest)
+    else:
+        flip(newest / "__1_0.distcp", 0.5, 3)
+    assert found_wrong(root, scenario, promised=False)[0]
+
+
+# -- disks that run full --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(harness):
+    outcomes = harness.fill(stride=4)
+    assert len(outcomes) > 50
+    assert {outcome.event.where for outcome in outcomes} >= {"tensors", "index", "assets", "manifest", "latest"}
+    for outcome in outcomes:
+        assert not outcome.fault, outcome
+
+
+def unreadable(root):
+    """What has been written cannot be read back on rank 0, to take its checksum."""
+    group, rank = start()
+    read = Path.read_bytes
+
+    def broken(path):
+        if path.name == ".metadata":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", broken)
+        told = refusal(save, Path(root), snapshot(40, NEW, rank), RETENTION, group)
+    dist.barrier(group)
+    return told, finding.incomplete(Path(root))
+
+
+def test_a_disk_that_fails_on_the_first_rank_alone_is_told_by_all(harness, tmp_path):
+    root = shutil.copytree(harness.templates[SCENARIOS[0]], tmp_path / "root")
+    for told, left in run_ranks(2, unreadable, str(root)):
+        assert "Input/output error" in told
+        assert left == []
+    assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FORMER)
+
+
+# -- with an engine -------------------------------------------------------------------------------------------------------------------
+
+KILLS = {
+    "while rank 1 writes its tensors": ((1,), Event("half written", "tensors")),
+    "before rank 0 points to the new one": ((1, 0), Event("rename", "latest")),
+}
+SAVES, UPDATES = (2, 4), 7
+
+
+def trained(root, victims, event):
+    """Saves twice on the way; the second time, ranks are killed at the first such event in the last of them."""
+    pids = None
+    with prepare(config("fsdp", "full_shard", optimizer=ADAMW)) as engine:
+        losses = [loss for loss, _ in train(engine, own_share(UPDATES)[: SAVES[0]])]
+        engine.save(root)
+        losses += [loss for loss, _ in train(engine, own_share(UPDATES)[SAVES[0] : SAVES[1]])]
+        pids = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+
+        def act(seen):
+            if seen == event:
+                for victim in victims:
+                    os.kill(pids[victim], signal.SIGKILL)
+
+        if victims and my_rank() == victims[-1]:
+            Interception().act = act
+        engine.save(root)
+        return losses + [loss for loss, _ in train(engine, own_share(UPDATES)[SAVES[1] :])]
+
+
+def resumed(roots):
+    """Goes on from what is found in each directory, on one rank; saves there again at once."""
+    answers = []
+    for root in roots:
+        cfg = config("deepspeed", "shard_grad_op", optimizer=ADAMW, training={"gradient_accumulation_steps": 2})
+        with prepare(cfg) as engine:
+            begun = engine.load(root).step
+            engine.save(root)
+            left = directory.incomplete(Path(root))
+            done = train(engine, everyones(begun, UPDATES, world=2))
+            windows = [(one + other) / 2 for (one, _), (other, _) in zip(done[::2], done[1::2], strict=True)]
+            answers.append((begun, left, windows))
+    return answers
+
+
+@cache
+def gone_on(folder):
+    """Losses of a run that nobody disturbed, and what came of each that was killed."""
+    undisturbed = run_ranks(2, trained, f"{folder}/undisturbed", (), None)[0]
+    roots = []
+    for index, (victims, event) in enumerate(KILLS.values()):
+        roots.append(f"{folder}/{index}")
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(2, trained, roots[-1], victims, event, grace=GRACE)
+        ends = {rank: error.type for rank, error in failure.value.errors.items()}
+        assert all((ends.get(rank) == "Died") is (rank in victims) for rank in range(2)), failure.value
+        assert "Hung" not in ends.values()
+    return undisturbed, dict(zip(KILLS, run_ranks(1, resumed, roots)[0], strict=True))
+
+
+@pytest.mark.parametrize(("kill", "begins"), [*zip(KILLS, SAVES, strict=True)])
+def test_another_engine_on_another_number_of_ranks_goes_on_where_a_killed_run_had_saved(kill, begins, tmp_path_factory):
+    undisturbed, answers = gone_on(tmp_path_factory.getbasetemp() / "killed")
+    begun, left, losses = answers[kill]
+    assert begun == begins
+    assert left == []
+    assert losses == pytest.approx(undisturbed[begun:], rel=1e-6)
+
+
+# -- files that rot -------------------------------------------------------------------------------------------------------------------
+
+
+def truncate(path, share):
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def flip(path, share, bit=0):
+    data = bytearray(path.read_bytes())
+    data[min(int(share * len(data)), len(data) - 1)] ^= 1 << bit
+    path.write_bytes(data)
+
+
+HARMS = [(truncate, (share,)) for share in (0.0, 0.3, 0.7, 0.9999)]
+HARMS += [(flip, (share, bit)) for share, bit in ((0.0, 0), (0.2, 5), (0.5, 3), (0.8, 7), (1.0, 1))]
+
+
+def rotten(root):
+    """Harms each file in each way: what `unishard checkpoint verify` finds, and what `load` raises. Loads it when it is whole again."""
+    told = []
+    with prepare(config("fsdp", "full_shard", optimizer=ADAMW)) as engine:
+        train(engine, own_share(1))
+        folder = engine.save(root)
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        before = engine.parameter("inp.weight")
+        for name, (harm, how) in product(names, HARMS):
+            whole = (folder / name).read_bytes()
+            dist.barrier()
+            if my_rank() == 0:
+                harm(folder / name, *how)
+            dist.barrier()
+            told.append((name, harm.__name__, how, problems_of(folder), refusal(engine.load, folder)))
+            dist.barrier()
+            if my_rank() == 0:
+                (folder / name).write_bytes(whole)
+        dist.barrier()
+        unchanged = engine.parameter("inp.weight").equal(before)
+        return names, told, unchanged, engine.load(folder, verify="bits").step, problems_of(folder)
+
+
+def problems_of(folder):
+    """As the command finds them."""
+    try:
+        return damaged(folder, manifest.read(folder))
+    except unishard.CheckpointError as error:
+        return [str(error)]
+
+
+def refusal(call, *arguments):
+    try:
+        call(*arguments)
+    except unishard.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_every_file_that_is_truncated_or_has_a_flipped_bit_is_named_and_refused(tmp_path):
+    for names, told, unchanged, step, problems in run_ranks(2, rotten, str(tmp_path)):
+        assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(names)
+        assert len(told) == len(names) * len(HARMS)
+        for name, harm, how, found, refused in told:
+            assert len(found) == 1, (name, harm, how)
+            assert f"/{name}: " in found[0]
+            assert f"/{name}: " in refused, (name, harm, how)
+        assert unchanged
+        assert step == 1
+        assert problems == []
