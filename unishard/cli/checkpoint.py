@@ -25,7 +25,7 @@ __all__ = ["app"]
 FOUND = 1
 """Exit status when something is damaged, or differs; 2 is for trouble."""
 
-app = typer.Typer(help="Look into checkpoints, check them, and convert those of other tools.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Look into checkpoints, check and convert them.", no_args_is_help=True, rich_markup_mode=None)
 
 Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a folder of them: the latest one.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Write it as JSON.")]
