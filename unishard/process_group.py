@@ -15,7 +15,7 @@ import torch.distributed as dist
 from unishard.errors import RankMismatchError
 from unishard.topology import Topology, rendezvous
 
-__all__ = ["agree", "device_of", "ensure", "host_group", "shutdown"]
+__all__ = ["agree", "borrow_group", "device_of", "ensure", "give_back", "host_group", "shutdown"]
 
 
 def device_of(topology: Topology) -> torch.device:
@@ -53,13 +53,38 @@ def ensure(topology: Topology) -> Topology:
 _host_groups: dict[Any, dist.ProcessGroup] = {}
 
 
+_spare_groups: dict[Any, list[dist.ProcessGroup]] = {}
+"""Of each default group, those that were given back."""
+
+
 def host_group() -> dist.ProcessGroup:
-    """All ranks, over gloo, with connections of their own, so that another thread may use it beside the training. Collective at first."""
+    """All ranks, over gloo, for the main thread. Collective at first."""
     world = dist.group.WORLD
     if world not in _host_groups:
         _host_groups.clear()
         _host_groups[world] = dist.new_group(backend="gloo")
     return _host_groups[world]
+
+
+def borrow_group() -> dist.ProcessGroup:
+    """All ranks, over gloo, for one other thread alone, since two that share a group mix up their messages. Collective.
+
+    Ranks borrow and give back in the same order, so that they mean the same group.
+    """
+    world = dist.group.WORLD
+    spare = _spare_groups.get(world)
+    return spare.pop() if spare else dist.new_group(backend="gloo")
+
+
+def give_back(group: dist.ProcessGroup, world: Any) -> None:
+    """Keep a borrowed group for the next who asks: destroying it could cut off a rank that still reads its last message.
+
+    Args:
+        group: From `borrow_group`; nobody uses it any more.
+        world: The default group at that time.
+    """
+    if dist.is_initialized() and world is dist.group.WORLD:
+        _spare_groups.setdefault(world, []).append(group)
 
 
 def agree(facts: dict[str, Any], what: str) -> None:
@@ -97,6 +122,7 @@ def shutdown() -> None:
     """
     if dist.is_initialized():
         _host_groups.clear()
+        _spare_groups.clear()
         gc.collect()
         time.sleep(0.1)
         dist.destroy_process_group()

@@ -65,6 +65,15 @@ def error(outcomes: list[Outcome]) -> str:
     return ": ".join(raised[0])
 
 
+def refused(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """What a call raised of unishard's errors, or `nothing`."""
+    try:
+        call(*arguments, **named)
+    except unishard.UnishardError as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing"
+
+
 def config(backend: str, strategy: str = "full_shard", **sections: Any) -> Config:
     """A config for the MLP under SGD with momentum, which shows what AdamW hides; a section that is None is left out."""
     sections["training"] = {"micro_batch_size": MICRO_BATCH} | sections.get("training", {})

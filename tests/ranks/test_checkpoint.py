@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, my_rank, own_share, play, prepare, train, values
+from playing import config, my_rank, own_share, play, prepare, refused, train, values
 from torch import nn
 from torch.nn import functional
 
@@ -28,15 +28,6 @@ ADAMW = {"name": "adamw", "lr": 1e-2}
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("checkpoints"))
-
-
-def refused(call, *arguments, **named):
-    """What a call raised, and that training can go on."""
-    try:
-        call(*arguments, **named)
-    except unishard.UnishardError as problem:
-        return f"{type(problem).__name__}: {problem}"
-    return "nothing"
 
 
 # -- what comes back --------------------------------------------------------------------------------------------------------------

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from unishard import process_group
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.saving import Snapshot
 
 __all__ = ["Background", "shared", "staged"]
+
+_logger = logging.getLogger("unishard")
 
 
 class Background:
@@ -21,12 +26,18 @@ class Background:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[Any] | None = None
+        self._group: tuple[dist.ProcessGroup, Any] | None = None
 
-    def start(self, work: Callable[[], Any]) -> None:
-        """Begin, when nothing else runs."""
+    def start(self, work: Callable[[dist.ProcessGroup], Any]) -> None:
+        """Begin, when nothing else runs. Collective at first.
+
+        Args:
+            work: Is given ranks to talk to that nobody else talks to, neither the main thread nor another engine's save.
+        """
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "unishard-checkpoint")
-        self._running = self._pool.submit(work)
+        self._group = self._group or (process_group.borrow_group(), dist.group.WORLD)
+        self._running = self._pool.submit(_told, work, self._group[0])
 
     def wait(self) -> None:
         """Wait until nothing runs.
@@ -46,6 +57,19 @@ class Background:
             if self._pool is not None:
                 self._pool.shutdown()
                 self._pool = None
+            if self._group is not None:
+                process_group.give_back(*self._group)
+                self._group = None
+
+
+def _told(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:
+    """Do it; log a failure at once, since a script that ends without `close` asks nobody."""
+    try:
+        return work(group)
+    except Exception as error:
+        if dist.get_rank(group) == 0:
+            _logger.error("the save in the background failed: %s", error)
+        raise
 
 
 _SHARED = Background()

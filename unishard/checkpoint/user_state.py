@@ -11,8 +11,9 @@
 | tensor | `{"$tensor": name}` |
 | numpy array | `{"$array": name}` |
 
-A name is that of a tensor in the checkpoint. What comes back is what was given, but for subclasses of `dict` (a plain one), numpy's
-scalars (Python's numbers) and tensors (without a graph, where the reader puts them).
+A name is that of a tensor in the checkpoint; a tensor without elements is not stored, and stands as `[dtype, shape]`. What comes back is
+what was given, but for subclasses of `dict` (a plain one), numpy's scalars (Python's numbers) and tensors (without a graph, where the
+reader puts them).
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ _MARKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$tuple": lambda items, read: tuple(unpack(item, read) for item in items),
     "$int": lambda text, read: int(text, 16),
     "$float": lambda text, read: float(text),
-    "$bytes": lambda name, read: read(name).cpu().numpy().tobytes(),
-    "$tensor": lambda name, read: read(name),
-    "$array": lambda name, read: read(name).cpu().numpy(),
+    "$bytes": lambda name, read: _tensor(name, read).cpu().numpy().tobytes(),
+    "$tensor": lambda name, read: _tensor(name, read),
+    "$array": lambda name, read: _tensor(name, read).cpu().numpy(),
 }
 
 _Path = tuple[Any, ...]
@@ -142,14 +143,14 @@ class _Packer:
             raise _refusal(path, key, "a string or number", "has a key that is")
         return self._plain[type(key)](key, (*path, "key"))
 
-    def _tensor(self, value: Tensor, path: _Path) -> dict[str, str]:
+    def _tensor(self, value: Tensor, path: _Path) -> dict[str, Any]:
         if isinstance(value, DTensor):
             raise _refusal(path, value, "its full_tensor(), called on all ranks")
         if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
             raise _refusal(path, value, "a dense tensor on a CPU or GPU", f"is {value.layout} on {value.device}, of type")
         return {"$tensor": self._name(value.detach(), path)}
 
-    def _array(self, value: np.ndarray[Any, Any], path: _Path) -> dict[str, str]:
+    def _array(self, value: np.ndarray[Any, Any], path: _Path) -> dict[str, Any]:
         try:
             tensor = torch.from_numpy(np.array(value))  # a copy: torch takes no negative strides and warns of read-only memory
         except (TypeError, ValueError) as problem:
@@ -164,11 +165,13 @@ class _Packer:
             raise _refusal(path, value, "a Python number or string")
         return self.pack(number, path)
 
-    def _bytes(self, value: bytes, path: _Path) -> dict[str, str]:
+    def _bytes(self, value: bytes, path: _Path) -> dict[str, Any]:
         return {"$bytes": self._name(torch.tensor(bytearray(value), dtype=torch.uint8), path)}
 
-    def _name(self, tensor: Tensor, path: _Path) -> str:
+    def _name(self, tensor: Tensor, path: _Path) -> str | list[Any]:
         """Where the tensor lies, told apart from another one whose path is spelled alike."""
+        if not tensor.numel():  # no rank could write it
+            return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         name = first = self._prefix + _dotted(path)
         count = 1
         while name in self.tensors:
@@ -176,6 +179,13 @@ class _Packer:
             name = f"{first}~{count}"
         self.tensors[name] = tensor
         return name
+
+
+def _tensor(name: str | list[Any], read: Callable[[str], Tensor]) -> Tensor:
+    if isinstance(name, str):
+        return read(name)
+    dtype, shape = name
+    return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
 def _string(value: str, path: _Path) -> str:

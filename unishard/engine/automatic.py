@@ -48,6 +48,7 @@ class Automatic:
         self._began = time.monotonic()
         self._caught = 0
         self._former: dict[int, Any] = {}
+        self._closed = False
         if cfg.on_signal and threading.current_thread() is not threading.main_thread():
             raise ContractError("checkpoint.on_signal: signals arrive in the main thread alone; call prepare there, or leave it out")
         for name in cfg.on_signal:
@@ -72,11 +73,11 @@ class Automatic:
         self._began = time.monotonic()
 
     def close(self) -> None:
-        """Let signals do again what they did before."""
+        """Let signals do again what they did before. Where another engine has come since, it hands them on to whoever was before this."""
+        self._closed = True
         for number, former in self._former.items():
             if signal.getsignal(number) == self._catch:
-                signal.signal(number, former)
-        self._former.clear()
+                signal.signal(number, _open(number, former))
 
     def _agreed(self) -> int:
         late = self._seconds is not None and dist.get_rank() == 0 and time.monotonic() - self._began >= self._seconds
@@ -87,3 +88,13 @@ class Automatic:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self._caught = number
+        former = _open(number, self._former[number])
+        if isinstance(getattr(former, "__self__", None), Automatic):
+            former(number, frame)  # of another engine, which saves too if its update ends first
+
+
+def _open(number: int, handler: Any) -> Any:
+    """The handler, or that before it where it is one of an engine that is closed."""
+    while isinstance(owner := getattr(handler, "__self__", None), Automatic) and owner._closed:
+        handler = owner._former[number]
+    return handler

@@ -62,18 +62,18 @@ class Capturing(TrainingState):
         random = random_state.capture(self._device)
         own = {f"{keys.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
         model, buffers = self._model_parts(), [*self._buffers()]
-        assets: dict[str, bytes] = {}
+        assets = on_all(group, lambda: {} if rank else assets_of(self._module, self._to_export()).to_files())
         if rank:  # rank 0's buffers count, and its state
             model = {name: part for name, part in model.items() if keys.parameter_of(name) not in buffers}
         else:
             own |= user_tensors
-            assets = assets_of(self._module, self._to_export()).to_files()
-        parts = model | self._state_parts() | {name: Part(value.shape, value) for name, value in own.items()}
+        state_of_optimizer = on_all(group, self._state_parts)
+        parts = model | state_of_optimizer | {name: Part(value.shape, value) for name, value in own.items()}
         return Snapshot(
             step=self._updates,
             stretches={name: stretch_of(part) for name, part in parts.items() if part.shape.numel()},
             ties=self._ties(),
-            facts=self._facts() | {"data": _gathered(data, group), "state": user},
+            facts=on_all(group, self._facts) | {"data": _gathered(data, group), "state": user},
             assets=assets,
         )
 

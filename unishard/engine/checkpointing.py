@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -26,6 +27,9 @@ __all__ = ["Checkpointing"]
 
 _logger = logging.getLogger("unishard")
 
+_savers: WeakValueDictionary[Path, Checkpointing] = WeakValueDictionary()
+"""Which open engine of this process saves in a directory."""
+
 
 class Checkpointing(Restoring):
     """`save`, `load`, `wait` and `export`. `TrainingEngine` inherits it."""
@@ -37,7 +41,11 @@ class Checkpointing(Restoring):
 
     @abstractmethod
     def _require_boundary(self, call: str) -> None:
-        """Raise ContractError on a closed engine, and inside an accumulation window."""
+        """Raise ContractError on a closed engine, inside an accumulation window, and inside `frozen`."""
+
+    @abstractmethod
+    def _require_open(self, call: str) -> None:
+        """Raise ContractError on a closed engine."""
 
     @abstractmethod
     def _meet(self, call: str, detail: str = "") -> None:
@@ -47,7 +55,8 @@ class Checkpointing(Restoring):
         """Save the run: model, optimizer, schedule, loss scale, random numbers, data position and `state`. Collective.
 
         A new directory `step-...` appears in `root` when everything is in it and on the disk; what goes wrong before leaves nothing
-        behind. Each rank writes what it holds. `checkpoint.keep_last` and `keep_every` are applied afterwards.
+        behind. Each rank writes what it holds; of buffers that differ between ranks, such as running means, rank 0's are kept.
+        `checkpoint.keep_last` and `keep_every` are applied afterwards.
 
         Args:
             root: Holds the checkpoints of the run, on a file system that all ranks share; left out, `checkpoint.dir`.
@@ -59,11 +68,13 @@ class Checkpointing(Restoring):
         Raises:
             CheckpointError: On every rank: it could not be written, or `state` holds something else; or, with
                 `checkpoint.async_save`, the save before this one failed.
-            ContractError: Inside an accumulation window, on a closed engine, or no directory is named anywhere.
+            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, no directory is named anywhere, or
+                another open engine of this process saves there.
             RankMismatchError: Another rank did not call it.
         """
         self._require_boundary("save")
         place = self._directory(root, "save")
+        self._claim(place)
         self._meet("save", f", to {place}")
         group = process_group.host_group()
         self._background.wait()
@@ -78,7 +89,7 @@ class Checkpointing(Restoring):
             on_first(group, lambda: directory.clean(place))
         if cfg.async_save:
             copy = staged(snapshot)
-            self._background.start(lambda: save(place, copy, retention, group))
+            self._background.start(lambda own: save(place, copy, retention, own))
             return place / finding.name_of(snapshot.step)
         return save(place, snapshot, retention, group)
 
@@ -127,13 +138,17 @@ class Checkpointing(Restoring):
         Raises:
             CheckpointError: On every rank, before anything has been changed: there is no such checkpoint, it is damaged, or does not
                 fit the model or the optimizer. After it: `verify="bits"` found a difference.
-            ContractError: Inside an accumulation window, on a closed engine, or `checkpoint.dir` is not set.
-            RankMismatchError: Another rank did not call it.
+            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, a forward still waits for its backward,
+                `verify` is something else, or `checkpoint.dir` is not set.
+            RankMismatchError: Another rank did not call it, or with other arguments.
         """
         self._require_boundary("load")
+        self._require_no_graph("load")
+        if verify not in ("files", "bits", None):
+            raise ContractError(f'load: verify is {verify!r}; write "files", "bits", or None to trust the disk')
         newest = source == "latest"
         place = self._directory(None, "load") if newest else Path(source)
-        self._meet("load", f", from {place}")
+        self._meet("load", f", from {place}, strict={strict}, verify={verify}")
         group = process_group.host_group()
         self._background.wait()
         folder = on_first(group, lambda: finding.latest(place) if newest else finding.locate(place, "latest"))
@@ -183,9 +198,24 @@ class Checkpointing(Restoring):
 
         Raises:
             CheckpointError: On every rank: it failed.
+            ContractError: On a closed engine.
         """
-        self._require_boundary("wait")
+        self._require_open("wait")
         self._background.wait()
+
+    def _claim(self, root: Path) -> None:
+        """Two engines, such as those of a GAN, would replace each other's checkpoints of the same step."""
+        if _savers.setdefault(root.resolve(), self) is not self:
+            raise ContractError(
+                f"save: another engine of this process saves in {root}; give each a directory of its own, or close the other one first"
+            )
+
+    def _stop_saving(self) -> None:
+        """Watch no signals, and let other engines save where this one did."""
+        if self._automatic is not None:
+            self._automatic.close()
+        for root in [root for root, engine in _savers.items() if engine is self]:
+            del _savers[root]
 
     def _directory(self, given: str | Path | None, call: str) -> Path:
         chosen = self._cfg.checkpoint.dir if given is None else given

@@ -219,6 +219,8 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
                 has no items.
             NonFiniteError: On every rank: a gradient is infinite or not a number on one of them, `training.nonfinite` is `raise`,
                 and a lower loss scale cannot help. The window is over and nothing was updated.
+            CheckpointError: On every rank: a save that the config asks for failed, after the update.
+            SystemExit: On every rank, with code 85: a signal of `checkpoint.on_signal` came, and the run is saved.
         """
         self._require_open("step")
         if self._phase is not _Phase.BACKWARD_DONE:
@@ -312,8 +314,7 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
             self._phase = _Phase.CLOSED
             if self._desync is not None:
                 self._desync.leave(why)
-            if self._automatic is not None:
-                self._automatic.close()
+            self._stop_saving()
             try:
                 self._background.close()
             finally:
@@ -376,6 +377,8 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
 
     def _require_boundary(self, call: str) -> None:
         self._require_open(call)
+        if self._is_frozen:
+            raise ContractError(f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block")
         if self._micro_batch or self._phase is _Phase.BACKWARD_DONE:
             raise ContractError(f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true")
 

@@ -35,7 +35,7 @@ class LossScale:
         return loss.float() * self.value if self._scales else loss
 
     def facts(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps; None where nothing is scaled."""
+        """What a checkpoint keeps; None where nothing is scaled, so that a run in fp16 that goes on from there begins with its own."""
         return {"value": self.value, "made": self._made} if self._scales else None
 
     def go_on(self, facts: LossScaleFacts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from unishard.checkpoint.user_state import unpack
 from unishard.checkpoint.verifying import damaged
 from unishard.engine import random_state
 from unishard.engine.capturing import Capturing, options_of
+from unishard.engine.formats import DTYPES
 from unishard.engine.optimizer_state import StateSpec, keys_of
 from unishard.errors import CheckpointError
 from unishard.parts import Part, norms
@@ -62,11 +63,10 @@ class Restoring(Capturing):
         notes = [*chosen.notes, *self._go_on(manifest, tensors, group)]
         positions = on_all(group, lambda: [unpack(position, tensors.whole) for position in manifest.data])
         positions = positions if data else []
-        if any(position is not None for position in positions):
-            self._resume_data(positions, manifest.world_size)
+        self._resume_data(positions, manifest.world_size)
         if verify == "bits":
-            on_all(group, lambda: self._compare_bits(folder, manifest, chosen))
-        norms_now = self._norms(chosen, manifest)
+            on_all(group, lambda: self._compare_bits(folder, manifest, chosen, specs))
+        norms_now = self._norms(chosen, manifest, specs)
         if dist.get_rank() == 0:
             told = [f"norm of {kind} {norm:.9g}, saved {manifest.norms.get(kind, math.nan):.9g}" for kind, norm in norms_now.items()]
             _logger.info("%s: resumed at step %d: %s", folder, manifest.step, "; ".join(told))
@@ -89,13 +89,15 @@ class Restoring(Capturing):
         return wanted
 
     def _specs(self, chosen: Fit, tensors: Tensors) -> Iterator[tuple[nn.Parameter, StateSpec]]:
-        """With the numbers of the checkpoint."""
-        trained = self._trained()
+        """With the numbers of the checkpoint, in the formats in which the optimizer that runs keeps its state."""
+        trained, optimizer = self._trained(), self._stepping()
+        options = {name: group for names, group in zip(self._group_names, optimizer.param_groups, strict=True) for name in names}
         numbers = {(name, key): torch.zeros(1) for name, needs in chosen.optimizer.items() for key in needs.numbers}
         tensors.read(Target(keys.of_optimizer(name, key), 0, value) for (name, key), value in numbers.items())
         for name, needs in chosen.optimizer.items():
-            dtype = self._master_part(trained[name]).values.dtype
-            yield trained[name], StateSpec(dict.fromkeys(needs.tensors, dtype), {key: numbers[name, key].item() for key in needs.numbers})
+            master = self._master_part(trained[name]).values
+            kept = keys_of(optimizer, options[name], torch.empty(1, dtype=master.dtype, device=master.device))
+            yield trained[name], StateSpec(kept.tensors, {key: numbers[name, key].item() for key in needs.numbers})
 
     @torch.no_grad()
     def _fill(self, chosen: Fit, tensors: Tensors) -> None:
@@ -117,16 +119,16 @@ class Restoring(Capturing):
         for values, flat in scattered:
             values.copy_(flat.view(values.shape))
 
-    def _compare_bits(self, folder: Path, manifest: Manifest, chosen: Fit) -> None:
+    def _compare_bits(self, folder: Path, manifest: Manifest, chosen: Fit, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """Hash what every rank holds now, and compare it with the manifest. Collective."""
-        held = {name: part for name, part in self._held(chosen).items() if manifest.tensors[name].dtype == _word(part)}
+        held = {name: part for name, part in self._held(chosen, specs).items() if manifest.tensors[name].dtype == _word(part)}
         wrong = [name for name, value in hashes(held, self._device).items() if hexadecimal(value) != manifest.tensors[name].hash]
         if wrong:
             raise CheckpointError(
                 f"{folder}: {len(wrong)} of {len(held)} tensors are not what was saved, such as {wrong[0]}; do not go on from this state"
             )
 
-    def _held(self, chosen: Fit) -> dict[str, Part]:
+    def _held(self, chosen: Fit, specs: Mapping[nn.Parameter, StateSpec]) -> dict[str, Part]:
         """What was read, in the same order on all ranks that hold parts of it; empty parts where this rank holds nothing."""
         parts = self._model_parts()
         held = {name: parts[name] for name in chosen.model}
@@ -138,17 +140,19 @@ class Restoring(Capturing):
                 if key in mine:
                     held[keys.of_optimizer(name, key)] = mine[key]
                 elif place.group is not None:
-                    held[keys.of_optimizer(name, key)] = place._replace(values=place.values[:0])
+                    held[keys.of_optimizer(name, key)] = place._replace(values=place.values[:0].to(specs[parameter].tensors[key]))
         return held
 
-    def _norms(self, chosen: Fit, manifest: Manifest) -> dict[str, float]:
+    def _norms(self, chosen: Fit, manifest: Manifest, specs: Mapping[nn.Parameter, StateSpec]) -> dict[str, float]:
         """L2 norm of all parameters together, and of each kind of optimizer state of which this rank knows all. Collective."""
-        held = {name: part for name, part in self._held(chosen).items() if keys.parameter_of(name) not in manifest.buffers}
+        held = self._held(chosen, specs)
+        counted = {name: part for name, part in held.items() if part.values.dtype in DTYPES.values()}
         squares: dict[str, float] = {}
-        for name, norm in norms(held, self._device).items():
+        for name, norm in norms(counted, self._device).items():
             state = keys.optimizer_part(name)
-            kind = state[1] if state else "parameters"
-            squares[kind] = squares.get(kind, 0.0) + norm**2
+            if state or keys.parameter_of(name) not in manifest.buffers:
+                kind = state[1] if state else "parameters"
+                squares[kind] = squares.get(kind, 0.0) + norm**2
         # Where whole tensors are divided between the ranks, each knows only its own.
         unknown = {key for name, needs in chosen.optimizer.items() for key in needs.tensors if keys.of_optimizer(name, key) not in held}
         return {kind: math.sqrt(square) for kind, square in squares.items() if kind not in unknown}
@@ -162,7 +166,7 @@ class Restoring(Capturing):
         yield from self._global_batch(manifest)
         if self._trained():
             yield from self._go_on_optimizing(manifest)
-        yield from on_all(group, lambda: self._go_on_drawing(manifest, tensors))
+            yield from on_all(group, lambda: self._go_on_drawing(manifest, tensors))
 
     def _global_batch(self, manifest: Manifest) -> Iterator[str]:
         training = (manifest.config or {}).get("training", {})
@@ -198,13 +202,22 @@ class Restoring(Capturing):
             yield "the parameter groups are others than they were; the learning rates are those of the config"
             self._schedule.go_on(manifest.schedule, [])
             return
+        self._schedule.go_on(manifest.schedule, [each.options for each in then])
+        facts = self._schedule.facts()
+        continues = manifest.schedule.torch is not None and manifest.schedule.torch["class_name"] == facts.get("torch", {}).get(
+            "class_name"
+        )
         for index, (before, after) in enumerate(zip(then, now, strict=True)):
             options = options_of(after)
+            if continues and before.options.get("initial_lr") != options.get("initial_lr"):
+                yield (
+                    f"group {index} of the optimizer: initial_lr was {before.options.get('initial_lr')} and is {options.get('initial_lr')} "
+                    "now; the scheduler goes on with what it was"
+                )
             for key in sorted((before.options.keys() & options.keys()) - _BY_SCHEDULE):
                 if before.options[key] != options[key]:
                     yield f"group {index} of the optimizer: {key} was {before.options[key]} and is {options[key]} now, which counts"
-        self._schedule.go_on(manifest.schedule, [float(each.options["lr"]) for each in then])
-        peaks = self._schedule.facts().get("peaks", [])
+        peaks = facts.get("peaks", [])
         for index, (before_, after_) in enumerate(zip(manifest.schedule.peaks, peaks, strict=False)):
             if before_ != after_:
                 yield f"group {index} of the optimizer: lr was {before_} at its peak and is {after_} now, which counts"
@@ -227,9 +240,8 @@ class Restoring(Capturing):
             random_state.restore(saved, self._device)
             return []
         random_state.reseed(self._cfg.training.seed, manifest.step, rank)
-        return [
-            f"saved by {manifest.world_size} ranks, so random numbers such as dropout's are drawn anew from training.seed, step and rank"
-        ]
+        why = f"saved by {manifest.world_size} ranks" if manifest.world_size != dist.get_world_size() else "no random numbers were saved"
+        return [f"{why}, so those of dropout and the like are drawn anew from training.seed, step and rank"]
 
     def _epoch(self, positions: Sequence[Any]) -> int:
         epoch = next((self._epoch_of(position) for position in positions if position is not None), None)

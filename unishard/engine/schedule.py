@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unishard.checkpoint.manifest import ScheduleFacts
@@ -55,18 +55,18 @@ class Schedule:
         """What a checkpoint keeps: updates made, and each group's rate at its peak."""
         return {"updates": self._updates, "peaks": self._peaks}
 
-    def go_on(self, facts: ScheduleFacts, rates: Sequence[float]) -> None:
+    def go_on(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the updates of a checkpoint, along the curve of the config that runs now.
 
         Args:
             facts: Of the checkpoint.
-            rates: The groups' learning rates in it. They count where the schedule is constant and had the same peaks, since only the
-                user can then have changed them.
+            then: The options of the groups in it; none where the groups were others. Their rates count where the schedule is constant
+                and had the same peaks, since only the user can then have changed them.
         """
         self._updates = facts.updates
-        if self._constant and list(facts.peaks) == self._peaks:
-            for group, rate in zip(self._groups, rates, strict=True):
-                group["lr"] = rate
+        if self._constant and then and list(facts.peaks) == self._peaks:
+            for group, options in zip(self._groups, then, strict=True):
+                group["lr"] = float(options["lr"])
         self._write()
 
     def _write(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -97,17 +97,20 @@ class TorchSchedule:
         Raises:
             CheckpointError: The state holds something else than tensors and what JSON has.
         """
-        state, tensors = pack(self._scheduler.state_dict())
+        try:
+            state, tensors = pack(self._scheduler.state_dict())
+        except CheckpointError as problem:
+            raise CheckpointError(f"{type(self._scheduler).__name__} cannot be saved: {problem}") from problem
         if tensors:
             raise CheckpointError(f"the state of {type(self._scheduler).__name__} holds tensors, which no scheduler of torch does")
         return {"updates": self._updates, "torch": {"class_name": type(self._scheduler).__name__, "state": state}}
 
-    def go_on(self, facts: ScheduleFacts, rates: Sequence[float]) -> None:
+    def go_on(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
         """Continue where a scheduler of the same class was; after another schedule, after as many updates.
 
         Args:
             facts: Of the checkpoint.
-            rates: The groups' learning rates in it.
+            then: The options of the groups in it; none where the groups were others.
         """
         if facts.torch is None or facts.torch["class_name"] != type(self._scheduler).__name__:
             with warnings.catch_warnings():
@@ -117,8 +120,20 @@ class TorchSchedule:
             return
         self._updates = facts.updates
         self._scheduler.load_state_dict(unpack(facts.torch["state"], _no_tensor))
-        for group, rate in zip(self._groups, rates, strict=bool(rates)):
-            group["lr"] = rate
+        written = ("lr", *(_CYCLED if _cycles(self._scheduler) else ()))
+        for group, options in zip(self._groups, then, strict=bool(then)):
+            for key in written:
+                if key in options:
+                    group[key] = tuple(options[key]) if isinstance(options[key], list) else options[key]
+
+
+_CYCLED = ("momentum", "betas")
+"""Options that OneCycleLR and CyclicLR write beside the rate (torch 2.13, optim/lr_scheduler.py)."""
+
+
+def _cycles(scheduler: Any) -> bool:
+    """Whether it writes them, or one that it is made of does."""
+    return getattr(scheduler, "cycle_momentum", False) or any(map(_cycles, getattr(scheduler, "_schedulers", ())))
 
 
 def _no_tensor(name: str) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.parts import Part
-from unishard_deepspeed.internals.masters import replicated_masters
+from unishard_deepspeed.internals.masters import master_tensors, replicated_masters
 from unishard_deepspeed.internals.updates import give_wide_gradients
 
 __all__ = [
@@ -128,8 +128,8 @@ def _start_of(parameter: Any) -> int:
     return start
 
 
-def _nothing_of(parameter: nn.Parameter, ranks: Any) -> Part:
-    return Part(parameter.shape, torch.empty(0, dtype=torch.float32, device=parameter.device), 0, ranks)
+def _nothing_of(parameter: nn.Parameter, ranks: Any, dtype: torch.dtype = torch.float32) -> Part:
+    return Part(parameter.shape, torch.empty(0, dtype=dtype, device=parameter.device), 0, ranks)
 
 
 def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
@@ -169,7 +169,7 @@ def master_part(optimizer: Any, parameter: Any) -> Part:
         return _stage_3_part(optimizer, parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
     if hasattr(parameter, "_hp_mapping"):
         if parameter._hp_mapping is None:  # all of it belongs to other ranks
-            return _nothing_of(parameter, optimizer.dp_process_group)
+            return _nothing_of(parameter, optimizer.dp_process_group, master_tensors(optimizer)[0].dtype)
         return Part(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
     return Part(parameter.shape, replicated_masters(optimizer).get(parameter, parameter.detach()))
 

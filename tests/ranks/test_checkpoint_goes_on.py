@@ -1,0 +1,193 @@
+"""What goes on counting after a load: updates, minutes, the loss scale; and what a second look at a checkpoint tells."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from playing import config, my_rank, own_share, play, prepare, refused, train, values
+
+from unishard.checkpoint import finding, manifest, writing
+from unishard.engine import automatic
+
+BACKENDS = ("fsdp", "deepspeed")
+OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
+everywhere = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("counts"))
+
+
+def played(scenario, backend, root):
+    """What every rank returned; both engines are played in the same ranks."""
+    return values(play(tuple((scenario, (each, root)) for each in BACKENDS))[scenario, (backend, root)])
+
+
+def steps(folder):
+    return [found.step for found in finding.checkpoints(Path(folder))]
+
+
+def resumed(backend, root):
+    """Saves every third update, also after a resume; parameters that were frozen by hand train again as in the checkpoint."""
+    place = {"dir": f"{root}/{backend}-every", "every_steps": 3}
+    with prepare(config(backend, checkpoint=place)) as engine:
+        train(engine, own_share(4))
+        engine.save()
+    with prepare(config(OTHER[backend], checkpoint=place)) as engine:
+        engine.set_trainable("head", False)
+        engine.load()
+        trainable = engine.module.head.bias.requires_grad
+        train(engine, own_share(5))
+        return trainable, engine.load().step
+
+
+@everywhere
+def test_updates_and_trainability_go_on_from_the_checkpoint(backend, root):
+    assert played(resumed, backend, root) == [(True, 9)] * 2
+    assert steps(f"{root}/{backend}-every") == [3, 4, 6, 9]
+
+
+def scaled(backend, root):
+    """A dynamic loss scale that has changed, one update before it changes again."""
+    fp16 = {"compute": "fp16", "initial_loss_scale": 8.0, "loss_scale_growth_interval": 2}
+    with prepare(config(backend, precision=fp16)) as engine:
+        train(engine, own_share(3))
+        folder = engine.save(f"{root}/{backend}-scale")
+        train(engine, own_share(1))
+        expected = engine.loss_scale
+    with prepare(config(OTHER[backend], precision=fp16)) as engine:
+        engine.load(folder)
+        after = engine.loss_scale
+        train(engine, own_share(1))
+        return after, engine.loss_scale, expected
+
+
+@everywhere
+def test_a_loss_scale_goes_on_with_its_value_and_its_count(backend, root):
+    assert played(scaled, backend, root) == [(16.0, 32.0, 32.0)] * 2
+
+
+def by_the_clock(backend, root):
+    """Saves every two minutes of a clock that only rank 0 reads, and that a save of the loop sets back."""
+    clock = [0.0]
+    automatic.time.monotonic, true = lambda: clock[0] if my_rank() == 0 else 0.0, automatic.time.monotonic
+    try:
+        with prepare(config(backend, checkpoint={"dir": f"{root}/{backend}-clock", "every_minutes": 2})) as engine:
+            for minute, micro_batch in enumerate(own_share(7), 1):
+                clock[0] = 60.0 * minute
+                engine.backward(engine(**micro_batch).loss)
+                engine.step()
+                if minute == 3:
+                    engine.save()
+    finally:
+        automatic.time.monotonic = true
+
+
+@everywhere
+def test_minutes_count_from_the_last_save(backend, root):
+    played(by_the_clock, backend, root)
+    assert steps(f"{root}/{backend}-clock") == [2, 3, 5, 7]
+
+
+def replaced(backend, root):
+    """Saves twice at one step, in the background, and looks whether every bit is as its hash says, with a manifest that lies."""
+    cfg = config(backend, checkpoint={"dir": f"{root}/{backend}-twice", "async_save": True})
+    with prepare(cfg) as engine:
+        engine.save(state="first")
+        folder = engine.save(state="second")
+        state = engine.load().state
+        again = engine.load(folder, verify="bits").state
+        dist.barrier()
+        if my_rank() == 0:
+            facts = json.loads((folder / manifest.FILE).read_text())
+            facts["tensors"]["model.inp.weight"]["hash"] = "0" * 16
+            del facts["crc32"]
+            (folder / manifest.FILE).write_text(json.dumps(facts))
+        dist.barrier()
+        return state, again, refused(engine.load, folder), refused(engine.load, folder, verify="bits")
+
+
+@everywhere
+def test_the_second_save_of_a_step_counts_and_wrong_bits_are_found(backend, root):
+    for state, again, files, bits in played(replaced, backend, root):
+        assert state == again == "second"
+        assert files == "nothing"
+        assert "tensors are not what was saved, such as model.inp.weight" in bits
+    assert steps(f"{root}/{backend}-twice") == [0]
+
+
+class Heard(logging.Handler):
+    """Keeps what was logged as an error."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def failing(backend, root):
+    """A save in the background fails on one rank, and the engine is closed, waited for, or used for something else."""
+    heard, record = Heard(), writing._record
+    logging.getLogger("unishard").addHandler(heard)
+    told = {}
+
+    def no_space(values):
+        raise OSError(28, "No space left on device")
+
+    def closed():
+        with begun():
+            pass
+
+    def begun():
+        engine = prepare(config(backend, checkpoint={"dir": f"{root}/{backend}-failing", "async_save": True}))
+        engine.save()
+        return engine
+
+    if my_rank():
+        writing._record = no_space
+    try:
+        told["closed"] = refused(closed)
+        engine = begun()
+        told["waited"] = refused(engine.wait), refused(engine.wait), refused(engine.close)
+        engine = begun()
+        told["exported"] = refused(engine.export, f"{root}/{backend}-export"), refused(engine.close)
+    finally:
+        writing._record = record
+        logging.getLogger("unishard").removeHandler(heard)
+    return told, heard.lines
+
+
+@everywhere
+def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_once(backend, root):
+    for rank, (told, lines) in enumerate(played(failing, backend, root)):
+        assert "rank 1 could not write its part" in told["closed"]
+        assert "rank 1 could not write its part" in told["waited"][0]
+        assert told["waited"][1:] == ("nothing", "nothing")
+        assert told["exported"][0] == "nothing"
+        assert "rank 1 could not write its part" in told["exported"][1]
+        assert len([line for line in lines if line.startswith("the save in the background failed: ")]) == (0 if rank else 3)
+    assert steps(f"{root}/{backend}-failing") == []
+
+
+def elsewhere(backend, root):
+    """Without the desync check, rank 1 is told of another directory."""
+    cfg = config(backend, communication={"desync_check": False})
+    mine = f"{root}/{backend}-elsewhere" + str(my_rank())
+    with prepare(cfg) as engine:
+        train(engine, own_share(1))
+        return str(engine.save(mine)), engine.load(mine).step, refused(engine.load, f"{root}/none{my_rank()}")
+
+
+@everywhere
+def test_rank_0_says_where_if_nobody_looks_whether_the_ranks_agree(backend, root):
+    for folder, step, told in played(elsewhere, backend, root):
+        assert folder == f"{root}/{backend}-elsewhere0/step-00000001"
+        assert step == 1
+        assert f"{root}/none0" in told

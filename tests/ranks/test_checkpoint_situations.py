@@ -1,0 +1,312 @@
+"""Saves and loads where runs go wrong silently: several engines, other formats, other schedules, frozen blocks, models that grew."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from playing import config, my_rank, own_share, play, prepare, refused, train, values
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+
+import unishard
+from unishard.checkpoint import finding, manifest
+from unishard.engine import capturing
+from unishard.testing.models import Output, mlp
+
+BACKENDS = ("fsdp", "deepspeed")
+OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
+everywhere = pytest.mark.parametrize("backend", BACKENDS)
+ADAMW = {"name": "adamw", "lr": 1e-2}
+PURE = {"compute": "bf16", "master": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("situations"))
+
+
+def played(scenario, backend, root):
+    """What every rank returned; both engines are played in the same ranks."""
+    return values(play(tuple((scenario, (each, root)) for each in BACKENDS))[scenario, (backend, root)])
+
+
+# -- several engines in one process -----------------------------------------------------------------------------------------------------
+
+
+def two_engines(backend, root):
+    """Both save in the background after every update, each into its own directory."""
+    cfgs = [config(backend, checkpoint={"dir": f"{root}/{backend}-{name}", "async_save": True, "every_steps": 1}) for name in "ab"]
+    with prepare(cfgs[0]) as first, prepare(cfgs[1]) as second:
+        for micro_batch in own_share(4):
+            for engine in (first, second):
+                engine.backward(engine(**micro_batch).loss)
+                engine.step()
+        told = refused(second.save, cfgs[0].checkpoint.dir)
+    with prepare(cfgs[0]) as again:
+        return told, again.load().step, refused(again.save)
+
+
+@everywhere
+def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, root):
+    for told, step, again in played(two_engines, backend, root):
+        assert "another engine of this process saves in" in told
+        assert step == 4
+        assert again == "nothing"
+        for name in "ab":
+            assert [found.step for found in finding.checkpoints(Path(root) / f"{backend}-{name}")] == [1, 2, 3, 4]
+
+
+def signalled(backend, root):
+    """Two engines wait for the same signal; the second is closed after the first, and neither is left in the way."""
+    before = signal.getsignal(signal.SIGUSR1)
+    cfgs = [config(backend, checkpoint={"dir": f"{root}/{backend}-signal-{name}", "on_signal": ["USR1"]}) for name in "ab"]
+    first, second = map(prepare, cfgs)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        train(first, own_share(1))
+        code = None
+    except SystemExit as end:
+        code = end.code
+    first.close()
+    second.close()
+    return code, signal.getsignal(signal.SIGUSR1) == before
+
+
+@everywhere
+def test_a_signal_reaches_every_engine_and_is_given_back_in_any_order(backend, root):
+    assert played(signalled, backend, root) == [(85, True)] * 2
+
+
+def teacher(backend, root):
+    """Loads a model that is only evaluated beside one that trains."""
+    with prepare(config(backend)) as engine:
+        folder = engine.save(f"{root}/{backend}-teacher")
+    with unishard.prepare(mlp(3), config(backend), train=False) as engine:
+        torch.manual_seed(7)
+        expected = torch.rand(1)
+        torch.manual_seed(7)
+        engine.load(folder)
+        return torch.equal(expected, torch.rand(1))
+
+
+@everywhere
+def test_a_load_of_a_model_that_does_not_train_leaves_the_random_numbers_alone(backend, root):
+    assert all(played(teacher, backend, root))
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------------------------
+
+
+class WideMoments(torch.optim.Optimizer):
+    """Keeps its moment in fp32 whatever the format of the parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["moment"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["moment"].mul_(0.9).add_(parameter.grad.float())
+                parameter.add_((-group["lr"] * state["moment"]).to(parameter.dtype))
+
+
+def pure(backend, root):
+    """From full_shard to shard_grad_op of the other engine in pure bf16, where ranks hold nothing of some parameters."""
+    cfg = config(backend, optimizer=None, precision=PURE)
+    with unishard.prepare(mlp(), cfg, WideMoments) as engine:
+        train(engine, own_share(2))
+        folder = engine.save(f"{root}/{backend}-pure")
+    with unishard.prepare(mlp(3), config(OTHER[backend], "shard_grad_op", optimizer=None, precision=PURE), WideMoments) as engine:
+        notes = engine.load(folder, verify="bits").notes
+        again = engine.save(f"{root}/{backend}-pure-again")
+    return notes, manifest.read(folder).tensors, manifest.read(again).tensors
+
+
+@everywhere
+def test_pure_bf16_with_wide_moments_is_the_same_to_the_bit_on_the_other_engine(backend, root):
+    for notes, before, after in played(pure, backend, root):
+        assert notes == ()
+        assert before["optim.state.inp.weight.moment"].dtype == "float32"
+        assert {name: facts for name, facts in before.items() if not name.startswith("rng.")} == {
+            name: facts for name, facts in after.items() if not name.startswith("rng.")
+        }
+
+
+def to_fp16(backend, root):
+    with prepare(config(backend, precision="bf16")) as engine:
+        folder = engine.save(f"{root}/{backend}-fp16")
+    with prepare(config(backend, precision="fp16")) as engine:
+        before = engine.loss_scale
+        engine.load(folder)
+        return before, engine.loss_scale
+
+
+@everywhere
+def test_a_run_in_bf16_that_goes_on_in_fp16_begins_with_a_scale(backend, root):
+    for before, after in played(to_fp16, backend, root):
+        assert after == before > 1
+
+
+def empty(backend, root):
+    """State with tensors that have no elements."""
+    with prepare(config(backend)) as engine:
+        folder = engine.save(f"{root}/{backend}-empty", state={"none": torch.empty(3, 0, dtype=torch.int16), "raw": b""})
+        return engine.load(folder).state
+
+
+@everywhere
+def test_a_saved_tensor_without_elements_comes_back(backend, root):
+    for state in played(empty, backend, root):
+        assert (state["none"].shape, state["none"].dtype, state["raw"]) == ((3, 0), torch.int16, b"")
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------------------------
+
+
+def scheduled(backend, root):
+    """A schedule that writes betas beside the rate, gone on with by the other engine; one with another rate; one that cannot be saved."""
+    told = {}
+
+    def built(kind, which, lr=0.01):
+        cfg = config(kind, optimizer=None)
+        return unishard.prepare(mlp(), cfg, lambda found: torch.optim.AdamW(found, lr=lr), which)
+
+    def cycle(optimizer):
+        return OneCycleLR(optimizer, max_lr=0.02, total_steps=20)
+
+    with built(backend, cycle) as engine:
+        train(engine, own_share(3))
+        folder = engine.save(f"{root}/{backend}-cycle")
+        expected = [loss for loss, _ in train(engine, own_share(3))]
+    with built(OTHER[backend], cycle) as engine:
+        told["cycle"] = engine.load(folder).notes, expected, [loss for loss, _ in train(engine, own_share(3))]
+    with built(backend, lambda optimizer: StepLR(optimizer, 2)) as engine:
+        folder = engine.save(f"{root}/{backend}-stairs")
+    with built(backend, lambda optimizer: StepLR(optimizer, 2), lr=0.5) as engine:
+        told["stairs"] = engine.load(folder).notes, engine.lr
+    with built(backend, lambda optimizer: LambdaLR(optimizer, Odd())) as engine:
+        told["odd"] = refused(engine.save, f"{root}/{backend}-odd")
+    return told
+
+
+class Odd:
+    """Holds what no file can."""
+
+    def __init__(self):
+        self.lock = object()
+
+    def __call__(self, updates):
+        return 1.0
+
+
+@everywhere
+def test_a_scheduler_goes_on_with_all_that_it_writes_and_says_what_counts(backend, root):
+    for told in played(scheduled, backend, root):
+        notes, expected, again = told["cycle"]
+        assert notes == ()
+        assert again == pytest.approx(expected, rel=1e-5)
+        notes, rate = told["stairs"]
+        assert notes == ("group 0 of the optimizer: initial_lr was 0.01 and is 0.5 now; the scheduler goes on with what it was",)
+        assert rate == 0.01
+        assert "LambdaLR cannot be saved: " in told["odd"]
+
+
+# -- what fits in part, and calls at odd times ----------------------------------------------------------------------------------
+
+
+class Grown(nn.Module):
+    """One layer, or two."""
+
+    def __init__(self, layers):
+        super().__init__()
+        torch.manual_seed(layers)
+        self.layers = nn.ModuleList([nn.Linear(13, 13) for _ in range(layers)])
+        self.out = nn.Linear(13, 11)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.out(x)
+        return Output(functional.cross_entropy(logits, labels), logits)
+
+
+def grown(backend, root):
+    """A model that has a layer more than the checkpoint, and then one less."""
+    told = []
+    for before, after in ((1, 2), (2, 1)):
+        with unishard.prepare(Grown(before), config(backend, optimizer=ADAMW)) as engine:
+            train(engine, own_share(2))
+            folder = engine.save(f"{root}/{backend}-grown-{before}")
+            kept = engine.parameter("layers.0.weight")
+        with unishard.prepare(Grown(after), config(OTHER[backend], "shard_grad_op", optimizer=ADAMW)) as engine:
+            notes = engine.load(folder, strict=False).notes
+            same = torch.equal(kept, engine.parameter("layers.0.weight"))
+            train(engine, own_share(1))
+            steps = manifest.read(engine.save(f"{root}/{backend}-grown-{before}-on")).tensors
+        told.append((notes, same, {name for name in steps if name.endswith(".step")}, engine))
+    return [(notes, same, sorted(steps)) for notes, same, steps, _ in told]
+
+
+@everywhere
+def test_what_fits_of_a_model_that_grew_is_taken_and_the_rest_begins_anew(backend, root):
+    for (more, kept, steps), (less, kept_too, fewer) in played(grown, backend, root):
+        assert kept
+        assert kept_too
+        assert "layers.1.weight: is not in the checkpoint" in more[0]
+        assert any("is in the checkpoint and not in the model" in note for note in less)
+        assert "the parameter groups are others than they were; the learning rates are those of the config" in more
+        assert (len(steps), len(fewer)) == (6, 4)
+
+
+def at_odd_times(backend, root):
+    """Inside `frozen`, between forward and backward, with a word that is none, with arguments that differ, after another load."""
+    told = {}
+    data = [{"x": torch.randn(13), "labels": torch.tensor(index % 11)} for index in range(24)]
+    cfg = config(backend)
+    with prepare(cfg) as engine:
+        start = engine.save(f"{root}/{backend}-times")
+        for micro_batch in engine.batches(unishard.dataloader(data, cfg)):
+            engine.backward(engine(**micro_batch).loss)
+            engine.step()
+            break
+        later = engine.save(f"{root}/{backend}-times")
+    with prepare(cfg) as engine:
+        with engine.frozen():
+            told["frozen"] = refused(engine.save, f"{root}/{backend}-times"), refused(engine.load, later)
+        engine(**own_share(1)[0])
+        told["graph"] = refused(engine.load, later)
+        engine.discard()
+        told["word"] = refused(engine.load, later, verify="bit")
+        engine.load(later)
+        engine.load(start)
+        told["batches"] = len(train(engine, unishard.dataloader(data, cfg)))
+        assets = capturing.assets_of
+        if not my_rank():
+            capturing.assets_of = lambda *arguments: {}["of a library that has changed"]
+        told["assets"] = refused(engine.save, f"{root}/{backend}-times")
+        capturing.assets_of = assets
+        told["strict"] = refused(engine.load, later, strict=bool(my_rank()))
+    return told
+
+
+@everywhere
+def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_stays(backend, root):
+    for told in played(at_odd_times, backend, root):
+        for call, problem in zip(("save", "load"), told["frozen"], strict=True):
+            assert problem.startswith(f"ContractError: {call} was called inside engine.frozen()")
+        assert told["graph"].startswith("ContractError: load would change a parameter that a forward has used")
+        assert told["word"] == 'ContractError: load: verify is \'bit\'; write "files", "bits", or None to trust the disk'
+        assert told["batches"] == 6
+        assert told["assets"].startswith("CheckpointError: rank 0: KeyError: 'of a library")
+        assert told["strict"].startswith("RankMismatchError: ")
