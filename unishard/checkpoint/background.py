@@ -15,7 +15,7 @@ from unishard import process_group
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.saving import Snapshot
 
-__all__ = ["Background", "shared", "staged"]
+__all__ = ["Background", "staged"]
 
 _logger = logging.getLogger("unishard")
 
@@ -70,14 +70,6 @@ def _told(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) ->
         if dist.get_rank(group) == 0:
             _logger.error("the save in the background failed: %s", error)
         raise
-
-
-_SHARED = Background()
-
-
-def shared() -> Background:
-    """That of this process. All engines share it, since their saves talk over the same connections between the ranks."""
-    return _SHARED
 
 
 @torch.no_grad()

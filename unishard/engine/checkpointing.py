@@ -180,7 +180,6 @@ class Checkpointing(Restoring):
         """
         self._require_boundary("export")
         self._meet("export", f", to {folder}")
-        self._background.wait()  # it talks over the same connections
         self._settle_state()
         write_export(
             folder,

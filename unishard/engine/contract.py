@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.backend import Placement, Step
-from unishard.checkpoint import background
+from unishard.checkpoint.background import Background
 from unishard.config import Config
 from unishard.data.progress import Progress
 from unishard.engine import desync
@@ -72,7 +72,7 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
         """Accumulation windows that have ended."""
         self._model_class = type(module).__name__
         self._group_names: list[list[str]] = []
-        self._background = background.shared()
+        self._background = Background()
         self._automatic = Automatic(cfg.checkpoint, device) if self._trains else None
         self._desync = desync.join(cfg.communication)
 

@@ -241,7 +241,7 @@ class Restoring(Capturing):
             return []
         random_state.reseed(self._cfg.training.seed, manifest.step, rank)
         why = f"saved by {manifest.world_size} ranks" if manifest.world_size != dist.get_world_size() else "no random numbers were saved"
-        return [f"{why}, so those of dropout and the like are drawn anew from training.seed, step and rank"]
+        return [f"{why}, so random numbers such as dropout's are drawn anew from training.seed, step and rank"]
 
     def _epoch(self, positions: Sequence[Any]) -> int:
         epoch = next((self._epoch_of(position) for position in positions if position is not None), None)
