@@ -191,3 +191,31 @@ def test_rank_0_says_where_if_nobody_looks_whether_the_ranks_agree(backend, root
         assert folder == f"{root}/{backend}-elsewhere0/step-00000001"
         assert step == 1
         assert f"{root}/none0" in told
+
+
+def interrupted(backend, root):
+    """Somebody presses Ctrl-C while rank 0 writes."""
+    record = writing._record
+
+    def pressed(values):
+        raise KeyboardInterrupt
+
+    with prepare(config(backend)) as engine:
+        if not my_rank():
+            writing._record = pressed
+        try:
+            told = refused(engine.save, f"{root}/{backend}-pressed")
+        finally:
+            writing._record = record
+        left = [path.name for path in Path(f"{root}/{backend}-pressed").iterdir()]
+        dist.barrier()
+        engine.save(f"{root}/{backend}-pressed")
+    return told, left
+
+
+@everywhere
+def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backend, root):
+    for told, left in played(interrupted, backend, root):
+        assert told.endswith("rank 0 could not write its part: KeyboardInterrupt")
+        assert left == []
+    assert steps(f"{root}/{backend}-pressed") == [0]
