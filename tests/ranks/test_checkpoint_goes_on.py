@@ -52,6 +52,21 @@ def test_updates_and_trainability_go_on_from_the_checkpoint(backend, root):
     assert steps(f"{root}/{backend}-every") == [3, 4, 6, 9]
 
 
+def decoupled(backend, root):
+    """Adam's state in AdamW, which keeps the same by the same names."""
+    with prepare(config(backend, optimizer={"name": "adam", "lr": 0.01})) as engine:
+        train(engine, own_share(1))
+        folder = engine.save(f"{root}/{backend}-decoupled")
+    with prepare(config(OTHER[backend], optimizer={"name": "adamw", "lr": 0.01, "weight_decay": 0})) as engine:
+        return engine.load(folder).notes
+
+
+@everywhere
+def test_another_optimizer_with_the_same_state_is_told(backend, root):
+    for notes in played(decoupled, backend, root):
+        assert "the optimizer was Adam and is AdamW now, which counts" in notes
+
+
 def scaled(backend, root):
     """A dynamic loss scale that has changed, one update before it changes again."""
     fp16 = {"compute": "fp16", "initial_loss_scale": 8.0, "loss_scale_growth_interval": 2}
