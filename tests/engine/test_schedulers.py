@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
+from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.config import Config
 from unishard.engine.recipe import Recipe
 from unishard.engine.schedulers import TorchSchedule, check, made
-from unishard.errors import ConfigError
+from unishard.errors import CheckpointError, ConfigError
 
 
 def optimizer(lr: Any = 1.0) -> torch.optim.Optimizer:
@@ -94,3 +95,47 @@ def test_rates_stay_numbers() -> None:
     schedule.advance()
     assert own.param_groups[0]["lr"] == 0.5
     assert isinstance(own.param_groups[0]["lr"], float)
+
+
+def running(build: Any, updates: int) -> tuple[torch.optim.Optimizer, TorchSchedule]:
+    stepped = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    schedule = TorchSchedule(build(stepped), stepped.param_groups)
+    for _ in range(updates):
+        stepped.step()
+        schedule.advance()
+    return stepped, schedule
+
+
+def cycle(stepped: torch.optim.Optimizer) -> Any:
+    return OneCycleLR(stepped, max_lr=2.0, total_steps=20)
+
+
+def stairs(stepped: torch.optim.Optimizer) -> Any:
+    return StepLR(stepped, 2)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [stairs, cycle, lambda stepped: SequentialLR(stepped, [stairs(stepped), cycle(stepped)], [2])],
+    ids=["rate alone", "momentum too", "inside another"],
+)
+@pytest.mark.parametrize("before", [0, 5], ids=["new", "further"])
+def test_goes_on_with_everything_that_it_writes(build: Any, before: int) -> None:
+    then, saved = running(build, 3)
+    options = [{key: value for key, value in group.items() if key != "params"} for group in then.param_groups]
+    facts = ScheduleFacts(**saved.facts())
+    now, resumed = running(build, before)
+    resumed.go_on(facts, options)
+    for _ in range(4):
+        assert {**now.param_groups[0], "params": None} == {**then.param_groups[0], "params": None}
+        saved.advance()
+        resumed.advance()
+
+
+def test_after_another_schedule_it_makes_as_many_updates_or_says_that_it_cannot() -> None:
+    _, expected = running(stairs, 3)
+    _, new = running(stairs, 0)
+    new.go_on(ScheduleFacts(updates=3, peaks=[1.0]), [])
+    assert new.lr == expected.lr
+    with pytest.raises(CheckpointError, match=r"StepLR has made 3 updates and cannot go back to 2"):
+        new.go_on(ScheduleFacts(updates=2, peaks=[1.0]), [])

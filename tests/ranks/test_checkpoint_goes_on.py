@@ -52,6 +52,21 @@ def test_updates_and_trainability_go_on_from_the_checkpoint(backend, root):
     assert steps(f"{root}/{backend}-every") == [3, 4, 6, 9]
 
 
+def decoupled(backend, root):
+    """Adam's state in AdamW, which keeps the same by the same names."""
+    with prepare(config(backend, optimizer={"name": "adam", "lr": 0.01})) as engine:
+        train(engine, own_share(1))
+        folder = engine.save(f"{root}/{backend}-decoupled")
+    with prepare(config(OTHER[backend], optimizer={"name": "adamw", "lr": 0.01, "weight_decay": 0})) as engine:
+        return engine.load(folder).notes
+
+
+@everywhere
+def test_another_optimizer_with_the_same_state_is_told(backend, root):
+    for notes in played(decoupled, backend, root):
+        assert "the optimizer was Adam and is AdamW now, which counts" in notes
+
+
 def scaled(backend, root):
     """A dynamic loss scale that has changed, one update before it changes again."""
     fp16 = {"compute": "fp16", "initial_loss_scale": 8.0, "loss_scale_growth_interval": 2}
@@ -191,3 +206,31 @@ def test_rank_0_says_where_if_nobody_looks_whether_the_ranks_agree(backend, root
         assert folder == f"{root}/{backend}-elsewhere0/step-00000001"
         assert step == 1
         assert f"{root}/none0" in told
+
+
+def interrupted(backend, root):
+    """Somebody presses Ctrl-C while rank 0 writes."""
+    record = writing._record
+
+    def pressed(values):
+        raise KeyboardInterrupt
+
+    with prepare(config(backend)) as engine:
+        if not my_rank():
+            writing._record = pressed
+        try:
+            told = refused(engine.save, f"{root}/{backend}-pressed")
+        finally:
+            writing._record = record
+        left = [path.name for path in Path(f"{root}/{backend}-pressed").iterdir()]
+        dist.barrier()
+        engine.save(f"{root}/{backend}-pressed")
+    return told, left
+
+
+@everywhere
+def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backend, root):
+    for told, left in played(interrupted, backend, root):
+        assert told.endswith("rank 0 could not write its part: KeyboardInterrupt")
+        assert left == []
+    assert steps(f"{root}/{backend}-pressed") == [0]

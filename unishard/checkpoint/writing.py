@@ -133,7 +133,7 @@ def _cause(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return str(error)
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
-    return f"rank {rank} could not write its part: {cause}"
+    return f"rank {rank} could not write its part: {str(cause) or type(cause).__name__}"  # a KeyboardInterrupt says nothing
 
 
 class _Planner(DefaultSavePlanner):

@@ -197,6 +197,9 @@ class Restoring(Capturing):
             self._loss_scale.go_on(manifest.loss_scale)
         if manifest.optimizer is None or manifest.schedule is None:
             return
+        was, runs = manifest.optimizer.class_name, type(self._stepping()).__name__
+        if was != runs and hasattr(torch.optim, was) and hasattr(torch.optim, runs):  # others are the same, in one kernel or on the CPU
+            yield f"the optimizer was {was} and is {runs} now, which counts"
         then, now = manifest.optimizer.groups, self._optimizer.param_groups
         if [sorted(each.names) for each in then] != [sorted(names) for names in self._group_names]:
             yield "the parameter groups are others than they were; the learning rates are those of the config"

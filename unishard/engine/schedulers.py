@@ -111,8 +111,16 @@ class TorchSchedule:
         Args:
             facts: Of the checkpoint.
             then: The options of the groups in it; none where the groups were others.
+
+        Raises:
+            CheckpointError: It had another schedule, and this one is further already.
         """
         if facts.torch is None or facts.torch["class_name"] != type(self._scheduler).__name__:
+            if self._updates > facts.updates:
+                raise CheckpointError(
+                    f"{type(self._scheduler).__name__} has made {self._updates} updates and cannot go back to {facts.updates}, since the "
+                    "checkpoint has another schedule; prepare the model anew and load before the first update"
+                )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of steps without one of the optimizer
                 for _ in range(facts.updates - self._updates):
