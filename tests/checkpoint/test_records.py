@@ -1,4 +1,4 @@
-"""Records of tensors are what torch.save writes but for its checksums, and torch.load reads them."""
+"""With its envelope around it, a tensor's data is a record as long as that of torch.save, which torch.load reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unishard.checkpoint.records import pieces_of
+from unishard.checkpoint.records import envelope_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool])
@@ -17,20 +17,14 @@ from unishard.checkpoint.records import pieces_of
 def test_torch_reads_them(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     for seed in range(2):  # the second time the envelope is there already
         values = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype)
-        record = b"".join(bytes(piece) for piece in pieces_of(values))
+        before, after = envelope_of(values)
+        record = before + values.reshape(-1).view(torch.uint8).numpy().tobytes() + after
         assert torch.equal(torch.load(io.BytesIO(record), weights_only=True), values)
         written = io.BytesIO()
         torch.save(values, written)
         assert len(written.getvalue()) == len(record)
 
 
-def test_the_data_is_not_copied() -> None:
-    values = torch.zeros(10)
-    _, data, _ = pieces_of(values)
-    values[0] = 1.0
-    assert bytes(data)[:4] == torch.ones(1).numpy().tobytes()
-
-
 def test_torchs_own_setting_stays() -> None:
-    pieces_of(torch.zeros(7, 3, 1))
+    envelope_of(torch.zeros(7, 3, 1))
     assert torch.serialization.get_crc32_options() is True

@@ -149,7 +149,7 @@ class Heard(logging.Handler):
 
 def failing(backend, root):
     """A save in the background fails on one rank, and the engine is closed, waited for, or used for something else."""
-    heard, record = Heard(), writing._record
+    heard, record = Heard(), writing.envelope_of
     logging.getLogger("unishard").addHandler(heard)
     told = {}
 
@@ -166,7 +166,7 @@ def failing(backend, root):
         return engine
 
     if my_rank():
-        writing._record = no_space
+        writing.envelope_of = no_space
     try:
         told["closed"] = refused(closed)
         engine = begun()
@@ -174,7 +174,7 @@ def failing(backend, root):
         engine = begun()
         told["exported"] = refused(engine.export, f"{root}/{backend}-export"), refused(engine.close)
     finally:
-        writing._record = record
+        writing.envelope_of = record
         logging.getLogger("unishard").removeHandler(heard)
     return told, heard.lines
 
@@ -210,18 +210,18 @@ def test_rank_0_says_where_if_nobody_looks_whether_the_ranks_agree(backend, root
 
 def interrupted(backend, root):
     """Somebody presses Ctrl-C while rank 0 writes."""
-    record = writing._record
+    record = writing.envelope_of
 
     def pressed(values):
         raise KeyboardInterrupt
 
     with prepare(config(backend)) as engine:
         if not my_rank():
-            writing._record = pressed
+            writing.envelope_of = pressed
         try:
             told = refused(engine.save, f"{root}/{backend}-pressed")
         finally:
-            writing._record = record
+            writing.envelope_of = record
         left = [path.name for path in Path(f"{root}/{backend}-pressed").iterdir()]
         dist.barrier()
         engine.save(f"{root}/{backend}-pressed")

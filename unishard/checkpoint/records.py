@@ -1,7 +1,7 @@
-"""A tensor in a file, as torch.save writes it and torch.load reads it, without a copy of its data in memory.
+"""What torch.save puts around the data of a tensor, so that the data can go to a file from where it lies and torch.load reads it.
 
-What torch.save puts around the data depends on shape and dtype alone, once its checksum of the data is switched off, which torch.load does
-not look at (torch 2.13). So the envelope is made once for each of them, and the data goes to the file from where it lies.
+It depends on shape and dtype alone, once its checksum of the data is switched off, which torch.load does not look at (torch 2.13). So it
+is made once for each of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["pieces_of"]
+__all__ = ["envelope_of"]
 
 
-def pieces_of(values: Tensor) -> tuple[bytes, memoryview, bytes]:
-    """What makes up the record of a tensor, to be written one after the other.
-
-    Args:
-        values: Contiguous, in host memory; the second piece is its memory.
-    """
-    before, after = _envelope(values.dtype, values.shape)
-    return before, values.reshape(-1).view(torch.uint8).numpy().data, after
+def envelope_of(values: Tensor) -> tuple[bytes, bytes]:
+    """What stands before and after the data of a tensor in its record."""
+    return _envelope(values.dtype, values.shape)
 
 
 @lru_cache(maxsize=4096)
