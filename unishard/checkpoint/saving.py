@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +21,7 @@ from unishard.checkpoint.together import on_first
 from unishard.checkpoint.writing import Written, write
 from unishard.errors import CheckpointError
 
-__all__ = ["Retention", "Snapshot", "save"]
-
+__all__ = ["Retention", "Snapshot", "save", "without_collections"]
 
 _logger = logging.getLogger("unishard")
 
@@ -87,6 +88,18 @@ def save(
     except CheckpointError:  # on every rank, so that they can clear up together
         _clear_up(root, group)
         raise
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Python's garbage collector off: for the many small objects of a plan it would look through all those of the process."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _clear_up(root: Path, group: dist.ProcessGroup | None) -> None:

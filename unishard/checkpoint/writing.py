@@ -55,6 +55,9 @@ CHUNK = 1 << 24
 _BLOCK = 1 << 22
 """Bytes that are written at once: Linux takes much larger ones more slowly."""
 
+_AHEAD = 1 << 26
+"""Bytes after which the disk is to begin with them."""
+
 Advance = Callable[[int], None]
 """Told how many bytes more have been written."""
 
@@ -270,6 +273,7 @@ class _Counted:
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file
+        self._asked = 0
         self.size = self.crc = 0
 
     def write(self, piece: bytes | memoryview) -> None:
@@ -280,3 +284,11 @@ class _Counted:
             self.crc = zlib.crc32(written, self.crc)
             self.size += len(written)
             rest = rest[len(written) :]
+        if self.size - self._asked >= _AHEAD:
+            self._let_the_disk_begin()
+
+    def _let_the_disk_begin(self) -> None:
+        """Linux lets the disk wait until a share of the memory is unwritten, and then the process for the disk."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), self._asked, self.size - self._asked, os.POSIX_FADV_DONTNEED)
+        self._asked = self.size

@@ -15,7 +15,7 @@ from unishard import process_group
 from unishard.backend import Resumed
 from unishard.checkpoint import directory, finding
 from unishard.checkpoint.background import Background, staged
-from unishard.checkpoint.saving import Retention, save
+from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.checkpoint.together import on_first
 from unishard.config import Config
 from unishard.engine.automatic import EXIT_CODE, Automatic
@@ -51,6 +51,7 @@ class Checkpointing(Restoring):
     def _meet(self, call: str, detail: str = "") -> None:
         """Raise RankMismatchError on every rank where another one is in another call, unless the config says not to look. Collective."""
 
+    @without_collections()
     def save(self, root: str | Path | None = None, *, state: Any = None) -> Path:
         """Save the run: model, optimizer, schedule, loss scale, random numbers, data position and `state`. Collective.
 
@@ -114,6 +115,7 @@ class Checkpointing(Restoring):
 
     _first_save = True
 
+    @without_collections()
     def load(
         self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files", data: bool = True
     ) -> Resumed | None:
