@@ -16,7 +16,7 @@ __all__ = ["DemoError", "run_demo"]
 
 BACKENDS = ("fsdp", "deepspeed")
 TOLERANCE = 1e-4
-_PACKAGES = ("torch", "torchdata", "transformers", "deepspeed", "matplotlib")
+_PACKAGES = ("torch", "transformers", "deepspeed", "matplotlib")
 
 
 def run_demo(*, out: Path, world_size: int = 2, steps: int = 60) -> None:
