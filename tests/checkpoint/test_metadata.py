@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stored import store
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.tensors import Tensors
@@ -102,6 +102,15 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     assert torch.equal(tensors.whole("model.a"), state["model"]["a"])
     assert tensors.shapes["model.c"] == (0, 4)
     assert {"step", "name", "raw", "io"} <= tensors.others
+
+
+def test_what_an_early_python_3_11_writes_is_read(folder: Path, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pickles the member of an enum as a call of getattr."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    data = pickle.dumps(pickle.loads((folder / metadata.FILE).read_bytes()))
+    assert b"getattr" in data
+    (broken / metadata.FILE).write_bytes(data)
+    assert metadata.read(broken) == metadata.read(folder)
 
 
 def test_what_we_write_is_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import unishard
 from unishard import process_group
 from unishard.checkpoint import directory, finding, manifest, writing
-from unishard.checkpoint.background import Background, staged
+from unishard.checkpoint.background import Background
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.manifest import ModelFacts
 from unishard.checkpoint.saving import Retention, Snapshot, save
@@ -125,11 +125,12 @@ def save_as_an_engine(root: Path, scenario: Scenario, version: int, group: dist.
     if not scenario.background:
         save(root, taken, RETENTION, group)
         return
-    copy, ended, background = staged(taken), threading.Event(), Background()
+    background, ended = Background(), threading.Event()
+    copy = background.stage(taken)
 
-    def work() -> None:
+    def work(own: dist.ProcessGroup) -> None:
         try:
-            save(root, copy, RETENTION, group)
+            save(root, copy, RETENTION, own)
         finally:
             ended.set()
 

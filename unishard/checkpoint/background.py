@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard import process_group
-from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.saving import Snapshot
 
-__all__ = ["Background", "staged"]
+__all__ = ["Background"]
 
 _logger = logging.getLogger("unishard")
 
@@ -26,6 +26,7 @@ class Background:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[Any] | None = None
+        self._copies: dict[str, Tensor] = {}
         self._group: tuple[dist.ProcessGroup, Any] | None = None
 
     def start(self, work: Callable[[dist.ProcessGroup], Any]) -> None:
@@ -39,6 +40,27 @@ class Background:
         self._group = self._group or (process_group.borrow_group(), dist.group.WORLD)
         self._running = self._pool.submit(_told, work, self._group[0])
 
+    @torch.no_grad()
+    def stage(self, snapshot: Snapshot) -> Snapshot:
+        """The same in memory of its own on the host, so that training may go on, when nothing else runs.
+
+        The memory is kept for the next time: to take it, and for CUDA to lock it, costs more than the copy.
+        """
+        self.wait()
+        before, self._copies = self._copies, {}
+        for name, stretch in snapshot.stretches.items():
+            values = stretch.read(stretch.start, stretch.end)
+            copy = before.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            self._copies[name] = copy.copy_(values, non_blocking=values.is_cuda)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        held = {
+            name: stretch._replace(read=partial(_read, self._copies[name], stretch.start)) for name, stretch in snapshot.stretches.items()
+        }
+        return snapshot._replace(stretches=held)
+
     def wait(self) -> None:
         """Wait until nothing runs.
 
@@ -50,10 +72,11 @@ class Background:
             running.result()
 
     def close(self) -> None:
-        """Wait, and let go of the thread."""
+        """Wait, and let go of the thread and the memory."""
         try:
             self.wait()
         finally:
+            self._copies.clear()
             if self._pool is not None:
                 self._pool.shutdown()
                 self._pool = None
@@ -72,21 +95,5 @@ def _told(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) ->
         raise
 
 
-@torch.no_grad()
-def staged(snapshot: Snapshot) -> Snapshot:
-    """The same in memory of its own on the host, so that training may go on."""
-    copies = {name: _copy(stretch) for name, stretch in snapshot.stretches.items()}
-    if any(stretch.read(stretch.start, stretch.start).is_cuda for stretch in snapshot.stretches.values()):
-        torch.cuda.synchronize()
-    return snapshot._replace(stretches=copies)
-
-
-def _copy(stretch: Stretch) -> Stretch:
-    values = stretch.read(stretch.start, stretch.end)
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    copy.copy_(values, non_blocking=values.is_cuda)
-
-    def read(begin: int, end: int) -> Tensor:
-        return copy[begin - stretch.start : end - stretch.start]
-
-    return stretch._replace(read=read)
+def _read(copy: Tensor, start: int, begin: int, end: int) -> Tensor:
+    return copy[begin - start : end - start]

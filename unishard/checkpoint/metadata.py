@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # private; where a chunk lies (torch 2.13)
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,  # private; the one enum in an index (torch 2.13)
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -53,6 +54,8 @@ class _Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _ADMITTED.get(module, ()):
             _refuse(f"names {module}.{name}, which an index of tensors has no use for; do not open it with anything else")
         return super().find_class(module, name)
@@ -123,6 +126,13 @@ def _is_within(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
 def _is_place(place: Any) -> bool:
     numbers = isinstance(place.offset, int) and isinstance(place.length, int) and min(place.offset, place.length) >= 0
     return isinstance(place, _StorageInfo) and isinstance(place.relative_path, str) and place.relative_path.isprintable() and numbers
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """What `getattr` may do in an index: Python 3.11.0 to 3.11.3 writes a member of an enum that way (enum.py, __reduce_ex__)."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        _refuse("names builtins.getattr, which an index of tensors has no use for; do not open it with anything else")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def _refuse(what: str) -> NoReturn:

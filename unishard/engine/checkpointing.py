@@ -14,7 +14,7 @@ import torch.distributed as dist
 from unishard import process_group
 from unishard.backend import Resumed
 from unishard.checkpoint import directory, finding
-from unishard.checkpoint.background import Background, staged
+from unishard.checkpoint.background import Background
 from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.checkpoint.together import on_first
 from unishard.config import Config
@@ -38,6 +38,7 @@ class Checkpointing(Restoring):
     _background: Background
     _automatic: Automatic | None
     _state_to_save: Callable[[], Any] | None = None
+    _first_save = True
 
     @abstractmethod
     def _require_boundary(self, call: str) -> None:
@@ -89,7 +90,7 @@ class Checkpointing(Restoring):
             self._first_save = False
             on_first(group, lambda: directory.clean(place))
         if cfg.async_save:
-            copy = staged(snapshot)
+            copy = self._background.stage(snapshot)
             self._background.start(lambda own: save(place, copy, retention, own))
             return place / finding.name_of(snapshot.step)
         return save(place, snapshot, retention, group)
@@ -112,8 +113,6 @@ class Checkpointing(Restoring):
             self._background.wait()
             _logger.warning("%s: saved in %s; the process ends with exit code %d", cause.text, folder, EXIT_CODE)
             raise SystemExit(EXIT_CODE)
-
-    _first_save = True
 
     @without_collections()
     def load(
@@ -150,7 +149,7 @@ class Checkpointing(Restoring):
             raise ContractError(f'load: verify is {verify!r}; write "files", "bits", or None to trust the disk')
         newest = source == "latest"
         place = self._directory(None, "load") if newest else Path(source)
-        self._meet("load", f", from {place}, strict={strict}, verify={verify}")
+        self._meet("load", f", from {place}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self._background.wait()
         folder = on_first(group, lambda: finding.latest(place) if newest else finding.locate(place, "latest"))
