@@ -68,6 +68,7 @@ seed = 7
 
 [checkpoint]
 enable = true
+initial_load_path = "assets/hf"
 """
 DOCUMENT = tomllib.loads(TRAINING)
 

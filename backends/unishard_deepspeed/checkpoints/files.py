@@ -29,9 +29,21 @@ class _Stage(int):
     """A ZeRO stage."""
 
 
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""Names of the stages, by number (DeepSpeed 0.19.8, runtime/zero/config.py, ZeroStageEnum)."""
+
+
+def _member(kind: Any, name: Any) -> _Stage:
+    """What `getattr` may do in these files: Python 3.11.0 to 3.11.3 writes a member of an enum that way (enum.py, __reduce_ex__)."""
+    if kind is not _Stage or name not in _STAGES:
+        raise ValueError("GLOBAL getattr")  # said as torch says it of what it does not admit
+    return _Stage(_STAGES.index(name))
+
+
 _STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (Address, "deepspeed.utils.tensor_fragment.fragment_address"),
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_member, "builtins.getattr"),
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
 ]
