@@ -369,7 +369,7 @@ def test_a_killed_rank_leaves_the_former_checkpoint(root):
     assert found.name == "step-00000001"
     (resumed,) = run_ranks(1, _resumed, root)
     assert resumed[0] == 1
-    assert "saved by 2 ranks, so those of dropout and the like are drawn anew from training.seed, step and rank" in resumed[1]
+    assert "saved by 2 ranks, so random numbers such as dropout's are drawn anew from training.seed, step and rank" in resumed[1]
     assert not [path for path in (Path(root) / "killed").iterdir() if path.name.startswith(".")]
 
 
