@@ -231,7 +231,7 @@ class _Writer(FileSystemWriter):
             file = _Counted(raw)
             for item in plan.items:
                 begin = file.size
-                self._put(file, item, planner.resolve_data(item).cpu())
+                self._put(file, item, planner.resolve_data(item).detach().cpu())
                 results.append(WriteResult(item.index, file.size - begin, _StorageInfo(name, begin, file.size - begin)))
             os.fsync(raw.fileno())
         self.files[name] = (file.size, file.crc)
