@@ -1,4 +1,4 @@
-"""A run that moves to another engine, strategy or number of ranks goes on as the one that does not; docs/resuming.md has every pair."""
+"""A run that moves to another engine, strategy or number of ranks goes on as the one that does not; `make matrix` tries every pair."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from unishard.checkpoint import keys
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
@@ -47,7 +48,7 @@ from unishard.checkpoint.metadata import FILE
 from unishard.checkpoint.records import envelope_of
 from unishard.errors import CheckpointError
 
-__all__ = ["Written", "fsync", "write"]
+__all__ = ["Written", "write"]
 
 CHUNK = 1 << 24
 """Bytes in one chunk of a file: whoever reads a part of it reads all of it."""
@@ -201,9 +202,8 @@ def _items(name: str, stretch: Stretch) -> list[WriteItem]:
 
 def _path(name: str) -> tuple[str, ...]:
     """Where torch puts it when it makes nested dictionaries of the directory: names of parameters have dots of their own."""
-    if name.startswith("optim.state."):
-        parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
-        return ("optim", "state", parameter, key)
+    if part := keys.optimizer_part(name):
+        return (*keys.OPTIMIZER.rstrip(".").split("."), *part)
     head, _, rest = name.partition(".")
     return (head, rest)
 
@@ -213,7 +213,7 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, folder: Path, ties: Mapping[str, str], advance: Advance) -> None:
         super().__init__(folder, overwrite=False)
-        self.ties = {f"model.{alias}": f"model.{name}" for alias, name in ties.items()}
+        self.ties = {keys.PARAMETERS + alias: keys.PARAMETERS + name for alias, name in ties.items()}
         self.files: dict[str, tuple[int, int]] = {}
         self.hashes: dict[str, int] = defaultdict(int)
         self.squares: dict[str, float] = defaultdict(float)
