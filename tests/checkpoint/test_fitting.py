@@ -47,3 +47,18 @@ def test_of_a_head_of_another_shape_neither_weights_nor_state_are_taken(head):
     assert found.model == ("model.body",)
     assert set(found.optimizer) == {"body"}
     assert any("optimizer state has another shape" in note for note in found.notes)
+
+
+def test_what_the_model_does_not_have_is_named():
+    wanted = {"model.body": [3, 4]}, {"body": ADAM}
+    with pytest.raises(CheckpointError, match="head: is in the checkpoint and not in the model"):
+        fit(saved(), *wanted, strict=True)
+    found = fit(saved(), *wanted, strict=False)
+    assert found.model == ("model.body",)
+    assert found.notes == ("head: is in the checkpoint and not in the model", "head: was trained, and is not trained now")
+
+
+def test_another_name_of_a_tied_tensor_is_no_surplus():
+    tied = saved()
+    tied = tied.model_copy(update={"ties": {"alias": "body"}, "tensors": tied.tensors | {"model.alias": tied.tensors["model.body"]}})
+    assert fit(tied, shapes([5, 4]), dict.fromkeys(SHAPES, ADAM), strict=True).notes == ()

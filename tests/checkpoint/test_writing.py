@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from unishard.checkpoint import writing
 from unishard.checkpoint.contents import Stretch, stretch_of
 from unishard.checkpoint.hashing import hash_of
+from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.tensors import Target, Tensors
 from unishard.errors import CheckpointError
 from unishard.parts import Part
@@ -27,6 +28,7 @@ WHOLE = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(writing, "_BLOCK", 24)
     monkeypatch.setattr(writing, "CHUNK", 64)  # so that these tensors have many chunks
     written = writing.write(
         tmp_path / "here", {name: stretch_of(Part(value.shape, value)) for name, value in WHOLE.items()}, ties={"b": "a.weight"}
@@ -86,3 +88,16 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
     tensors = Tensors(folder)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: .* cannot be read"):
         tensors.read([Target(name, 0, torch.empty(value.numel())) for name, value in WHOLE.items()])
+
+
+def test_norms_are_those_of_all_parameters_together_and_of_each_kind_of_state(tmp_path: Path) -> None:
+    tensors = {
+        "model.a": torch.tensor([3.0, 0.0]),
+        "model.b": torch.tensor([4.0]),
+        "model.buffer": torch.tensor([9.0]),
+        "optim.state.a.exp_avg": torch.tensor([6.0, 8.0]),
+        "optim.state.a.step": torch.tensor(7.0),
+    }
+    written = writing.write(tmp_path / "here", {name: stretch_of(Part(value.shape, value)) for name, value in tensors.items()})
+    assert written is not None
+    assert summary_of(written, ["buffer"])["norms"] == {"parameters": 5.0, "exp_avg": 10.0}
