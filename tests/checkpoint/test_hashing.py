@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 
 import pytest
@@ -46,3 +47,17 @@ def test_exchanged_elements_are_another_hash(one: int, other: int) -> None:
 
 def test_the_formula_is_the_one_in_the_documentation() -> None:
     assert hash_of(torch.tensor([1, 2, 3], dtype=torch.int32)) == (1 + (2 << 32)) * 1 + 3 * 3
+
+
+def test_a_thread_that_hashed_in_inference_mode_hashes_outside_of_it() -> None:
+    values, found = torch.arange(1000), []
+
+    def both() -> None:
+        with torch.inference_mode():
+            found.append(hash_of(values))
+        found.append(hash_of(values))
+
+    thread = threading.Thread(target=both)
+    thread.start()
+    thread.join()
+    assert found == [hash_of(values)] * 2

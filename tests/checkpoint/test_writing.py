@@ -28,7 +28,7 @@ WHOLE = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(writing, "_BLOCK", 24)
+    monkeypatch.setattr(writing, "BUFFER", 24)
     monkeypatch.setattr(writing, "CHUNK", 64)  # so that these tensors have many chunks
     written = writing.write(
         tmp_path / "here", {name: stretch_of(Part(value.shape, value)) for name, value in WHOLE.items()}, ties={"b": "a.weight"}

@@ -8,6 +8,7 @@ It guards against misplaced and damaged data, not against an attacker.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +23,24 @@ MASK = 2**64 - 1
 _WORD = 8
 _BLOCK = 1 << 17
 """Words that are multiplied at once: 1 MiB, which stays in a processor's cache."""
-_weights: dict[torch.device, Tensor] = {}
+
+
+class _Memory(threading.local):
+    """Of one thread, on each device. Memory that is taken for every block anew costs the host more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The weights of a block, and room for its products."""
+        if device not in self.of:
+            with torch.inference_mode(False):  # else nobody could write into it outside of that mode
+                weights = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=device)
+                self.of[device] = weights, torch.empty_like(weights)
+        return self.of[device]
+
+
+_memory = _Memory()
 
 
 def hash_of(values: Tensor, start: int = 0) -> int:
@@ -83,13 +101,11 @@ def _edge(values: Tensor, begin: int) -> int:
 
 def _sum(words: Tensor, first: int) -> int:
     """Of whole words, in blocks: weights within a block are the same each time, what precedes it is a factor of its plain sum."""
-    device = words.device
-    if device not in _weights:
-        _weights[device] = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=device)
+    weights_of_block, room = _memory.on(words.device)
     plain, weighted = [], []
     for block in torch.split(words, _BLOCK):
         plain.append(block.sum())
-        weighted.append((block * _weights[device][: len(block)]).sum())
+        weighted.append(torch.mul(block, weights_of_block[: len(block)], out=room[: len(block)]).sum())
     sums, weights = torch.stack(plain).tolist(), torch.stack(weighted).tolist()
     total: int = sum(weights) + sum(2 * (first + at * _BLOCK) * each for at, each in enumerate(sums))
     return total

@@ -6,10 +6,8 @@ Every rank writes what it holds, straight from where it lies; what several ranks
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import math
-import os
 import warnings
 import zlib
 from collections import defaultdict
@@ -45,6 +43,7 @@ from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.metadata import FILE
+from unishard.checkpoint.output import BUFFER, Output
 from unishard.checkpoint.records import envelope_of
 from unishard.errors import CheckpointError
 
@@ -52,12 +51,6 @@ __all__ = ["Written", "write"]
 
 CHUNK = 1 << 24
 """Bytes in one chunk of a file: whoever reads a part of it reads all of it."""
-
-_BLOCK = 1 << 22
-"""Bytes that are written at once: Linux takes much larger ones more slowly."""
-
-_AHEAD = 1 << 26
-"""Bytes after which the disk is to begin with them."""
 
 Advance = Callable[[int], None]
 """Told how many bytes more have been written."""
@@ -227,24 +220,22 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
         results: list[WriteResult] = []
-        with (Path(self.path) / name).open("wb", buffering=0) as raw:
-            file = _Counted(raw)
+        with Output(Path(self.path) / name) as file:
             for item in plan.items:
                 begin = file.size
                 self._put(file, item, planner.resolve_data(item).detach().cpu())
                 results.append(WriteResult(item.index, file.size - begin, _StorageInfo(name, begin, file.size - begin)))
-            os.fsync(raw.fileno())
         self.files[name] = (file.size, file.crc)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _put(self, file: _Counted, item: WriteItem, values: Tensor) -> None:
+    def _put(self, file: Output, item: WriteItem, values: Tensor) -> None:
         """Write one record. All that is to be known of the data is found block by block, while a processor's cache still has it."""
         before, after = envelope_of(values)
         name, start, flat = item.index.fqn, _start(item), values.reshape(-1)
         file.write(before)
-        for block in torch.split(flat, max(1, _BLOCK // flat.itemsize)):
+        for block in torch.split(flat, max(1, BUFFER // flat.itemsize)):
             file.write(block.view(torch.uint8).numpy().data)
             self.hashes[name] += hash_of(block, start)
             if block.is_floating_point():
@@ -266,29 +257,3 @@ class _Writer(FileSystemWriter):
         fsync(Path(self.path))
         index = (Path(self.path) / FILE).read_bytes()  # here, where torch tells all ranks of a failure on the first one
         self.files[FILE] = (len(index), zlib.crc32(index))
-
-
-class _Counted:
-    """A file that is written from its beginning to its end, and what has been written."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self._asked = 0
-        self.size = self.crc = 0
-
-    def write(self, piece: bytes | memoryview) -> None:
-        """All of it: a disk that fills up may take a part."""
-        rest = memoryview(piece)
-        while rest:
-            written = rest[: self._file.write(rest) or 0]
-            self.crc = zlib.crc32(written, self.crc)
-            self.size += len(written)
-            rest = rest[len(written) :]
-        if self.size - self._asked >= _AHEAD:
-            self._let_the_disk_begin()
-
-    def _let_the_disk_begin(self) -> None:
-        """Linux lets the disk wait until a share of the memory is unwritten, and then the process for the disk."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), self._asked, self.size - self._asked, os.POSIX_FADV_DONTNEED)
-        self._asked = self.size
