@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import unishard
 from unishard import process_group
-from unishard.checkpoint import directory, finding, manifest, writing
+from unishard.checkpoint import directory, finding, manifest, output, writing
 from unishard.checkpoint.background import Background
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.manifest import ModelFacts
@@ -114,6 +114,7 @@ def content_of(folder: Path) -> int:
 
 def start() -> tuple[dist.ProcessGroup, int]:
     writing.CHUNK = 128  # several records of each divided tensor
+    output.BUFFER = 4096  # several writes of each file
     process_group.ensure(unishard.Topology.from_environment())
     return process_group.host_group(), dist.get_rank()
 

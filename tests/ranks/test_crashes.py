@@ -76,7 +76,7 @@ def test_the_harness_sees_what_must_not_be(harm, harness, tmp_path):
 
 
 def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(harness):
-    outcomes = harness.fill(stride=4)
+    outcomes = harness.fill(stride=2)
     assert len(outcomes) > 50
     assert {outcome.event.where for outcome in outcomes} >= {"tensors", "index", "assets", "manifest", "latest"}
     for outcome in outcomes:
