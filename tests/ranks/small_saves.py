@@ -122,11 +122,11 @@ def start() -> tuple[dist.ProcessGroup, int]:
 def save_as_an_engine(root: Path, scenario: Scenario, version: int, group: dist.ProcessGroup) -> None:
     """As an engine does it, the first time in a run."""
     taken = snapshot(scenario.step, version, dist.get_rank())
+    background, ended = Background(ready=scenario.background), threading.Event()
     on_first(group, lambda: directory.clean(root))
     if not scenario.background:
         save(root, taken, RETENTION, group)
         return
-    background, ended = Background(), threading.Event()
     copy = background.stage(taken)
 
     def work(own: dist.ProcessGroup) -> None:

@@ -21,23 +21,28 @@ _logger = logging.getLogger("unishard")
 
 
 class Background:
-    """At most one piece of work in another thread, whose failure is raised by whoever asks next."""
+    """At most one piece of work in another thread, whose failure is raised by whoever asks next.
 
-    def __init__(self) -> None:
+    Args:
+        ready: Make now what it needs of the other ranks, which is collective. Made at the first start instead, a rank that is gone
+            by then keeps the others for as long as torch waits for a rank that is to come (half an hour, torch 2.13).
+    """
+
+    def __init__(self, *, ready: bool = False) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[Any] | None = None
         self._copies: dict[str, Tensor] = {}
-        self._group: tuple[dist.ProcessGroup, Any] | None = None
+        self._group = _borrowed() if ready else None
 
     def start(self, work: Callable[[dist.ProcessGroup], Any]) -> None:
-        """Begin, when nothing else runs. Collective at first.
+        """Begin, when nothing else runs. Collective at first, unless made ready.
 
         Args:
             work: Is given ranks to talk to that nobody else talks to, neither the main thread nor another engine's save.
         """
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "unishard-checkpoint")
-        self._group = self._group or (process_group.borrow_group(), dist.group.WORLD)
+        self._group = self._group or _borrowed()
         self._running = self._pool.submit(_told, work, self._group[0])
 
     @torch.no_grad()
@@ -83,6 +88,10 @@ class Background:
             if self._group is not None:
                 process_group.give_back(*self._group)
                 self._group = None
+
+
+def _borrowed() -> tuple[dist.ProcessGroup, Any]:
+    return process_group.borrow_group(), dist.group.WORLD
 
 
 def _told(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:

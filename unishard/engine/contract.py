@@ -72,7 +72,7 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
         """Accumulation windows that have ended."""
         self._model_class = type(module).__name__
         self._group_names: list[list[str]] = []
-        self._background = Background()
+        self._background = Background(ready=cfg.checkpoint.async_save)
         self._automatic = Automatic(cfg.checkpoint, device) if self._trains else None
         self._desync = desync.join(cfg.communication)
 
