@@ -5,8 +5,9 @@
 
 Both sides work on the same live model and optimizer in the same processes and take turns; printed are medians, and their ratio. What is
 done by hand: on FSDP2 torch's `get_state_dict` with `dcp.save`, and `dcp.load` with `set_state_dict`; on DeepSpeed its own
-`save_checkpoint`; for the export a gather of the full state dict on rank 0 and `save_pretrained`. Memory is the highest resident size of
-the worst rank above what it was before the call.
+`save_checkpoint`; for the export a gather of the full state dict on rank 0 and `save_pretrained`. What a save costs at least shows a file
+of the same length on each rank that is written from one piece of memory and synced. What is loaded comes from the disk, not from the
+kernel's cache of files. Memory is the highest resident size of the worst rank above what it was before the call.
 """
 
 from __future__ import annotations
@@ -118,6 +119,26 @@ def folder(root: Path, name: str) -> Iterator[Path]:
         dist.barrier()
 
 
+def bytes_alone(path: Path, number: int) -> None:
+    """Put so many bytes on the disk."""
+    piece = bytes(4 * 2**20)
+    path.mkdir(exist_ok=True)
+    with (path / str(dist.get_rank())).open("wb", buffering=0) as file:
+        for left in range(number, 0, -len(piece)):
+            file.write(piece[:left])
+        os.fsync(file.fileno())
+
+
+def forgotten(path: Path) -> None:
+    """Let the kernel's cache of files forget a checkpoint that is on the disk."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+    dist.barrier()
+
+
 def in_turns(rounds: int, *calls: Callable[[], Measured]) -> list[list[Measured]]:
     """Each call once in each round. Each has its turn to be the first, since the kernel takes much at once more slowly after a pause."""
     done: list[list[Measured]] = [[] for _ in calls]
@@ -168,23 +189,32 @@ def fsdp(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
             with folder(place, "gathered") as path:
                 return measured(lambda: save_pretrained(engine.module, path))
 
-        lines = [line("fsdp full_shard: save / get_state_dict + dcp.save", *in_turns(rounds, our_save, their_save), state)]
+        def plain_write() -> Measured:
+            with folder(place, "bytes") as path:
+                return measured(lambda: bytes_alone(path, state))
+
+        ours, theirs, plain = in_turns(rounds, our_save, their_save, plain_write)
+        lines = [line("fsdp full_shard: save / get_state_dict + dcp.save", ours, theirs, state)]
+        lines.append(line("fsdp full_shard: save / as many bytes written and fsync", ours, plain, state))
         lines.append(line("fsdp full_shard: export / gather + save_pretrained", *in_turns(rounds, our_export, their_export), state))
-        with folder(place, "ours") as ours, folder(place, "theirs") as theirs:
-            checkpoint = engine.save(ours)
-            dcp.save(by_hand(engine), checkpoint_id=theirs)
+        with folder(place, "ours") as our_place, folder(place, "theirs") as their_place:
+            checkpoint = engine.save(our_place)
+            dcp.save(by_hand(engine), checkpoint_id=their_place)
 
             def our_load() -> Measured:
+                forgotten(checkpoint)
                 return measured(lambda: engine.load(checkpoint, verify=None))
 
             def verified_load() -> Measured:
+                forgotten(checkpoint)
                 return measured(lambda: engine.load(checkpoint, verify="files"))
 
             def their_load() -> Measured:
-                return measured(lambda: load_by_hand(engine, theirs))
+                forgotten(their_place)
+                return measured(lambda: load_by_hand(engine, their_place))
 
-            plain, verified, by_torch = in_turns(rounds, our_load, verified_load, their_load)
-            lines.append(line("fsdp full_shard: load / dcp.load + set_state_dict", plain, by_torch, state))
+            unverified, verified, by_torch = in_turns(rounds, our_load, verified_load, their_load)
+            lines.append(line("fsdp full_shard: load / dcp.load + set_state_dict", unverified, by_torch, state))
             lines.append(line("fsdp full_shard: load with checksums / the same", verified, by_torch, state))
     lines.append(background("fsdp", "full_shard", shape, place, rounds))
     return lines
@@ -216,11 +246,17 @@ def deepspeed(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
             def our_load(engine: Any = engine) -> Measured:
                 with folder(place, "ours") as path:
                     checkpoint = engine.save(path)
+                    forgotten(checkpoint)
                     return measured(lambda: engine.load(checkpoint, verify=None))
 
-            ours, theirs, on_disk, load = in_turns(rounds, our_save, their_save, their_save_on_disk, our_load)
+            def plain_write(state: int = state) -> Measured:
+                with folder(place, "bytes") as path:
+                    return measured(lambda: bytes_alone(path, state))
+
+            ours, theirs, on_disk, plain, load = in_turns(rounds, our_save, their_save, their_save_on_disk, plain_write, our_load)
             lines.append(line(f"deepspeed {strategy}: save / save_checkpoint, which is not on the disk then", ours, theirs, state))
             lines.append(line(f"deepspeed {strategy}: save / save_checkpoint and fsync of its files", ours, on_disk, state))
+            lines.append(line(f"deepspeed {strategy}: save / as many bytes written and fsync", ours, plain, state))
             lines.append(line(f"deepspeed {strategy}: load / save", load, ours, state))
     lines.append(background("deepspeed", "full_shard", shape, place, rounds))
     return lines
