@@ -15,7 +15,7 @@ from unishard.config import Config, value_at
 from unishard.errors import Problem, TranslationError
 from unishard.topology import Topology
 
-__all__ = ["Fit", "Line", "Report", "Rule", "Translation", "When", "apply", "flat", "idle", "loop", "merge", "nested"]
+__all__ = ["SAVING", "Fit", "Line", "Report", "Rule", "Translation", "When", "apply", "flat", "idle", "loop", "merge", "nested"]
 
 Native = dict[str, Any]
 Setting = Callable[[Config, Topology], Native]
@@ -75,6 +75,18 @@ class Rule:
 def loop(note: str, *when: When) -> Rule:
     """A rule for a field that unishard's own loop honours, the same way around every engine."""
     return Rule(Fit.EXACT, "unishard's loop", note, when=when)
+
+
+SAVING: Mapping[str, Rule] = {
+    "checkpoint.dir": loop("each rank writes the parts that it holds, under the names that parameters have in the model"),
+    "checkpoint.every_steps": loop("counts updates, at the end of a window"),
+    "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
+    "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),
+    "checkpoint.keep_every": loop("part of the same"),
+    "checkpoint.async_save": loop("copies to host memory, and a thread writes"),
+    "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
+}
+"""Rows of every backend that supplies its engine's state, since the saving itself is the same around all of them."""
 
 
 @dataclass(frozen=True, slots=True)

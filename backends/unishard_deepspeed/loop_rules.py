@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unishard.rules import Fit, Rule, loop
 
-__all__ = ["LOOP", "SAVING"]
+__all__ = ["LOOP"]
 
 _TORCH_OPTIMIZER = "unishard builds the optimizer and passes it in; ZeRO hands it flat fp32 partitions, the same maths element by element"
 
@@ -35,14 +35,4 @@ LOOP: dict[str, Rule] = {
     "scheduler.delay_steps": loop("counts updates"),
     "scheduler.total_steps": loop("moves once for each real update"),
     "scheduler.min_lr_ratio": loop("part of the same formula"),
-}
-
-SAVING: dict[str, Rule] = {
-    "checkpoint.dir": loop("each rank writes the parts that it holds, under the names that parameters have in the model"),
-    "checkpoint.every_steps": loop("counts updates, at the end of a window"),
-    "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
-    "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),
-    "checkpoint.keep_every": loop("part of the same"),
-    "checkpoint.async_save": loop("copies to host memory, and a thread writes"),
-    "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
 }

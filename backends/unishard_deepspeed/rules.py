@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unishard.rules import Fit, Rule, When, idle, loop
+from unishard.rules import SAVING, Fit, Rule, When, idle, loop
 from unishard_deepspeed import fields
-from unishard_deepspeed.loop_rules import LOOP, SAVING
+from unishard_deepspeed.loop_rules import LOOP
 
 __all__ = ["RULES"]
 

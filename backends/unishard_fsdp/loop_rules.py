@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from unishard.rules import Rule, loop
 
-__all__ = ["LOOP", "SAVING"]
+__all__ = ["LOOP"]
 
 LOOP: Mapping[str, Rule] = {
     "training.micro_batch_size": loop("batch size of `unishard.dataloader`"),
@@ -36,14 +36,4 @@ LOOP: Mapping[str, Rule] = {
     "scheduler.delay_steps": loop("counts updates"),
     "scheduler.total_steps": loop("counts updates"),
     "scheduler.min_lr_ratio": loop("factor of `optimizer.lr`"),
-}
-
-SAVING: dict[str, Rule] = {
-    "checkpoint.dir": loop("each rank writes the parts that it holds, under the names that parameters have in the model"),
-    "checkpoint.every_steps": loop("counts updates, at the end of a window"),
-    "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
-    "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),
-    "checkpoint.keep_every": loop("part of the same"),
-    "checkpoint.async_save": loop("copies to host memory, and a thread writes"),
-    "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
 }

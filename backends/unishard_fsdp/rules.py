@@ -7,9 +7,9 @@ from typing import Literal
 
 from unishard.config import Config
 from unishard.grouping import parts
-from unishard.rules import Fit, Native, Rule, When, idle, loop
+from unishard.rules import SAVING, Fit, Native, Rule, When, idle, loop
 from unishard.topology import Topology
-from unishard_fsdp.loop_rules import LOOP, SAVING
+from unishard_fsdp.loop_rules import LOOP
 
 __all__ = ["RULES", "form_of"]
 
