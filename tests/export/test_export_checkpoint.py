@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import checkpoint, stretches_of, tensors_in, tiny
+from exporting import checkpoint, contents, stretches_of, tensors_in, tiny
 from torch import nn
 from typer.testing import CliRunner
 
@@ -150,3 +150,46 @@ def test_a_tokenizer_may_be_given_as_an_object_or_a_folder(tmp_path: Path) -> No
         assert AutoTokenizer.from_pretrained(tmp_path / name).vocab == tokenizer.vocab
     with pytest.raises(CheckpointError, match=r"tokenizer: got a int; pass a tokenizer of transformers"):
         export(tmp_path / "none", model, stretches_of(model), tokenizer=3)
+
+
+# -- of a checkpoint that says nothing of its model -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Llama", "T5", "Mixtral"])
+@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+def test_a_described_model_is_exported_as_one_that_the_checkpoint_knows(kind: str, tie_word_embeddings: bool, tmp_path: Path) -> None:
+    model = tiny(kind, tie_word_embeddings=tie_word_embeddings)
+    export_checkpoint(checkpoint(tmp_path / "known", model), tmp_path / "wanted")
+    origin = tmp_path / "origin"
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(origin)
+    model.generation_config.save_pretrained(origin)
+    bare = checkpoint(tmp_path / "bare", model, assets=False)
+    result = CliRunner().invoke(app, ["export", str(bare), str(tmp_path / "out"), "--model", str(origin)])
+    assert result.exit_code == 0, result.output
+    assert not result.stderr
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+    again = type(model).from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (None, "there is no config.json here"),
+        ("{", "transformers makes no model of it"),
+        ('{"model_type": "llama"}', "transformers makes no model of it"),
+        ('{"model_type": "llama", "architectures": ["Missing"]}', "transformers makes no model of it"),
+        ('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1}', "is to be exported and is not among"),
+    ],
+)
+def test_a_description_of_another_model_is_refused_in_one_message(config: str | None, what: str, tmp_path: Path) -> None:
+    bare = checkpoint(tmp_path / "bare", tiny("Llama"), assets=False)
+    (tmp_path / "origin").mkdir()
+    if config is not None:
+        (tmp_path / "origin/config.json").write_text(config)
+    result = CliRunner().invoke(app, ["export", str(bare), str(tmp_path / "out"), "--model", str(tmp_path / "origin")])
+    assert result.exit_code == 1
+    assert what in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()

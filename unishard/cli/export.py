@@ -24,6 +24,10 @@ def export(
         Path | None,
         typer.Option(metavar="DIR", help="Take the tokenizer from there. [default: the checkpoint's, if any]", show_default=False),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Take the model's config.json from there, for a converted checkpoint.", show_default=False),
+    ] = None,
 ) -> None:
     """Write a checkpoint's weights in Hugging Face layout.
 
@@ -48,6 +52,7 @@ def export(
             dtype,
             max_shard_size,
             tokenizer,
+            model,
             start=lambda total: progress.update(task, total=total),
             advance=lambda written: progress.advance(task, written),
         )
@@ -55,4 +60,4 @@ def export(
     word = str(layout.dtype).removeprefix("torch.")
     typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {size(layout.size)} in {word}, from {folder}")
     if layout.bare:
-        typer.echo("there is no config.json, since the checkpoint holds none; put that of the model beside the tensors", err=True)
+        typer.echo("there is no config.json, since the checkpoint holds none; name the folder that has the model's: --model DIR", err=True)

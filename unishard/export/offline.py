@@ -1,4 +1,4 @@
-"""Exports the weights of a checkpoint: one process, blocks in memory, and neither the model's class nor transformers."""
+"""Exports the weights of a checkpoint: one process, blocks in memory, and as a rule neither the model's class nor transformers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def export_checkpoint(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     tokenizer: Path | None = None,
+    model: Path | None = None,
     start: Callable[[int], None] = lambda total: None,
     advance: Advance = lambda written: None,
 ) -> Layout:
@@ -40,6 +41,7 @@ def export_checkpoint(
         dtype: `fp32`, `bf16` or `fp16`; None for what the model's config names, else fp32.
         max_shard_size: Of one file, such as `5GB` or a number of bytes.
         tokenizer: A folder that holds one; None for the one that lay beside the weights that training began with, if any.
+        model: A folder with the `config.json` of a model of transformers, which is needed then; None for what the checkpoint says.
         start: Told how many bytes are going to be written.
         advance: Told of those that have been.
 
@@ -52,7 +54,7 @@ def export_checkpoint(
     """
     facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
     require_free(out)
-    assets = _assets(checkpoint_folder, facts)
+    assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)
     sources = {source for names in assets.names.values() for source in names.values()}
     stretches = {source: _checked(tensors.stretch(keys.PARAMETERS + source), checkpoint_folder, source, facts) for source in sources}
     layout = lay_out(assets, stretches, dtype, max_shard_size)
@@ -79,6 +81,12 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
             if f"{zlib.crc32(files[name]):08x}" != file.crc32:
                 raise CheckpointError(f"{folder / name}: its checksum is not the manifest's; the file is damaged")
     return Assets.from_files(files)
+
+
+def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
+    from unishard.export import described  # it needs transformers, and nothing else here does
+
+    return described.assets_of(model, {name: tensors.stretch(key) for key in facts.tensors if (name := keys.parameter_of(key)) is not None})
 
 
 def _checked(stretch: Stretch, folder: Path, source: str, facts: Manifest) -> Stretch:
