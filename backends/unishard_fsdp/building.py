@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from unishard import process_group
 from unishard.backend import Engine, OptimizerBuilder
@@ -19,7 +18,7 @@ from unishard.engine.units import Unit, find_units, find_whole
 from unishard.topology import Topology
 from unishard_fsdp import options, sharding
 from unishard_fsdp.engine import DDPEngine, FSDPEngine
-from unishard_fsdp.internals import count_as_stepped
+from unishard_fsdp.internals import FixedBuckets, count_as_stepped
 from unishard_fsdp.untrained import FSDPUntrainedEngine
 from unishard_fsdp.whole import WholeParameters
 
@@ -48,7 +47,7 @@ def build(
             # A rank that happens to have used all of them in a step is no sign that it always will (torch 2.13, reducer.cpp).
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
         wrap = partial(
-            DistributedDataParallel,
+            FixedBuckets,
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             init_sync=False,  # `load` has sent everything

@@ -319,7 +319,7 @@ class DDPEngine(TorchEngine):
         self._replica = self._wrap()
 
     def _class_name(self) -> str:
-        return type(self._running).__name__
+        return next(kind.__name__ for kind in type(self._running).__mro__ if kind.__module__.startswith("torch."))
 
     def _masters(self) -> Sequence[nn.Parameter]:
         return self._trainable if self._owned is None else self._owned

@@ -9,8 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # private path; the only one in torch 2.13
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["count_as_stepped", "drop_unreduced", "fill_unused", "gathered_leaves", "mend_post_backward", "refresh_trainable"]
+__all__ = [
+    "FixedBuckets",
+    "count_as_stepped",
+    "drop_unreduced",
+    "fill_unused",
+    "gathered_leaves",
+    "mend_post_backward",
+    "refresh_trainable",
+]
+
+
+class FixedBuckets(DistributedDataParallel):
+    """DDP that reduces in the same buckets from the first update on, those of the parameters from the last to the first.
+
+    DDP itself begins with one bucket and makes them anew after the first backward, in the order in which the gradients came (reducer.cpp,
+    rebuild_buckets). The bucket decides in which order more than two ranks are added up, so a run that goes on from a checkpoint would
+    differ in its first update from the one that was not interrupted.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if self.find_unused_parameters:  # makes no buckets anew, and begins with those of the reversed order
+            return parameters, sparse
+        return parameters[::-1], sparse[::-1]
 
 
 def drop_unreduced(parts: Iterable[Any]) -> None:

@@ -89,9 +89,9 @@ def every_pair(precision: str) -> list[Pair]:
 
 
 def spanning_pairs() -> list[Pair]:
-    """Every strategy of every engine at 2 ranks into itself, and as the source and the target of every change of ranks once."""
+    """Every strategy of every engine into itself, and as the source and the target of every change of ranks once."""
     kinds = list(product(BACKENDS, STRATEGIES))
-    pairs = [Pair(run, run) for precision in ("fp32", "bf16") for run in (Run(*kind, 2, precision) for kind in kinds)]
+    pairs = [Pair(run, run) for world, precision in ((4, "fp32"), (2, "bf16")) for run in (Run(*kind, world, precision) for kind in kinds)]
     for turn, (before, after) in enumerate(product(WORLDS, WORLDS)):
         precision = "bf16" if turn % 4 == 3 else "fp32"
         for place, kind in enumerate(kinds):
