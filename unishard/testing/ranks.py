@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -200,6 +201,7 @@ def _rank_main(work: bytes, env: dict[str, str], answers: Connection, stacks: st
             os.environ.update(env)
             if not torch.cuda.is_available():
                 torch.set_num_threads(1)
+            gc.freeze()  # no collection looks through what the server has imported, nor makes its pages this rank's own
             fn, args = pickle.loads(work)
             # Plain pickle copies tensors; multiprocessing's own would share memory with a process that is about to end.
             answer = pickle.dumps((fn(*args),))
