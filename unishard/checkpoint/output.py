@@ -37,6 +37,7 @@ class Output:
     def __init__(self, path: Path) -> None:
         self.size = self.crc = 0
         self._file = _open(path)
+        # Shared memory, as `mmap` makes it: a fork meanwhile, such as that of a loader, does not disturb a write then (open(2), O_DIRECT).
         self._buffers = [memoryview(mmap.mmap(-1, BUFFER)) for _ in range(_BUFFERS)]
         self._filled = 0
         self._thread = ThreadPoolExecutor(1, "unishard-output")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from enum import Enum
 from types import EllipsisType
 from typing import Any, Self
 
@@ -27,6 +26,7 @@ from unishard.engine.freezing import Freezing, Trainability
 from unishard.engine.items import Items
 from unishard.engine.loss_scale import LossScale
 from unishard.engine.passing import Passing
+from unishard.engine.phases import Phase, Phases
 from unishard.engine.schedule import Schedule
 from unishard.engine.schedulers import TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
@@ -34,16 +34,7 @@ from unishard.errors import ContractError, NonFiniteError
 __all__ = ["TrainingEngine"]
 
 
-class _Phase(Enum):
-    """Where in a micro-batch the loop is."""
-
-    OPEN = "open"
-    FORWARD_DONE = "forward done"
-    BACKWARD_DONE = "backward done"
-    CLOSED = "closed"
-
-
-class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
+class TrainingEngine(Phases, Trainability, Evaluation, Feeding, Passing, Checkpointing):
     """Implements `unishard.backend.Engine`: division by accumulation, clipping, the schedule, zero_grad and their order.
 
     A backend subclasses it and supplies the abstract methods, each of which does one thing on its engine. A new engine's
@@ -63,7 +54,7 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
         self._window = cfg.training.gradient_accumulation_steps
         self._micro_batch = 0
         self._items = Items(device)
-        self._phase = _Phase.OPEN
+        self._phase = Phase.OPEN
         self._graph = False
         self._discarded = False
         self._progress: Progress | None = None
@@ -154,8 +145,8 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
             raise ContractError("the model was put in training mode inside engine.lockstep(); do that after the block")
         self._enter("forward")
         self._begin_micro_batch(last=self._micro_batch + 1 == self._window)
-        if self._phase is _Phase.OPEN:
-            self._phase = _Phase.FORWARD_DONE
+        if self._phase is Phase.OPEN:
+            self._phase = Phase.FORWARD_DONE
         self._graph = self._graph or torch.is_grad_enabled()
         output = self._forward(*args, **kwargs)
         self._watch(output)
@@ -177,9 +168,9 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
                 backward, or `num_items` is no count or is missing for a part of the window.
         """
         self._require_open("backward")
-        if self._phase is _Phase.BACKWARD_DONE:
+        if self._phase is Phase.BACKWARD_DONE:
             raise ContractError("backward was called twice for one micro-batch; call engine.step() after every backward")
-        if self._phase is _Phase.OPEN:
+        if self._phase is Phase.OPEN:
             raise ContractError(
                 "backward was called without a forward of the engine; compute the loss from engine(...) in training mode, not engine.module"
             )
@@ -203,7 +194,7 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
             self._backward(self._loss_scale.scale(loss if self._window == 1 or num_items is not None else loss / self._window))
         finally:
             self._in_backward = False
-        self._phase, self._graph = _Phase.BACKWARD_DONE, False
+        self._phase, self._graph = Phase.BACKWARD_DONE, False
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
         """After every micro-batch. Updates the parameters at the end of an accumulation window, else only counts. Collective.
@@ -223,14 +214,14 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
             SystemExit: On every rank, with code 85: a signal of `checkpoint.on_signal` came, and the run is saved.
         """
         self._require_open("step")
-        if self._phase is not _Phase.BACKWARD_DONE:
+        if self._phase is not Phase.BACKWARD_DONE:
             raise ContractError("step was called without a backward; call engine.backward(loss) first, once for each micro-batch")
         max_norm = self._cfg.training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
             raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
         if self._micro_batch + 1 == self._window:  # inside a window nothing is sent, and the next forward notices a missing step
             self._enter("step", "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}")
-        self._phase, self._graph = _Phase.OPEN, False
+        self._phase, self._graph = Phase.OPEN, False
         self._micro_batch += 1
         step = (
             Step(updated=False, grad_norm=None, lr=self.lr, skipped=False)
@@ -255,13 +246,13 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
         """
         self._require_open("discard")
         self._enter("discard")
-        if not (self._micro_batch or self._graph or self._phase is _Phase.BACKWARD_DONE):
+        if not (self._micro_batch or self._graph or self._phase is Phase.BACKWARD_DONE):
             return
         self._drop_gradients()
         self._items.clear()
         if self._progress is not None:
             self._progress.drop_window()
-        self._phase, self._graph, self._micro_batch = _Phase.OPEN, False, 0
+        self._phase, self._graph, self._micro_batch = Phase.OPEN, False, 0
         self._settled, self._discarded = False, True
 
     def follow(self, scheduler: LRScheduler) -> None:
@@ -310,8 +301,8 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
         self._close(None)
 
     def _close(self, why: BaseException | None) -> None:
-        if self._phase is not _Phase.CLOSED:
-            self._phase = _Phase.CLOSED
+        if self._phase is not Phase.CLOSED:
+            self._phase = Phase.CLOSED
             if self._desync is not None:
                 self._desync.leave(why)
             self._stop_saving()
@@ -327,10 +318,6 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
         self._close(next((error for error in exc if isinstance(error, BaseException)), None))
 
     # -- inside -----------------------------------------------------------------------------------------------------------
-
-    def _require_open(self, call: str) -> None:
-        if self._phase is _Phase.CLOSED:
-            raise ContractError(f"{call} was called on a closed engine; build the model anew and prepare it")
 
     def _end_window(self, max_norm: float | None) -> Step:
         lr = self.lr
@@ -359,42 +346,3 @@ class TrainingEngine(Trainability, Evaluation, Feeding, Passing, Checkpointing):
 
     def _gradient_divisor(self) -> float:
         return self._items.divisor() * self._loss_scale.value
-
-    def _enter(self, call: str, detail: str = "") -> None:
-        """Before the collectives of a call: raise on every rank where another one is elsewhere. Collective."""
-        if desync.samples(self._updates):
-            self._meet(call, detail)
-
-    def _meet(self, call: str, detail: str = "") -> None:
-        """The same, in every update."""
-        if self._desync is None:
-            return
-        if self._module.training:
-            where = f"update {self._updates + 1}, micro-batch {self._micro_batch + 1} of {self._window}"
-        else:
-            where = f"evaluation, after update {self._updates}"
-        self._desync.enter(call, where + detail)
-
-    def _require_boundary(self, call: str) -> None:
-        self._require_open(call)
-        if self._is_frozen:
-            raise ContractError(f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block")
-        if self._micro_batch or self._phase is _Phase.BACKWARD_DONE:
-            raise ContractError(f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true")
-
-    def _require_end_of_window(self, call: str) -> None:
-        self._require_open(call)
-        if self._phase is not _Phase.BACKWARD_DONE or self._micro_batch + 1 < self._window:
-            done = self._micro_batch + (self._phase is _Phase.BACKWARD_DONE)
-            raise ContractError(
-                f"{call} was called after {done} of {self._window} backward calls of the window, where the gradients are not finished; "
-                "call it between the last backward of a window and engine.step()"
-            )
-
-    def _require_no_graph(self, call: str) -> None:
-        self._require_open(call)
-        if self._graph:
-            raise ContractError(
-                f"{call} would change a parameter that a forward has used and its backward still needs; call it after backward, "
-                "or drop the forward with engine.discard(); a forward under torch.no_grad() is no hindrance"
-            )
