@@ -43,7 +43,7 @@ crash: $(READY) ## Kill ranks at every moment of a save and look at what is left
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
 	$(BIN)/python -m unishard.testing.parity docs/parity.md
 
-matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (half an hour).
+matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
 	$(BIN)/python -m unishard.testing.resuming_page docs/resuming.md
 
 bench: $(READY) ## Measure what a step costs beyond the same loop written by hand, and what a translation costs.
