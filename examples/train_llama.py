@@ -37,8 +37,10 @@ def main() -> None:
 
     log = {"backend": cfg.backend, "ranks": here.world_size, "losses": [], "grad_norms": [], "step_seconds": []}
     with unishard.prepare(model, cfg) as engine:
+        resumed = engine.load("latest") if cfg.checkpoint.dir else None  # also None where nothing was saved yet
+        left = [] if resumed and resumed.epoch else engine.batches(loader, progress=True)
         started, window = time.perf_counter(), []
-        for batch in engine.batches(loader, progress=True):
+        for batch in left:
             loss = engine(**batch).loss
             engine.backward(loss)
             step = engine.step()
@@ -51,13 +53,16 @@ def main() -> None:
                 started, window = time.perf_counter(), []
         log["peak_memory_bytes"] = on_every_rank(peak_memory())
 
+    if not log["losses"]:
+        print(f"{cfg.checkpoint.dir} holds the end of this run; name another checkpoint.dir for a new one")
+        return
     first, last = log["losses"][0], log["losses"][-1]
     if here.rank == 0:
         print(f"{cfg.backend}: loss {first:.4f} -> {last:.4f} after {args.steps} updates, world size {here.world_size}")
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(log, indent=1), encoding="utf-8")
-    if args.steps >= 20 and not last < first:
+    if len(log["losses"]) >= 20 and not last < first:
         raise SystemExit(f"the loss did not fall: {first:.4f} -> {last:.4f}")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,23 @@ def test_both_engines_draw_the_same_curve(tmp_path: Path, capsys: pytest.Capture
     assert "step 8/8" in shown
     assert f"{one.losses[-1]:.6f}" in shown
     assert "of the loss) at step" in shown
+
+
+def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> None:
+    def run(backend: str, *overrides: str) -> str:
+        given = [word for each in (f"backend={backend}", *overrides) for word in ("--set", each)]
+        command = [sys.executable, str(SCRIPT), "--steps", "4", "--out", str(tmp_path / f"{backend}.json"), *given]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    saving = f"checkpoint.dir={tmp_path / 'run'}"
+    whole = run("fsdp", saving, "checkpoint.every_steps=2")
+    assert "after 4 updates" in whole
+    assert "holds the end of this run" in run("fsdp", saving)
+    for newest in (tmp_path / "run").glob("step-*4"):
+        shutil.rmtree(newest)
+    run("deepspeed", saving)
+    one, other = (Run.read(tmp_path / f"{backend}.json").losses for backend in ("fsdp", "deepspeed"))
+    assert other == pytest.approx(one[2:], rel=1e-6)
 
 
 def test_the_example_is_a_plain_script_too(tmp_path: Path) -> None:
