@@ -54,7 +54,8 @@ def main() -> None:
         log["peak_memory_bytes"] = on_every_rank(peak_memory())
 
     if not log["losses"]:
-        print(f"{cfg.checkpoint.dir} holds the end of this run; name another checkpoint.dir for a new one")
+        if here.rank == 0:
+            print(f"{cfg.checkpoint.dir} holds the end of this run; name another checkpoint.dir for a new one")
         return
     first, last = log["losses"][0], log["losses"][-1]
     if here.rank == 0:

@@ -319,6 +319,7 @@ class DDPEngine(TorchEngine):
         self._replica = self._wrap()
 
     def _class_name(self) -> str:
+        # torch's own class, of which the one with fixed buckets is a kind.
         return next(kind.__name__ for kind in type(self._running).__mro__ if kind.__module__.startswith("torch."))
 
     def _masters(self) -> Sequence[nn.Parameter]:

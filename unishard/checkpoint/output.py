@@ -26,6 +26,10 @@ _ALIGNED = 1 << 12
 """What is written past the cache is a multiple of it in memory, in length and in its place in the file: open(2), O_DIRECT."""
 
 
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""Not there on every system; without it files take the usual way."""
+
+
 class Output:
     """What has been written is on the disk when the block ends without an error.
 
@@ -111,15 +115,17 @@ def _open(path: Path) -> io.FileIO:
 
 
 def _directly(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+    return os.open(path, flags | _DIRECT, 0o666)
 
 
 def _through_the_cache(file: io.FileIO) -> bool:
     """From here on let the kernel keep it as usual, for a file system that opens a file and then does not write; False if it does so."""
-    import fcntl  # Windows has none, and no file comes here there
+    if not _DIRECT:
+        return False
+    import fcntl  # where there is O_DIRECT, there is this
 
     flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
-    if not flags & os.O_DIRECT:
+    if not flags & _DIRECT:
         return False
-    fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags & ~_DIRECT)
     return True
