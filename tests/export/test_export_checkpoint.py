@@ -159,6 +159,7 @@ def test_a_tokenizer_may_be_given_as_an_object_or_a_folder(tmp_path: Path) -> No
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])
 def test_a_described_model_is_exported_as_one_that_the_checkpoint_knows(kind: str, tie_word_embeddings: bool, tmp_path: Path) -> None:
     model = tiny(kind, tie_word_embeddings=tie_word_embeddings)
+    model.generation_config.max_new_tokens = 7
     export_checkpoint(checkpoint(tmp_path / "known", model), tmp_path / "wanted")
     origin = tmp_path / "origin"
     model.config.architectures = [type(model).__name__]
