@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 
 from unishard.config import Config
 from unishard.meanings import Entry, Expressed, Expression, Key
+from unishard.patches import Patch
 from unishard.rules import Rule, Translation
 from unishard.topology import Topology
 
@@ -239,6 +240,19 @@ class Backend(Protocol):
     @property
     def requires(self) -> Mapping[str, str]:
         """Import name of each package that `prepare` needs, to the extra that brings it: `{"deepspeed": "deepspeed"}`."""
+        ...
+
+    @property
+    def tested(self) -> Mapping[str, Sequence[str]]:
+        """Versions that were tested, oldest first, by the name of each package that decides how it trains: `{"torch": ("2.11", "2.12")}`.
+
+        A version counts as tested if it begins with one of them, number by number: 2.11.1 with 2.11.
+        """
+        ...
+
+    @property
+    def patches(self) -> Mapping[str, Patch]:
+        """The private names of the engine that rare cases need, by the short name of the case. Imports no engine."""
         ...
 
     @property

@@ -9,11 +9,13 @@ from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.meanings import Entry, Expressed, Expression, Key
+from unishard.patches import Patch
 from unishard.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
 from unishard.topology import Topology
 from unishard_deepspeed import arguments
 from unishard_deepspeed.constants import CONSTANTS
 from unishard_deepspeed.keys import check, verdict
+from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.rules import RULES
 
 if TYPE_CHECKING:
@@ -37,6 +39,16 @@ class DeepSpeedBackend:
     def requires(self) -> Mapping[str, str]:
         """Packages that `prepare` needs, to the extra that brings each."""
         return {"torch": "torch", "deepspeed": "deepspeed"}
+
+    @property
+    def tested(self) -> Mapping[str, Sequence[str]]:
+        """Versions that the suite was run on; docs/versions.md says what of it."""
+        return {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
+
+    @property
+    def patches(self) -> Mapping[str, Patch]:
+        """The private names that rare cases need."""
+        return PATCHES
 
     @property
     def rules(self) -> Mapping[str, Rule]:

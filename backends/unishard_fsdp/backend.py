@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
 from unishard.meanings import Entry, Expressed, Expression, Key
+from unishard.patches import Patch
 from unishard.rules import Line, Report, Rule, Translation, apply, merge, nested
 from unishard.topology import Topology
 from unishard_fsdp import arguments, native, options
 from unishard_fsdp.expressions import EXPRESSIONS
 from unishard_fsdp.keys import KEYS
+from unishard_fsdp.patches import PATCHES
 from unishard_fsdp.rules import RULES
 
 if TYPE_CHECKING:
@@ -38,6 +40,16 @@ class FSDPBackend:
     def requires(self) -> Mapping[str, str]:
         """Import name of each package that `prepare` needs, to the extra that brings it."""
         return {"torch": "torch"}
+
+    @property
+    def tested(self) -> Mapping[str, Sequence[str]]:
+        """Versions that the suite was run on; docs/versions.md says what of it."""
+        return {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15")}
+
+    @property
+    def patches(self) -> Mapping[str, Patch]:
+        """The private names that rare cases need."""
+        return PATCHES
 
     @property
     def rules(self) -> Mapping[str, Rule]:
