@@ -8,6 +8,7 @@ probe runs.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,7 @@ from typing import Any
 
 from unishard.errors import BackendError
 
-__all__ = ["Patch", "by_name", "version_of"]
+__all__ = ["CORE_PATCHES", "Patch", "by_name", "version_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +31,41 @@ class Patch:
     case: str
     """What a run does that needs it, as the start of a sentence: `DistributedDataParallel on more than two ranks`."""
     names: tuple[str, ...]
-    """The private names, as `module:Class.attribute` or `module:function`; an attribute may be one that the class sets on itself."""
+    """The private names, as `module:Class.attribute` or `module:function`, with ` or ` between those of which one is enough.
+
+    An attribute may be one that the class sets on itself.
+    """
     versions: str
     """Versions on which the case was run."""
     link: str
     """The upstream source, issue or documentation that shows why it is needed."""
     instead: str
     """What to do where a name is gone, as an imperative."""
+    until: str = ""
+    """First version of the package that does it itself, so that nothing private is touched from then on; empty for none."""
 
     @property
     def package(self) -> str:
         """Distribution that the names belong to."""
         return self.names[0].partition(":")[0].partition(".")[0]
 
+    @property
+    def needed(self) -> bool:
+        """Whether the installed version leaves the case to us."""
+        return not self.until or _numbers(version_of(self.package)) < _numbers(self.until)
+
     def missing(self) -> tuple[str, ...]:
-        """The names that the installed version does not have. Imports the engine."""
-        return tuple(name for name in self.names if not _exists(name))
+        """The names that are needed and that the installed version does not have. Imports the engine."""
+        return tuple(name for name in self.names if not any(map(_exists, name.split(" or ")))) if self.needed else ()
 
     @property
     def works(self) -> bool:
-        """Whether the installed version has every name. Imports the engine."""
+        """Whether the case can be run: the installed version has every name, or does it itself. Imports the engine."""
         return not self.missing()
 
     def refusal(self) -> str:
         """Why the case cannot be run here, and what to do instead: one sentence."""
-        absent = ", ".join(name.partition(":")[2] for name in self.missing())
+        absent = ", ".join(" or ".join(each.partition(":")[2] for each in name.split(" or ")) for name in self.missing())
         return (
             f"{self.case} needs {absent} of {self.package}, which {self.package} {version_of(self.package)} does not have "
             f"(it was run on {self.versions}); {self.instead}"
@@ -83,6 +94,11 @@ def version_of(package: str) -> str:
         return "not installed"
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version, to compare it by."""
+    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+
 def _exists(name: str) -> bool:
     module, _, path = name.partition(":")
     try:
@@ -90,21 +106,17 @@ def _exists(name: str) -> bool:
     except ImportError:
         return False
     for part in path.split("."):
-        if inspect.isclass(found) and not hasattr(found, part):
-            return part in _assigned(found)  # an attribute of its instances ends the path
         if not hasattr(found, part):
-            return False
+            return isinstance(found, type) and part in _assigned(found.__mro__)  # an attribute of its instances ends the path
         found = getattr(found, part)
     return True
 
 
 @cache
-def _assigned(owner: type) -> frozenset[str]:
+def _assigned(bases: tuple[Any, ...]) -> frozenset[str]:
     """Names that a class and its bases annotate, or use as attributes in their methods."""
     return frozenset(
-        name
-        for base in owner.__mro__
-        for name in (*base.__dict__.get("__annotations__", ()), *(name for code in _codes(base) for name in code.co_names))
+        name for base in bases for name in (*inspect.get_annotations(base), *(name for code in _codes(base) for name in code.co_names))
     )
 
 
@@ -120,3 +132,37 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _nested(constant)
+
+
+_TORCH = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch"
+
+CORE_PATCHES = by_name(
+    Patch(
+        name="foreign-backward",
+        case="A backward that is not the engine's, through an output of its forward,",
+        names=("torch._C:_will_engine_execute_node",),
+        versions="torch 2.11 to 2.15",
+        link=f"{_TORCH}/autograd/graph.py#L664",
+        instead="call engine.backward(loss), or compute and backward the loss inside `with engine.frozen():`",
+    ),
+    Patch(
+        name="checkpoint-index",
+        case="The index of a checkpoint",
+        names=(
+            "torch.distributed.checkpoint.filesystem:_StorageInfo",
+            "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+        ),
+        versions="torch 2.11 to 2.15",
+        link=f"{_TORCH}/distributed/checkpoint/filesystem.py#L75",
+        instead="train without checkpoints, or save and load with one of these versions",
+    ),
+    Patch(
+        name="export-conversions",
+        case="An export of a model whose weights transformers converts",
+        names=("torch:Tensor._version", "torch:UntypedStorage._cdata"),
+        versions="torch 2.11 to 2.15",
+        link=f"{_TORCH}/storage.py#L42",
+        instead="export with one of these versions",
+    ),
+)
+"""What unishard itself needs on every engine."""

@@ -18,8 +18,8 @@ def part_of(tensor: Tensor) -> Part:
     """
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
-            if placement.is_shard(0):
-                mesh = tensor.device_mesh
+            mesh = tensor.device_mesh
+            if placement.is_shard(0) and mesh.size(axis) > 1:
                 rows = -(-len(tensor) // mesh.size(axis)) * mesh.get_local_rank(axis)
                 start = min(rows, len(tensor)) * tensor.shape[1:].numel()
                 return Part(tensor.shape, tensor.to_local().view(-1), start, mesh.get_group(axis))

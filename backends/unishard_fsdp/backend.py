@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FSDPBackend"]
 
-_ENGINES = {"fully_shard": "FSDPModule", "replicate": "ReplicateModule", "DistributedDataParallel": "DistributedDataParallel"}
+_ENGINES = {"fully_shard": "FSDPModule", "replicate": "FSDPModule", "DistributedDataParallel": "DistributedDataParallel"}
 
 
 class FSDPBackend:

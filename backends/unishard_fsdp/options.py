@@ -1,4 +1,4 @@
-"""The native config: the arguments of `fully_shard`, `replicate` or DistributedDataParallel as data. Imports no torch."""
+"""The native config: the arguments of `fully_shard` or DistributedDataParallel as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class FullyShard(_Arguments):
 
 
 class Replicate(_Arguments):
-    """`replicate()`: whole fp32 parameters on each rank with FSDP2's mixed precision."""
+    """`fully_shard` on a mesh of (ranks, 1): whole fp32 parameters on each rank with FSDP2's mixed precision."""
 
     data_parallel: Literal["replicate"]
     whole_units: list[str]

@@ -132,7 +132,7 @@ RULES: Mapping[str, Rule] = {
                 "no_shard in bf16 or fp16",
                 lambda cfg: cfg.sharding.strategy == "no_shard",
                 Fit.EXACT,
-                "replicate(): the masters and a copy in the compute format on each rank",
+                "fully_shard over groups of one rank: the masters and a copy in the compute format on each rank",
             ),
             When(
                 "shard_optimizer with native.fsdp.zero_redundancy_optimizer",

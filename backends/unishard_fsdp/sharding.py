@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate  # private path; the only one in torch 2.13
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -17,7 +18,6 @@ from unishard.engine.replica import broadcast
 from unishard.engine.units import Unit
 from unishard.engine.untrained import to_compute_format
 from unishard.errors import ModelError
-from unishard_fsdp.internals import mend_post_backward
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 
 __all__ = ["apply_fully_shard", "apply_replicate", "load"]
@@ -65,10 +65,10 @@ def _keep_attributes(apply: Apply, module: nn.Module) -> None:
         vars(parameter).update(attributes[name])
 
 
-def _mesh(device: torch.device, name: str, axes: Mesh | None = None) -> DeviceMesh:
-    """All ranks on one axis of this name, or those of a hybrid strategy."""
+def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
+    """All ranks on one axis, or those of a strategy with several copies."""
     if axes is None:
-        return init_device_mesh(device.type, (torch.distributed.get_world_size(),), mesh_dim_names=(name,))
+        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (axes.replicate, axes.shard), mesh_dim_names=("replicate", "shard"))
 
 
@@ -89,7 +89,7 @@ def apply_fully_shard(
     model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Config | None = None
 ) -> None:
     """`fully_shard` on each unit and the root; `frozen` as in `load`. Collective."""
-    mesh = _mesh(device, "shard", options.mesh)
+    mesh = _mesh(device, options.mesh)
     sizes = [unit.numel for unit in units]
     offload = OffloadPolicy()
     if options.offload_policy is not None:
@@ -106,29 +106,29 @@ def apply_fully_shard(
         )
 
     load(model, units, device, apply, frozen=frozen)
-    _set_reduction(model, unused=options.reduce_scatter_unused_params)
+    if options.reduce_scatter_unused_params:
+        cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
     if options.prefetch_numel:
         _set_prefetch(model, [unit.module for unit in units], sizes, options.prefetch_numel)
 
 
 def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
-    """`replicate()` on each unit, so that all-reduces overlap backward, and on the root. Collective.
+    """`fully_shard` over groups of one rank, on each unit, so that all-reduces overlap backward, and on the root. Collective.
 
     Raises:
         ModelError: A parameter has no dimensions.
     """
     scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
     if scalar:
-        raise ModelError(f"parameter {scalar} has no dimensions, which replicate() refuses (torch 2.13); give it the shape (1,)")
-    mesh = _mesh(device, "replicate")
-    load(model, units, device, lambda module: replicate(module, mesh=mesh, mp_policy=_policy(options.mp_policy, root=module is model)))
-    _set_reduction(model, unused=options.reduce_scatter_unused_params)
+        raise ModelError(f"parameter {scalar} has no dimensions, which fully_shard refuses (torch 2.13); give it the shape (1,)")
+    mesh = _mesh(device, Mesh(replicate=dist.get_world_size(), shard=1))
 
+    def apply(module: nn.Module) -> None:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=_policy(options.mp_policy, root=module is model))
 
-def _set_reduction(model: nn.Module, *, unused: bool) -> None:
-    if unused and isinstance(model, FSDPModule):
-        model.set_reduce_scatter_unused_params(True)
-    mend_post_backward(part for part in model.modules() if isinstance(part, FSDPModule))
+    load(model, units, device, apply)
+    if options.reduce_scatter_unused_params:
+        cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
 
 
 def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int) -> None:

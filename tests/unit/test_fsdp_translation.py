@@ -41,7 +41,7 @@ def test_every_field_has_a_rule_in_the_order_of_the_schema() -> None:
     ("strategy", "precision", "engine", "synced", "resharded"),
     [
         ("no_shard", "fp32", "DistributedDataParallel", "last", None),
-        ("no_shard", "bf16", "ReplicateModule", "last", "last"),
+        ("no_shard", "bf16", "FSDPModule", "last", "last"),
         ("shard_optimizer", "fp32", "FSDPModule", "last", "last"),
         ("shard_optimizer", "bf16", "FSDPModule", "last", "last"),
         ("shard_grad_op", "fp32", "FSDPModule", "every", "last"),

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private; where a chunk lies (torch 2.13)
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,  # private; the one enum in an index (torch 2.13)
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -23,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from unishard.checkpoint import dcp
 from unishard.errors import CheckpointError
 
 __all__ = ["FILE", "read"]
@@ -56,6 +55,8 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
+        if module == "pathlib._local":  # as Python 3.13 writes them; others have no such module
+            module = "pathlib"
         if name not in _ADMITTED.get(module, ()):
             _refuse(f"names {module}.{name}, which an index of tensors has no use for; do not open it with anything else")
         return super().find_class(module, name)
@@ -78,7 +79,9 @@ def read(folder: Path) -> Metadata:
 
     Raises:
         CheckpointError: There is none, it is damaged, or it names classes that have no place in it.
+        BackendError: This torch has another kind of index.
     """
+    dcp.require()
     path = folder / FILE
     try:
         data = path.read_bytes()
@@ -125,14 +128,15 @@ def _is_within(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
 
 def _is_place(place: Any) -> bool:
     numbers = isinstance(place.offset, int) and isinstance(place.length, int) and min(place.offset, place.length) >= 0
-    return isinstance(place, _StorageInfo) and isinstance(place.relative_path, str) and place.relative_path.isprintable() and numbers
+    return dcp.is_place(place) and isinstance(place.relative_path, str) and place.relative_path.isprintable() and numbers
 
 
 def _member(kind: Any, name: Any) -> Any:
     """What `getattr` may do in an index: Python 3.11.0 to 3.11.3 writes a member of an enum that way (enum.py, __reduce_ex__)."""
-    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+    member = dcp.memory_format(kind, name)
+    if member is None:
         _refuse("names builtins.getattr, which an index of tensors has no use for; do not open it with anything else")
-    return _MEM_FORMAT_ENCODING[name]
+    return member
 
 
 def _refuse(what: str) -> NoReturn:

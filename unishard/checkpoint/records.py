@@ -7,8 +7,9 @@ is made once for each of them.
 from __future__ import annotations
 
 import io
+import struct
+import zipfile
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ def _envelope(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     finally:
         torch.serialization.set_crc32_options(checks)
     record = buffer.getvalue()
-    reader: Any = torch._C.PyTorchFileReader(io.BytesIO(record))
-    begin = reader.get_record_offset("data/0")  # as torch's notes on serialization find it
+    begin = _offset_of_data(record)
     return record[:begin], record[begin + example.nbytes :]
+
+
+def _offset_of_data(record: bytes) -> int:
+    """Where the data begins: a record is a zip file that compresses nothing, and the local header of `data/0` stands before its data."""
+    with zipfile.ZipFile(io.BytesIO(record)) as archive:
+        (header,) = (entry.header_offset for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    name, extra = struct.unpack_from("<HH", record, header + 26)  # lengths of what follows the 30 bytes of the header
+    return int(header + 30 + name + extra)

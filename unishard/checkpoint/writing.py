@@ -20,10 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (  # private; what a reader of torch 2.13 expects in the index
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -37,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from unishard.checkpoint import keys
+from unishard.checkpoint import dcp, keys
 from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
@@ -224,7 +221,7 @@ class _Writer(FileSystemWriter):
             for item in plan.items:
                 begin = file.size
                 self._put(file, item, planner.resolve_data(item).detach().cpu())
-                results.append(WriteResult(item.index, file.size - begin, _StorageInfo(name, begin, file.size - begin)))
+                results.append(WriteResult(item.index, file.size - begin, dcp.place(name, begin, file.size - begin)))
         self.files[name] = (file.size, file.crc)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)

@@ -106,5 +106,5 @@ def _parameter_problems(parameter: nn.Parameter, sharding: Sharding) -> Iterator
     elif sharding.strategy != "no_shard" and parameter.dim() == 0:
         yield "has no dimensions, so it cannot be sharded; give it the shape (1,)"
     # torch 2.13 keeps both kinds of hooks in private attributes; sharding replaces the tensor they hang on.
-    elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    elif any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
         yield "has a gradient hook, which sharding would lose; remove it and work on the gradients between backward and step"

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from unishard.errors import ContractError
+from unishard.patches import CORE_PATCHES
 
 __all__ = ["Passing", "tensors_in"]
+
+_FOREIGN = CORE_PATCHES["foreign-backward"]
 
 
 class Passing(ABC):
@@ -92,9 +95,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _will_accumulate(leaf: Tensor) -> bool:
-    """Whether the running backward will leave a gradient on a leaf."""
+    """Whether the running backward will leave a gradient on a leaf.
+
+    Raises:
+        ContractError: This torch does not say.
+    """
+    if not _FOREIGN.works:
+        raise ContractError(_FOREIGN.refusal())
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # private; torch 2.13
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # of a leaf that `torch.autograd.grad` returns the gradient of, and leaves none on
         return False

@@ -20,9 +20,11 @@ from unishard.errors import CheckpointError
 from unishard.export import tokenizers
 from unishard.export.assets import Assets, Piece
 from unishard.export.sources import class_of, sources_of
+from unishard.patches import CORE_PATCHES
 
 __all__ = ["assets_of"]
 
+_VIEWS = CORE_PATCHES["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, and an export copies stretches of tensors"
 _INSTEAD = "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensors.Tensors), and call its save_pretrained"
 
@@ -60,6 +62,8 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, 
         By the name in the file, the name in the model; by the name in the file, what part of it, where it is not all; and a
         reason where the files would hold something else.
     """
+    if not _VIEWS.works:
+        return {}, {}, f"{type(model).__name__}: {_CONVERTED} ({_VIEWS.refusal()})"
     from transformers.core_model_loading import revert_weight_conversion
 
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private; what a reader of torch 2.13 expects in the index
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from unishard.checkpoint import metadata
+from unishard.checkpoint import dcp, metadata
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.foreign import plain
 
@@ -70,7 +69,7 @@ def add(folder: Path, values: Mapping[str, tuple[tuple[str | int, ...], Any]]) -
             torch.save(value, buffer)
             length = file.write(buffer.getbuffer())
             index.state_dict_metadata[name] = BytesStorageMetadata()
-            index.storage_data[MetadataIndex(name)] = _StorageInfo(path.name, at, length)
+            index.storage_data[MetadataIndex(name)] = dcp.place(path.name, at, length)
             index.planner_data[name] = place
             at += length
     fsync(path)

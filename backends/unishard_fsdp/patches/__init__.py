@@ -1,9 +1,115 @@
-"""The private names of torch that rare cases need: this table, and one module a case beside it. Imports no torch."""
+"""The private names of torch that rare cases need: this table, and one module a case beside it. Imports no torch.
+
+Every other module of this package uses documented names only.
+"""
 
 from __future__ import annotations
 
-from unishard.patches import by_name
+from unishard.patches import Patch, by_name
 
 __all__ = ["PATCHES"]
 
-PATCHES = by_name()
+_RUN = "torch 2.11 to 2.15"
+_SOURCE = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard"
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup."
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam."
+_GROUPS = (
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    f"{_STATE}_fsdp_param_groups or {_STATE}_fsdp_param_group",
+    f"{_GROUP}fsdp_params",
+)
+_SUMS = (
+    *_GROUPS,
+    f"{_GROUP}post_backward",
+    f"{_GROUP}reduce_grads",
+    f"{_PARAMETER}_unsharded_param",
+    f"{_PARAMETER}unsharded_param",
+    f"{_PARAMETER}unsharded_accumulated_grad",
+    f"{_PARAMETER}accumulate_unsharded_grad_if_needed",
+    f"{_PARAMETER}to_accumulated_grad_if_needed",
+    f"{_PARAMETER}reduce_dtype",
+)
+
+PATCHES = by_name(
+    Patch(
+        name="late-gradients",
+        case="Accumulation without reduction in bf16 or fp16, where a micro-batch leaves out a part of a unit,",
+        names=_SUMS,
+        versions="torch 2.11 to 2.14",
+        link=f"{_SOURCE}/_fsdp_collectives.py#L552",
+        instead="name the class of the module that is left out in sharding.units, or set native.fsdp.requires_gradient_sync to "
+        "every_micro_batch",
+        until="2.15",
+    ),
+    Patch(
+        name="hybrid-accumulation",
+        case="A hybrid strategy that averages between groups only at the end of a window",
+        names=(*_SUMS, f"{_GROUP}all_reduce_grads", f"{_GROUP}_partial_reduce_output", f"{_PARAMETER}padded_sharded_param_size"),
+        versions="torch 2.11 to 2.14",
+        link=f"{_SOURCE}/_fsdp_collectives.py#L634",
+        instead="nothing to do: gradients are averaged between groups in each micro-batch",
+        until="2.15",
+    ),
+    Patch(
+        name="whole-units",
+        case="sharding.whole_units with a sharded strategy",
+        names=(
+            *_GROUPS,
+            f"{_GROUP}post_backward",
+            f"{_GROUP}reduce_grads",
+            f"{_GROUP}_training_state",
+            "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState.POST_BACKWARD",
+            f"{_PARAMETER}_unsharded_param",
+            f"{_PARAMETER}unsharded_param",
+            f"{_PARAMETER}unsharded_accumulated_grad",
+            f"{_PARAMETER}sharded_param",
+        ),
+        versions=_RUN,
+        link=f"{_SOURCE}/_fsdp_state.py#L389",
+        instead="use every module in every forward and remove sharding.whole_units, or choose backend deepspeed",
+    ),
+    Patch(
+        name="discard",
+        case="engine.discard() in a window whose gradients are not reduced yet",
+        names=(
+            *_GROUPS,
+            f"{_GROUP}_partial_reduce_output",
+            f"{_PARAMETER}_unsharded_param",
+            f"{_PARAMETER}unsharded_accumulated_grad",
+        ),
+        versions="torch 2.11 to 2.14",
+        link=f"{_SOURCE}/_fsdp_param_group.py#L511",
+        instead="set native.fsdp.requires_gradient_sync to every_micro_batch",
+        until="2.15",
+    ),
+    Patch(
+        name="trainable-dtypes",
+        case="Parameters that are frozen or unfrozen after prepare in bf16 or fp16",
+        names=(*_GROUPS, f"{_GROUP}_init_mp_dtypes"),
+        versions=_RUN,
+        link=f"{_SOURCE}/_fsdp_param_group.py#L273",
+        instead="set requires_grad before unishard.prepare, or train in fp32",
+    ),
+    Patch(
+        name="foreign-backward",
+        case="A backward that is not the engine's, through an output of its forward,",
+        names=(*_GROUPS, f"{_PARAMETER}_unsharded_param"),
+        versions=_RUN,
+        link=f"{_SOURCE}/_fsdp_param.py",
+        instead="call engine.backward(loss), or compute and backward the loss inside `with engine.frozen():`",
+    ),
+    Patch(
+        name="ddp-buckets",
+        case="DistributedDataParallel on more than two ranks that adds up gradients in the same order after a restart",
+        names=(
+            "torch.nn.parallel:DistributedDataParallel._build_params_for_reducer",
+            "torch.nn.parallel:DistributedDataParallel.reducer",
+            "torch.distributed:Reducer._push_all_rebuilt_params",
+            "torch.distributed:Reducer._rebuild_buckets",
+        ),
+        versions=_RUN,
+        link="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/reducer.cpp#L1799",
+        instead="nothing to do: a resumed run differs from an uninterrupted one in the last digits of its first update",
+    ),
+)

@@ -1,0 +1,24 @@
+"""How a sharded module is asked for its groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["groups_of", "has_no_gradient"]
+
+
+def groups_of(modules: Iterable[Any]) -> list[Any]:
+    """The groups of parameters of sharded modules, in their order; one a module before torch 2.12."""
+    found = []
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        found += [group for group in groups if group is not None]
+    return found
+
+
+def has_no_gradient(parameter: Any) -> bool:
+    """Whether a gathered parameter of a group is trainable and has no gradient yet."""
+    gathered = parameter.unsharded_param
+    return bool(gathered.requires_grad) and gathered.grad is None and parameter.unsharded_accumulated_grad is None

@@ -1,0 +1,55 @@
+"""Modules that a rank may leave out (`sharding.whole_units`): every rank reduces the same parameters in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from unishard_fsdp.patches.groups import groups_of, has_no_gradient
+
+__all__ = ["fill_unused"]
+
+
+def fill_unused(modules: Iterable[Any], whole: Collection[Tensor], used: set[Tensor]) -> None:
+    """Let every rank reduce the same parameters in the same order, also where it did not use some of them.
+
+    Args:
+        modules: Sharded modules, the root first.
+        whole: Sharded parameters whose gradient counts as zero on a rank that does not use them.
+        used: Filled with those of them that this rank has used.
+    """
+    groups = groups_of(modules)
+    for group in groups:
+        filled = [parameter for parameter in group.fsdp_params if parameter.sharded_param in whole]
+        if filled:
+            group.post_backward = partial(_fill, group, filled, used, group.post_backward)
+    groups[0].post_backward = partial(_after_the_others, groups[:0:-1], groups[0].post_backward)
+
+
+def _fill(group: Any, filled: Sequence[Any], used: set[Tensor], post_backward: Callable[..., None], *unused: Any) -> None:
+    for parameter in filled:
+        if not hasattr(parameter, "_unsharded_param"):
+            continue
+        gathered = parameter.unsharded_param
+        if gathered.grad is not None:
+            used.add(parameter.sharded_param)
+        elif group.reduce_grads and has_no_gradient(parameter):
+            gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
+    post_backward(*unused)
+
+
+def _after_the_others(others: Sequence[Any], post_backward: Callable[..., None], *unused: Any) -> None:
+    """Reduce the root last, on every rank.
+
+    A module whose inputs need no gradient is reduced after the root, when backward has ended (_fully_shard/_fsdp_state.py,
+    FSDPState._root_post_backward_final_callback), else before it. Behind a tower that some ranks leave out, that differs between ranks.
+    """
+    for group in others:
+        if group._training_state is not TrainingState.POST_BACKWARD:
+            group.post_backward()
+    post_backward(*unused)

@@ -1,0 +1,66 @@
+"""Which parameters of each unit got a gradient in the micro-batches that are accumulated without reduction, seen by torch's own hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Usage"]
+
+
+class Usage:
+    """Watches the gathered parameters of sharded modules. Costs a call of `set.add` for each gradient."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Before the forward of the first micro-batch that is accumulated."""
+        self._gathered: dict[nn.Module, list[nn.Parameter]] = {}
+        self._used: set[Tensor] = set()
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        for module in modules:
+            # Behind FSDP2's own hook, which puts the gathered parameters into the module.
+            self._hooks[module] = module.register_forward_pre_hook(partial(self._enter, _own_names(module)))
+
+    def not_entered(self) -> list[nn.Module]:
+        """Modules whose forward has not run yet."""
+        return list(self._hooks)
+
+    def partly_used(self) -> list[nn.Module]:
+        """Modules of which some parameters have a gradient in this window and others have none."""
+        found = []
+        for module, parameters in self._gathered.items():
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            if 0 < sum(parameter in self._used for parameter in trained) < len(trained):
+                found.append(module)
+        return found
+
+    def forget(self) -> None:
+        """The window is over."""
+        self._used.clear()
+
+    def _enter(self, names: Mapping[str, None], module: nn.Module, args: Any) -> None:
+        self._hooks.pop(module).remove()
+        # A parameter that a module inside this one shares may be sharded now; it is watched there.
+        parameters = [module.get_parameter(name) for name in names]
+        self._gathered[module] = gathered = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        for parameter in gathered:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
+
+
+def _own_names(module: nn.Module) -> dict[str, None]:
+    """Names of a sharded module's parameters, without those of sharded modules inside it."""
+    return dict.fromkeys(name for name, _ in _own(module, ""))
+
+
+def _own(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters(recurse=False):
+        yield prefix + name, parameter
+    for name, child in module.named_children():
+        if not isinstance(child, FSDPModule):
+            yield from _own(child, f"{prefix}{name}.")

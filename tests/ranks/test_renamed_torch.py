@@ -1,0 +1,220 @@
+"""Each private name of torch under another one, as a next release might have it: ordinary runs go on, and only its own case is refused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from conforming import assert_conforms, configured, windows
+from playing import curve, own_share, play, refused, train, values
+from renaming import renamed
+from torch import nn
+from torch.nn import functional
+
+import unishard
+from unishard.patches import CORE_PATCHES
+from unishard.testing import oracle
+from unishard.testing.conformance import TOLERANCES
+from unishard.testing.models import Output, mlp
+from unishard_fsdp.patches import PATCHES
+
+PACKAGES = ("torch.distributed.fsdp", "torch.nn.parallel.distributed", "torch._C._distributed_c10d")
+NO_RENAMING = ("TrainingState.POST_BACKWARD", "FSDPParam.reduce_dtype")
+"""A member of an enum cannot be taken away, and a documented argument of `MixedPrecisionPolicy` has the name of the other."""
+
+
+def attributes(patch):
+    """The last word of each private name."""
+    paths = [each.partition(":")[2] for name in patch.names for each in name.split(" or ")]
+    return {path.rpartition(".")[2] for path in paths if path not in NO_RENAMING}
+
+
+@contextmanager
+def without(*patches):
+    """Within the block, this torch has no private name of these cases."""
+    names = set().union(*map(attributes, patches))
+    with ExitStack() as stack:
+        for name in sorted(names):
+            for package in PACKAGES:
+                stack.enter_context(renamed(package, name))
+        yield
+
+
+# -- ordinary runs ------------------------------------------------------------------------------------------------------------------
+
+ORDINARY = (
+    *(
+        (strategy, precision)
+        for strategy in ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+        for precision in ("fp32", "bf16")
+    ),
+)
+
+
+def ordinary():
+    """Runs with accumulation and clipping on a torch without any private name."""
+    found = {}
+    with without(*PATCHES.values()):
+        assert not any(patch.works for patch in PATCHES.values() if patch.needed)
+        for cell in ORDINARY:
+            with unishard.prepare(mlp(), configured("fsdp", *cell)) as engine:
+                found[cell] = curve(train(engine, own_share(8)))
+    return found
+
+
+@pytest.mark.parametrize("cell", ORDINARY, ids="-".join)
+def test_an_ordinary_run_needs_no_private_name(cell):
+    found = [curves[cell] for curves in values(play(((ordinary, ()),))[ordinary, ()])]
+    wanted = oracle.train(mlp(), windows(), configured("fsdp", cell[0], cell[1]), world=2)
+    for each in found:
+        assert_conforms(each, wanted, TOLERANCES[cell[1]])
+
+
+# -- the cases ----------------------------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Leaves out its second half when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = nn.Linear(12, 12)
+        self.sometimes = nn.Linear(12, 12)
+
+    def forward(self, x, both):
+        return self.always(x) + (self.sometimes(x) if both else 0.0)
+
+
+class Branching(nn.Module):
+    """A unit of which a micro-batch may leave out a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x, both):
+        logits = self.head(self.pair(x, both))
+        return Output(functional.cross_entropy(logits.float(), torch.arange(len(x))), logits)
+
+
+def branching(strategy, precision="fp32", **sharding):
+    return configured("fsdp", {"strategy": strategy, "units": ["Pair"]} | sharding, precision)
+
+
+def micro_batch(both):
+    return {"x": torch.randn(4, 12, generator=torch.Generator().manual_seed(3)), "both": both}
+
+
+def window(engine, *halves):
+    """One accumulation window."""
+    for both in halves:
+        engine.backward(engine(**micro_batch(both)).loss)
+        engine.step()
+
+
+def late_gradients():
+    with unishard.prepare(Branching(), branching("shard_optimizer", "bf16")) as engine:
+        window(engine, True, True)  # the ordinary window is none of its business
+        return refused(window, engine, False, True)
+
+
+def hybrid_accumulation():
+    with unishard.prepare(mlp(), configured("fsdp", {"strategy": "hybrid_shard", "group_size": 2})) as engine:
+        return refused(train, engine, own_share(4))
+
+
+def whole_units():
+    return refused(unishard.prepare, Branching(), branching("full_shard", whole_units=["Linear"]))
+
+
+def discard():
+    with unishard.prepare(mlp(), configured("fsdp", "shard_optimizer")) as engine:
+        first, *_ = own_share(1)
+        engine.backward(engine(**first).loss)
+        engine.step()
+        return refused(engine.discard)
+
+
+def trainable_dtypes():
+    with unishard.prepare(Branching(), branching("full_shard", "bf16")) as engine:
+        return refused(engine.set_trainable, "pair.sometimes", False)
+
+
+def foreign_backward():
+    with unishard.prepare(mlp(), configured("fsdp", "full_shard")) as engine:
+        first, *_ = own_share(1)
+        return refused(engine(**first).loss.backward)
+
+
+def ddp_buckets():
+    with unishard.prepare(mlp(), configured("fsdp", "no_shard")) as engine:
+        return refused(train, engine, own_share(4))
+
+
+SCENARIOS = {
+    "late-gradients": late_gradients,
+    "hybrid-accumulation": hybrid_accumulation,
+    "whole-units": whole_units,
+    "discard": discard,
+    "trainable-dtypes": trainable_dtypes,
+    "foreign-backward": foreign_backward,
+    "ddp-buckets": ddp_buckets,
+}
+"""A run that meets each case."""
+
+GO_ON = ("hybrid-accumulation", "ddp-buckets")
+"""Cases that are done in another way where a name is gone, with a warning."""
+
+
+def scenario(name, gone):
+    """What a run that meets a case is told, with the private names of that case gone or there."""
+    if not gone:
+        return SCENARIOS[name]()
+    with without(PATCHES[name]):
+        return SCENARIOS[name]()
+
+
+CASES = tuple((scenario, (name, gone)) for name in SCENARIOS for gone in (True, False))
+
+
+def told(name, gone):
+    cases = tuple(case for case in CASES if (case[1][0] in GO_ON) == (name in GO_ON))
+    return values(play(cases, 4 if name in GO_ON else 2)[scenario, (name, gone)])
+
+
+def test_every_case_has_a_run_that_meets_it():
+    assert set(SCENARIOS) == set(PATCHES)
+
+
+@pytest.mark.parametrize("name", sorted(set(SCENARIOS) - set(GO_ON)))
+def test_a_case_whose_private_names_are_gone_is_refused_in_one_sentence(name):
+    patch = PATCHES[name]
+    if not patch.needed:
+        pytest.skip(f"{patch.package} does it itself from {patch.until} on")
+    for message in told(name, True):
+        kind, _, text = message.partition(": ")
+        assert kind == ("ContractError" if name == "foreign-backward" else "BackendError")
+        assert patch.case.rstrip(",") in text
+        assert f"torch {torch.__version__.partition('+')[0]} does not have" in text
+        assert text.endswith(patch.instead)
+
+
+@pytest.mark.parametrize("name", GO_ON)
+def test_a_case_that_has_another_way_takes_it(name):
+    assert told(name, True) == ["nothing"] * len(told(name, True))
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_a_case_whose_private_names_are_there_is_not_refused(name):
+    for message in told(name, False):
+        assert ("does not have" in message, "this engine's" in message) == (False, name == "foreign-backward")
+
+
+def test_the_core_says_what_it_cannot_do(monkeypatch):
+    """Names of torch's C++ half; they are taken away, not renamed."""
+    monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    assert not CORE_PATCHES["foreign-backward"].works
+    assert "needs _will_engine_execute_node of torch" in CORE_PATCHES["foreign-backward"].refusal()
+    assert CORE_PATCHES["checkpoint-index"].works

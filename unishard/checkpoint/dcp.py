@@ -1,0 +1,44 @@
+"""The private classes that lie in the index of torch.distributed.checkpoint, looked up when an index is written or read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint import filesystem, metadata
+
+from unishard.patches import CORE_PATCHES
+
+__all__ = ["is_place", "memory_format", "place", "require"]
+
+_PATCH = CORE_PATCHES["checkpoint-index"]
+
+
+def require() -> None:
+    """Check that this torch has the index that we know, before one is written or read.
+
+    Raises:
+        BackendError: It has another.
+    """
+    _PATCH.require()
+
+
+def place(file: str, begin: int, length: int) -> Any:
+    """Where a record lies, as a reader of torch expects it in the index.
+
+    Args:
+        file: Name of the file in the directory.
+        begin: First byte.
+        length: Bytes.
+    """
+    return filesystem._StorageInfo(file, begin, length)
+
+
+def is_place(value: Any) -> bool:
+    """Whether a value from an index says where a record lies."""
+    return isinstance(value, filesystem._StorageInfo)
+
+
+def memory_format(kind: Any, name: Any) -> Any:
+    """The member of the one enum in an index that a pickle names; None where it names something else."""
+    known = metadata._MEM_FORMAT_ENCODING
+    return known[name] if kind is known and name in known.__members__ else None
