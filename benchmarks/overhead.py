@@ -139,7 +139,8 @@ def torch_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
 
 def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     from unishard_deepspeed import build as building
-    from unishard_deepspeed import internals, start
+    from unishard_deepspeed import start
+    from unishard_deepspeed.patches.units import reduce_units_by_parameter
 
     module, topology = build(model), ensure(unishard.Topology.from_environment())
     device, deepspeed = device_of(topology), start.load(topology)
@@ -149,7 +150,8 @@ def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     optimizer = factory(cfg.optimizer, module)(module.to(device).named_parameters())
     with start.hushed():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
-    internals.reduce_units_by_parameter(engine.optimizer)  # else the engines would differ, not only the loops
+    if cfg.sharding.strategy == "full_shard":
+        reduce_units_by_parameter(engine.optimizer, list(module.parameters()))  # else the engines would differ, not only the loops
     groups, factor = engine.optimizer.param_groups, rate(cfg)
     accumulation = cfg.training.gradient_accumulation_steps
 

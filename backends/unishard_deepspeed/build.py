@@ -20,8 +20,14 @@ from unishard.engine.replica import broadcast
 from unishard.engine.units import find_units, find_whole
 from unishard.process_group import device_of
 from unishard.topology import Topology
-from unishard_deepspeed import internals, partitioning, start
+from unishard_deepspeed import partitioning, start
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
+from unishard_deepspeed.inner import Inner
+from unishard_deepspeed.originals import put_right
+from unishard_deepspeed.patches.building import allow_fp16, forget_groups, keeping_groups
+from unishard_deepspeed.patches.kinds import kind_of, require_for
+from unishard_deepspeed.patches.units import reduce_units_by_parameter
+from unishard_deepspeed.patches.updates import average_between_groups
 from unishard_deepspeed.replicas import replicas_of
 from unishard_deepspeed.untrained import DeepSpeedUntrainedEngine
 from unishard_deepspeed.whole import WholeUnits
@@ -44,43 +50,43 @@ def build(
     """
     deepspeed = start.load(topology)
     start.require_files(cfg)
-    device, formats = device_of(topology), cfg.precision
+    device, formats, kind = device_of(topology), cfg.precision, kind_of(cfg)
     settings, replicas = adapted(native, model, units), replicas_of(cfg, topology, device.type)
+    require_for(cfg, device.type, trains=optimizer is not None, units=bool(units), groups=replicas is not None)
     if formats.compute == "fp16":
-        internals.allow_fp16()
+        allow_fp16()
     if optimizer is None:
         partitioning.partition(deepspeed, model, cfg, settings, device, replicas, train=False)
         with start.hushed():
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
-            internals.forget_groups()
+            forget_groups()
         return DeepSpeedUntrainedEngine(cfg, engine, device, _casting(model, cfg, units))
     left_out = find_whole(model, cfg.sharding)  # now, while parameters have their sizes
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if settings["zero_optimization"]["stage"] == 3:
+    if kind == "stage-3":
         materialization.stand_in(model.parameters(), device)  # an optimizer refuses the meta device, and the shapes of parts
-        client_optimizer = optimizer(named)
+        inner = Inner(optimizer(named))
         originals = partitioning.partition(deepspeed, model, cfg, settings, device, replicas, train=True)
     else:
         materialization.materialize([*model.parameters(), *model.buffers()], device)
         broadcast([*model.parameters(), *model.buffers()])
-        client_optimizer = optimizer(named)
+        inner = Inner(optimizer(named))
         # DeepSpeed puts low tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
         originals = [(parameter, parameter.data) for _, parameter in named] if formats.compute != formats.master else []
-    keeping = internals.keeping_groups(client_optimizer) if settings["zero_optimization"]["stage"] else nullcontext()
-    with start.hushed(), keeping:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=settings, dist_init_required=False, mpu=replicas)
+    if kind == "stage-0":
+        settings["gradient_clipping"] = 0.0  # by a norm that is discarded, or of rounded gradients; see TorchClipping
+    with start.hushed(), keeping_groups(inner.optimizer) if kind != "stage-0" else nullcontext():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=inner.optimizer, config=settings, dist_init_required=False, mpu=replicas)
     if replicas is not None:
-        internals.forget_groups()
-        internals.average_between_groups(engine.optimizer, replicas.get_model_parallel_group())
-    internals.undo_first_step(engine.optimizer)
-    internals.set_masters(engine.optimizer, originals)
-    whole = WholeUnits(engine, left_out, units)
-    internals.reduce_units_by_parameter(engine.optimizer)
-    if formats.accumulate == "fp32":
-        internals.accumulate_in_fp32(engine.optimizer)
+        forget_groups()
+        average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
+    put_right(cfg, inner, originals)
+    whole = WholeUnits(engine, left_out, units, kind)
+    if kind == "stage-3":
+        reduce_units_by_parameter(engine.optimizer, inner.trained)
     whole.reduce_last()
-    return DeepSpeedTrainingEngine(cfg, engine, device, _casting(model, cfg, units), whole)
+    return DeepSpeedTrainingEngine(cfg, engine, inner, device, _casting(model, cfg, units), whole)
 
 
 def _casting(model: nn.Module, cfg: Config, units: Sequence[str]) -> list[RemovableHandle]:

@@ -9,8 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
+from unishard.config import Config
 from unishard.engine.norm import norm_of
-from unishard_deepspeed import internals
+from unishard_deepspeed.access import give_gradients
+from unishard_deepspeed.inner import Inner
+from unishard_deepspeed.patches import PATCHES
+from unishard_deepspeed.patches.kinds import kind_of, require
+from unishard_deepspeed.patches.updates import clip_to, divide_gradients, making_every_update
 
 __all__ = ["Clipping", "clipping_of"]
 
@@ -26,33 +31,46 @@ class Clipping(Protocol):
         ...
 
 
-def clipping_of(engine: Any, *, skips: bool) -> Clipping:
+def clipping_of(cfg: Config, engine: Any, inner: Inner) -> Clipping:
     """What suits the optimizer that a DeepSpeed engine runs.
 
     Args:
+        cfg: What runs.
         engine: Of `deepspeed.initialize`.
-        skips: Whether an update that is not finite is left out.
+        inner: The torch optimizer in it.
     """
-    return TorchClipping(engine, skips=skips) if engine.zero_optimization_stage() == 0 else EngineClipping(engine, skips=skips)
+    return TorchClipping(cfg, engine, inner) if engine.zero_optimization_stage() == 0 else EngineClipping(cfg, engine)
 
 
 class EngineClipping:
-    """DeepSpeed's optimizer divides, clips and keeps the norm, and leaves out an update that is not finite, unless it is kept from it."""
+    """DeepSpeed's optimizer clips and keeps the norm, and leaves out an update that is not finite, unless it is kept from it."""
 
-    def __init__(self, engine: Any, *, skips: bool) -> None:
+    def __init__(self, cfg: Config, engine: Any) -> None:
         self._engine = engine
-        self._skips = skips
+        self._kind = kind_of(cfg)
+        self._skips = cfg.training.nonfinite != "ignore"
+        self._limit = cfg.training.gradient_clipping or 0.0
+        """What the optimizer clips to, 0 for no clipping."""
+        self._divisor = 1.0
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
-        """Set the optimizer's own limit (0 switches it off) and divisor."""
-        self._engine.optimizer.clip_grad = max_norm or 0.0
-        internals.divide_gradients(self._engine.optimizer, divisor)
+        """Set the optimizer's own limit and divisor, where they are others than before."""
+        if (max_norm or 0.0) != self._limit:
+            PATCHES["clipping"].require()
+            self._limit = max_norm or 0.0
+            clip_to(self._engine.optimizer, self._limit)
+        if divisor != 1 or self._divisor != 1:
+            require("divided", self._kind)
+            self._divisor = divisor
+            divide_gradients(self._engine.optimizer, divisor, self._kind)
 
     def step(self) -> tuple[float, bool]:
         """Read both off the engine. The norm of an update that was left out is infinite."""
-        with nullcontext([False]) if self._skips else internals.making_every_update(self._engine.optimizer) as invalid:
+        with nullcontext([False]) if self._skips else making_every_update(self._engine.optimizer, self._kind) as invalid:
             self._engine.step()
-        internals.divide_gradients(self._engine.optimizer, 1.0)
+        if self._divisor != 1:
+            self._divisor = 1.0
+            divide_gradients(self._engine.optimizer, 1.0, self._kind)
         norm = math.inf if any(invalid) else float(self._engine.get_global_grad_norm())
         return norm, bool(self._engine.was_step_applied()) or not self._skips
 
@@ -64,17 +82,17 @@ class TorchClipping:
     moe/utils.py, split_params_grads_into_shared_and_expert_params).
     """
 
-    def __init__(self, engine: Any, *, skips: bool) -> None:
-        internals.without_own_clipping(engine)
+    def __init__(self, cfg: Config, engine: Any, inner: Inner) -> None:
         self._engine = engine
-        self._skips = skips
+        self._inner = inner
+        self._kind = kind_of(cfg)
+        self._skips = cfg.training.nonfinite != "ignore"
         self._max_norm: float | None = None
         self._divisor = 1.0
         self._norm = math.inf
-        inner = internals.torch_optimizer(engine.optimizer)
-        self._measures = inner is not engine.optimizer
-        """Whether DeepSpeed's own optimizer is around it, which takes a norm too."""
-        inner.register_step_pre_hook(self._before_update)
+        self._overflows = cfg.precision.compute == "fp16"
+        """Whether DeepSpeed's norm may be infinite where ours is not."""
+        inner.optimizer.register_step_pre_hook(self._before_update)
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
         """Remember both for the hook."""
@@ -83,10 +101,10 @@ class TorchClipping:
     def step(self) -> tuple[float, bool]:
         """What the hook found; where DeepSpeed leaves the update out, it does not run."""
         self._norm = math.inf
+        give_gradients(self._inner.trained)
         # DeepSpeed's norm is of gradients rounded to fp16, so that a sum beyond 65504 would be left out though it is finite in fp32.
         # What is not finite in fp32 it still leaves out, by another check before.
-        internals.give_wide_gradients(self._engine.optimizer)
-        with internals.making_every_update(self._engine.optimizer) if self._measures else nullcontext():
+        with making_every_update(self._engine.optimizer, self._kind) if self._overflows else nullcontext():
             self._engine.step()
         return self._norm, math.isfinite(self._norm) or not self._skips
 

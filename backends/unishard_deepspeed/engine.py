@@ -15,10 +15,14 @@ from unishard.engine import TrainingEngine
 from unishard.engine.optimizer_state import StateSpec
 from unishard.errors import CheckpointError
 from unishard.parts import Part
-from unishard_deepspeed import internals
 from unishard_deepspeed.access import Access
 from unishard_deepspeed.clipping import clipping_of
-from unishard_deepspeed.internals import parts
+from unishard_deepspeed.holding import MasterFacts, parameter_bytes, units
+from unishard_deepspeed.inner import Inner
+from unishard_deepspeed.patches.building import forget
+from unishard_deepspeed.patches.kinds import kind_of, require
+from unishard_deepspeed.patches.state import copy_masters, find_states, keep_parts_alone
+from unishard_deepspeed.stale import Stale
 from unishard_deepspeed.state import OptimizerState
 from unishard_deepspeed.unused import Unused
 from unishard_deepspeed.whole import WholeUnits
@@ -29,16 +33,22 @@ __all__ = ["DeepSpeedTrainingEngine"]
 class DeepSpeedTrainingEngine(TrainingEngine):
     """unishard's loop around a `DeepSpeedEngine`."""
 
-    def __init__(self, cfg: Config, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle], whole: WholeUnits) -> None:
+    def __init__(
+        self, cfg: Config, engine: Any, inner: Inner, device: torch.device, hooks: Sequence[RemovableHandle], whole: WholeUnits
+    ) -> None:
         super().__init__(cfg, engine.module, engine.optimizer, device)
         self._engine = engine
-        self._clipping = clipping_of(engine, skips=cfg.training.nonfinite != "ignore")
-        self._access = Access(engine)
+        self._inner = inner
+        self._kind = kind_of(cfg)
+        self._masters = MasterFacts(self._kind, inner)
+        self._clipping = clipping_of(cfg, engine, inner)
+        self._access = Access(cfg, engine, inner)
         self._hooks = hooks
         """On the model; they go with the engine."""
         self._whole = whole
-        self._unused = Unused(engine.optimizer, device)
-        self._state = OptimizerState(engine.optimizer, self._unused.masters, self._access)
+        self._stale = Stale(cfg, engine.optimizer)
+        self._unused = Unused(cfg, engine.optimizer, inner, device, self._stale.broken)
+        self._state = OptimizerState(engine.optimizer, inner, self._unused.masters, self._access, self._kind)
         self._forward_is_collective = engine.zero_optimization_stage() == 3
         # Before DeepSpeed's own hooks on the outputs, which some stages fail in when a backward is not the engine's.
         # A function, not a method: copying the model, as for an average of its weights, must not copy the engine.
@@ -60,6 +70,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         # as it runs before the one that `backward` sets on it (DeepSpeed 0.19.8, runtime/engine.py, _backward_prologue_per_tensor).
         self._engine.backward(loss.view(()), scale_wrt_gas=False)
         self._whole.drop()
+        self._unused.note()
 
     def _begin_micro_batch(self, *, last: bool) -> None:
         """DeepSpeed learns of the end of a window from `step`."""
@@ -70,19 +81,17 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         with self._access.finished():
             outcome = self._clipping.step()
         self._unused.forget()
-        internals.clear_stale_gradients(self._optimizer)
-        parts.clear_offloaded(self._optimizer)
+        self._stale.clear(updated=outcome[1])
         return outcome
 
     def placement(self) -> Placement:
         """What the engine really holds, read off its live tensors."""
-        masters = internals.master_tensors(self._optimizer)
         return Placement(
             engine=type(self._engine).__name__,
-            units=internals.units(self._engine),
-            master_dtypes=frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in masters),
-            master_numel=sum(tensor.numel() for tensor in masters),
-            param_bytes=internals.parameter_bytes(self._module.parameters()),
+            units=units(self._engine),
+            master_dtypes=self._masters.dtypes,
+            master_numel=self._masters.numel,
+            param_bytes=parameter_bytes(self._module.parameters()),
         )
 
     def _finish_gradients(self) -> None:
@@ -102,24 +111,26 @@ class DeepSpeedTrainingEngine(TrainingEngine):
 
     def _drop_gradients(self) -> None:
         self._access.drop()
+        self._stale.clear()
         self._unused.forget()
 
     def _stepping(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = internals.torch_optimizer(self._optimizer)
-        return optimizer
+        return self._inner.optimizer
 
     def _settle_state(self) -> None:
         """Let nothing be gathered, so that parts are all there is. Collective.
 
         Raises:
             CheckpointError: Parameters lie in files.
+            BackendError: DeepSpeed has not the names for it.
         """
+        require("checkpoints", self._kind)
         if self._cfg.offload.params == "nvme":
             raise CheckpointError(
                 "offload.params: nvme keeps the parameters in files, which DeepSpeed 0.19.8 reads and writes whole, through buffers of its "
                 "own; set offload.params to cpu to save or load a checkpoint"
             )
-        internals.keep_parts_alone(self._optimizer)
+        keep_parts_alone(self._optimizer, self._kind)
 
     def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Part]:
         return self._state.parts(parameter)
@@ -131,8 +142,8 @@ class DeepSpeedTrainingEngine(TrainingEngine):
     def _state_loaded(self) -> None:
         """Bring every other copy up to masters that were written, and let DeepSpeed find the optimizer's state. Collective."""
         self._drop_gradients()
-        internals.copy_masters(self._optimizer)
-        internals.find_states(self._optimizer)
+        copy_masters(self._optimizer, self._inner, self._kind)
+        find_states(self._optimizer, self._kind)
 
     def _release(self) -> None:
         self._unused.remove()
@@ -140,5 +151,5 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         for hook in self._hooks:
             hook.remove()
         self._engine.destroy()
-        internals.forget(self._engine)
-        del self._engine, self._clipping, self._access, self._state, self._unused, self._whole
+        forget(self._engine)
+        del self._engine, self._inner, self._clipping, self._access, self._state, self._stale, self._unused, self._whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,22 +32,29 @@ class Masters:
     whole, or not at all, is never split and costs nothing.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Mapping[Tensor, Sequence[Piece]], settle: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, find: Callable[[], Mapping[Tensor, Sequence[Piece]]], settle: Callable[[], None]
+    ) -> None:
         """Watch an optimizer.
 
         Args:
             optimizer: Its groups hold the masters while it steps.
-            pieces: What each master consists of; padding is in no piece.
+            find: Says what each master consists of; padding is in no piece. Called when a parameter stays for the first time.
             settle: Called when the optimizer is about to step: `left_out` must be known then.
         """
         self.left_out: set[Tensor] = set()
         """Parameters that the next step does not move."""
         self._optimizer = optimizer
-        self.pieces = pieces
+        self._find = find
         self._settle = settle
         self._split: dict[Tensor, list[tuple[Piece, Tensor]]] = {}
         self._stepping: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+
+    @cached_property
+    def pieces(self) -> Mapping[Tensor, Sequence[Piece]]:
+        """What each master on this rank consists of."""
+        return self._find()
 
     def remove(self) -> None:
         """Let go of the optimizer."""

@@ -5,10 +5,12 @@ Left to itself, `deepspeed.initialize` takes a whole model on each rank, rounds 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.config import Config
@@ -16,7 +18,8 @@ from unishard.engine.formats import DTYPES
 from unishard.engine.materialization import materialize
 from unishard.engine.replica import broadcast
 from unishard.engine.untrained import to_compute_format
-from unishard_deepspeed import internals, start
+from unishard_deepspeed import start
+from unishard_deepspeed.patches.building import swapper_of
 from unishard_deepspeed.replicas import Replicas
 
 __all__ = ["partition"]
@@ -49,25 +52,55 @@ def partition(
     """
     with start.hushed():
         deepspeed.init_distributed(dist_init_required=False)  # takes up the group that is there, as `initialize` does
-        group = None if replicas is None else replicas.get_data_parallel_group()
-        init = deepspeed.zero.Init(config_dict_or_path=settings, data_parallel_group=group, mpu=replicas)
+    group = None if replicas is None else replicas.get_data_parallel_group()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     low = cfg.precision.compute != "fp32"
-    parts = []
-    for parameter in list(model.parameters()):
-        materialize([parameter], device)
-        broadcast([parameter])
-        parameter.data = parameter.data.contiguous()
-        if not train:
-            to_compute_format([parameter], cfg)
-        whole = parameter.data.view(-1)
-        if low and parameter.is_floating_point():
-            parameter.data = parameter.data.to(DTYPES[cfg.precision.compute])
-        internals.partition(init, parameter)
-        if train and parameter.requires_grad and cfg.precision.compute != cfg.precision.master:
-            size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-            rank: int = parameter.ds_zero_partition_rank  # type: ignore[attr-defined]
-            parts.append((parameter, whole[size * rank :][:size].clone()))
+    shared: dict[str, Any] = {}
+    originals = []
+    for parameters in _batches(list(model.parameters())):
+        for parameter in parameters:
+            materialize([parameter], device)
+            broadcast([parameter])
+            parameter.data = parameter.data.contiguous()
+            if not train:
+                to_compute_format([parameter], cfg)
+            whole = parameter.data.view(-1)
+            if low and parameter.is_floating_point():
+                parameter.data = parameter.data.to(DTYPES[cfg.precision.compute])
+            if train and parameter.requires_grad and cfg.precision.compute != cfg.precision.master:
+                size = -(-whole.numel() // ranks)
+                originals.append((parameter, whole[size * rank :][:size].clone()))
+            del whole
+        sizes = [parameter.numel() for parameter in parameters]
+        with start.hushed():
+            init = deepspeed.zero.Init(
+                module=nn.ParameterList(parameters), config_dict_or_path=settings, data_parallel_group=group, mpu=replicas, **shared
+            )
+        if cfg.offload.params == "nvme":
+            shared = {"param_swapper": swapper_of(init)}
+        for parameter, size in zip(parameters, sizes, strict=True):
+            _clear_padding(parameter, size, rank)
     buffers = list(model.buffers())
     materialize(buffers, device)
     broadcast(buffers)
-    return parts
+    return originals
+
+
+def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters that are whole at a time: no more elements than the largest has, since each `deepspeed.zero.Init` reads the JSON anew."""
+    largest, batch, elements = max((parameter.numel() for parameter in parameters), default=0), list[nn.Parameter](), 0
+    for parameter in parameters:
+        if batch and elements + parameter.numel() > largest:
+            yield batch
+            batch, elements = [], 0
+        batch.append(parameter)
+        elements += parameter.numel()
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def _clear_padding(parameter: Any, size: int, rank: int) -> None:
+    """Zero what this rank's part has beyond the end of the parameter; DeepSpeed leaves there what was in memory."""
+    part = parameter.ds_tensor
+    part[max(0, size - part.numel() * rank) :].zero_()

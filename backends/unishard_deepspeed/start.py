@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -16,9 +17,15 @@ import torch.distributed as dist
 
 from unishard.config import Config
 from unishard.errors import BackendError
+from unishard.patches import version_of
+from unishard.process_group import device_of
 from unishard.topology import Topology
+from unishard_deepspeed.patches.building import compile_nothing, leave_process_group
 
-__all__ = ["hushed", "load", "require_files"]
+__all__ = ["OLDEST", "hushed", "load", "require_files"]
+
+OLDEST = (0, 19, 8)
+"""The first version that adds up in fp32 what stage 2 reduces in bf16 and fp16 (runtime/zero/stage_1_and_2.py)."""
 
 _EXPECTED = (
     # About every torch optimizer but Adam, AdamW and Adagrad; unishard's suite is the test.
@@ -33,27 +40,63 @@ _world: Any = None
 
 
 def load(topology: Topology) -> ModuleType:
-    """DeepSpeed, imported and set up for this process. Safe to call again, also after the process group was restarted."""
+    """DeepSpeed, imported and set up for this process. Safe to call again, also after the process group was restarted.
+
+    Raises:
+        BackendError: It is too old, would compute on another kind of device than the model, or cannot forget a process group.
+    """
     global _world
-    # DeepSpeed insists on this variable of a launcher, also while it trains (DeepSpeed 0.19.8, runtime/engine.py and zero/utils.py).
-    os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _require_version()
+    device = device_of(topology)
+    _say_where(device, topology)
     with hushed():
         import deepspeed
-        from deepspeed.comm import comm
-        from deepspeed.utils import groups
+        from deepspeed.accelerator import get_accelerator
+    if get_accelerator().device_name() != device.type:
+        raise BackendError(
+            f"DeepSpeed was imported for {get_accelerator().device_name()} before unishard.prepare, which computes on {device.type}; "
+            "unset DS_ACCELERATOR, or let unishard import DeepSpeed"
+        )
     # torch 2.13 renames two collectives; DeepSpeed 0.19.8, comm/torch.py, still calls them by their old names.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
     _quieten(logging.getLogger("DeepSpeed"))
-    # Would be compiled for half a minute at first use, and only inference calls it (DeepSpeed 0.19.8, comm/torch.py, build_shm_op).
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device.type == "cpu":
+        compile_nothing()
     if _world is not None and _world is not dist.group.WORLD:
-        # DeepSpeed keeps clones of a group that is gone (DeepSpeed 0.19.8, comm/comm.py and utils/groups.py).
-        groups._release_process_group_references()
-        comm.cdb = None
+        leave_process_group()
     _world = dist.group.WORLD
     return deepspeed  # type: ignore[no-any-return]
+
+
+def _require_version() -> None:
+    installed = version_of("deepspeed")
+    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BackendError(
+            f"backend deepspeed needs deepspeed>={oldest}, and {installed} is installed, which rounds gradients in shard_grad_op with "
+            f"bf16 that are to be added up in fp32; pip install -U 'deepspeed>={oldest}'"
+        )
+
+
+def _say_where(device: torch.device, topology: Topology) -> None:
+    """Put the device of this rank into the environment, where DeepSpeed looks for it.
+
+    Raises:
+        BackendError: The user has put another kind of device there.
+    """
+    asked = os.environ.setdefault("DS_ACCELERATOR", "cpu") if device.type == "cpu" else os.environ.get("DS_ACCELERATOR", "cuda")
+    if asked != device.type:
+        raise BackendError(
+            f"DS_ACCELERATOR={asked} is set, but this rank computes on {device.type}; unset DS_ACCELERATOR"
+            + (", or hide the devices with CUDA_VISIBLE_DEVICES= to train on the CPU" if asked == "cpu" else "")
+        )
+    # DeepSpeed takes the launcher's local rank for the number of the device, also while it trains, and asserts that MPI's is the same
+    # (DeepSpeed 0.19.8, runtime/engine.py, zero/partition_parameters.py and zero/utils.py).
+    if device.type == "cpu":
+        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))
+        return
+    for name in ("LOCAL_RANK", *(name for name in ("OMPI_COMM_WORLD_LOCAL_RANK",) if name in os.environ)):
+        os.environ[name] = str(device.index)
 
 
 def require_files(cfg: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 from unishard.engine.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard.parts import Part
-from unishard_deepspeed import internals
 from unishard_deepspeed.access import Access
+from unishard_deepspeed.inner import Inner
 from unishard_deepspeed.masters import Masters, Piece
+from unishard_deepspeed.patches.kinds import Kind
+from unishard_deepspeed.patches.state import forget_states, groups_of_masters
 
 __all__ = ["OptimizerState"]
 
@@ -20,22 +23,31 @@ __all__ = ["OptimizerState"]
 class OptimizerState:
     """Reads the state in parts, and makes it anew."""
 
-    def __init__(self, optimizer: Any, masters: Masters, access: Access) -> None:
-        """Look where each parameter lies.
+    def __init__(self, optimizer: Any, inner: Inner, masters: Masters, access: Access, kind: Kind) -> None:
+        """Remember where to look.
 
         Args:
             optimizer: DeepSpeed's.
-            masters: Of the torch optimizer inside it, and how they are split.
+            inner: The torch optimizer inside it.
+            masters: Of the torch optimizer, and how they are split.
             access: Says what this rank holds of a master.
+            kind: Of the optimizer.
         """
         self._optimizer = optimizer
-        self._torch = internals.torch_optimizer(optimizer)
+        self._inner = inner
+        self._torch = inner.optimizer
         self._masters = masters
         self._access = access
-        self._groups = internals.groups_of_masters(optimizer)
-        self._places: dict[nn.Parameter, tuple[Tensor, Piece]] = {
-            piece.parameter: (master, piece) for master, pieces in masters.pieces.items() for piece in pieces
-        }
+        self._kind = kind
+
+    @cached_property
+    def _groups(self) -> dict[Tensor, dict[str, Any]]:
+        return groups_of_masters(self._optimizer, self._inner, self._kind)
+
+    @cached_property
+    def _places(self) -> dict[nn.Parameter, tuple[Tensor, Piece]]:
+        """Where each parameter lies."""
+        return {piece.parameter: (master, piece) for master, pieces in self._masters.pieces.items() for piece in pieces}
 
     def parts(self, parameter: nn.Parameter) -> dict[str, Part]:
         """What this rank holds of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty where it holds nothing."""
@@ -52,7 +64,7 @@ class OptimizerState:
 
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """Forget all state and make that of some parameters anew; the others have none, as before their first update."""
-        internals.forget_states(self._optimizer)
+        forget_states(self._inner, self._kind)
         self._masters.forget()
         for master, pieces in self._masters.pieces.items():
             wanted = [specs.get(piece.parameter) for piece in pieces]

@@ -13,8 +13,10 @@ from unishard.backend import Placement
 from unishard.config import Config
 from unishard.engine.untrained import UntrainedEngine
 from unishard.parts import Part
-from unishard_deepspeed import internals
-from unishard_deepspeed.internals import parts
+from unishard_deepspeed.holding import parameter_bytes, units
+from unishard_deepspeed.patches import parts
+from unishard_deepspeed.patches.building import forget
+from unishard_deepspeed.patches.kinds import require
 
 __all__ = ["DeepSpeedUntrainedEngine"]
 
@@ -36,21 +38,22 @@ class DeepSpeedUntrainedEngine(UntrainedEngine):
         """What the engine really holds, read off its live tensors."""
         return Placement(
             engine=type(self._engine).__name__,
-            units=internals.units(self._engine),
+            units=units(self._engine),
             master_dtypes=frozenset(),
             master_numel=0,
-            param_bytes=internals.parameter_bytes(self._module.parameters()),
+            param_bytes=parameter_bytes(self._module.parameters()),
         )
 
     def _master_part(self, parameter: nn.Parameter) -> Part:
-        return parts.master_part(self._engine.optimizer, parameter)
+        require("masters", "stage-3")
+        return parts.master_part(self._engine.optimizer, None, parameter, "stage-3")
 
     def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        parts.low_precision_copy(self._engine.optimizer, parameter, whole)
+        parts.low_precision_copy(parameter, whole, "stage-3")
 
     def _release(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._engine.destroy()
-        internals.forget(self._engine)
+        forget(self._engine)
         del self._engine

@@ -100,7 +100,7 @@ def test_what_an_engine_is() -> None:
 
 def test_what_a_backend_is() -> None:
     assert members(Backend) == {
-        *("name", "requires", "rules", "constants", "translate", "prepare"),
+        *("name", "requires", "tested", "patches", "rules", "constants", "translate", "prepare"),
         *("keys", "expressions", "parse", "arguments", "checkpoint_formats"),
     }
 

@@ -15,7 +15,8 @@ from torch.nn import functional
 import unishard
 from unishard.engine.optimizer_state import StateSpec
 from unishard.testing.models import Output, mlp
-from unishard_deepspeed.internals import master_tensors, torch_optimizer
+from unishard_deepspeed.patches.kinds import kind_of
+from unishard_deepspeed.patches.masters import master_tensors
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 BEFORE, AFTER = 3, 3
@@ -303,7 +304,7 @@ def whole(strategy, precision):
         train(engine, 7, 8)  # what it has of its own is forgotten
         engine.set_trainable("head", True)
         load(engine, parts, named(engine, by_name))
-        inner = torch_optimizer(engine.optimizer)
+        inner = engine._inner.optimizer
         entries = sum(bool(state) for state in inner.state.values())
         steps = [state["step"] for state in inner.state.values()]
         moments = {}
@@ -315,7 +316,7 @@ def whole(strategy, precision):
                 moments[name] = torch.equal(stretch, part.values.to(engine.device))
         return {
             "entries": entries,
-            "masters": len(master_tensors(engine.optimizer)),
+            "masters": len(master_tensors(engine.optimizer, engine._inner, kind_of(engine._cfg))),
             "shared": len(steps) - len({step.data_ptr() for step in steps}),
             "moments": moments,
             "losses": (read, train(engine, BEFORE, BEFORE + AFTER)),

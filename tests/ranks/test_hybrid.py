@@ -19,7 +19,8 @@ import unishard
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
-from unishard_deepspeed.internals import master_tensors
+from unishard_deepspeed.patches.kinds import kind_of
+from unishard_deepspeed.patches.masters import master_tensors
 
 BACKENDS = ("fsdp", "deepspeed")
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
@@ -98,7 +99,7 @@ def held(backend, strategy):
 
 MASTERS = {
     "fsdp": lambda engine: engine.module.parameters(),
-    "deepspeed": lambda engine: master_tensors(engine.optimizer),
+    "deepspeed": lambda engine: master_tensors(engine.optimizer, engine._inner, kind_of(engine._cfg)),
 }
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 import unishard
 from unishard.testing import oracle
 from unishard.testing.models import Output, mlp
-from unishard_deepspeed.internals import master_tensors
+from unishard_deepspeed.patches.kinds import kind_of
+from unishard_deepspeed.patches.masters import master_tensors
 
 BACKENDS = ("fsdp", "deepspeed")
 BOTH, ALONE = {"params": "cpu", "optimizer": "cpu"}, {"params": "none", "optimizer": "cpu"}
@@ -117,7 +118,7 @@ def held(backend, place, precision):
     with unishard.prepare(mlp(), offloaded(backend, place, precision)) as engine:
         train(engine, own_share(ACCUMULATION))
         if backend == "deepspeed":
-            masters = master_tensors(engine.optimizer)
+            masters = master_tensors(engine.optimizer, engine._inner, kind_of(engine._cfg))
             return {"masters": {(each.device.type, each.dtype) for each in masters}, "numel": sum(each.numel() for each in masters)}
         stepped = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
         parts = [each.to_local() if isinstance(each, DTensor) else each for each in stepped]

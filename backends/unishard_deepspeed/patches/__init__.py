@@ -1,9 +1,22 @@
-"""The private names of DeepSpeed that rare cases need: this table, and one module a case beside it. Imports no torch."""
+"""The private names of DeepSpeed that some runs need, by case: this table, and the functions beside it. Imports no torch.
+
+A case that differs between DeepSpeed's optimizers has one entry for each of them, which ends in their name here:
+
+| name           | runs                                                                  | class                            |
+|----------------|-----------------------------------------------------------------------|----------------------------------|
+| `stage-0`      | `no_shard`                                                            | torch's, or FP16_UnfusedOptimizer |
+| `bf16-stage-1` | `shard_optimizer` in bf16 accumulated in fp32, without offload        | BF16_Optimizer                   |
+| `stages-1-2`   | the rest of `shard_optimizer`, `shard_grad_op`, `hybrid_shard_grad_op` | DeepSpeedZeroOptimizer           |
+| `stage-3`      | `full_shard`, `hybrid_shard`                                          | DeepSpeedZeroOptimizer_Stage3    |
+"""
 
 from __future__ import annotations
 
 from unishard.patches import by_name
+from unishard_deepspeed.patches.table.building import BUILDING
+from unishard_deepspeed.patches.table.reaching import REACHING
+from unishard_deepspeed.patches.table.updating import UPDATING
 
 __all__ = ["PATCHES"]
 
-PATCHES = by_name()
+PATCHES = by_name(*BUILDING, *UPDATING, *REACHING)

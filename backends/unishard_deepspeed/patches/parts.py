@@ -1,4 +1,4 @@
-"""The private names of DeepSpeed 0.19.8 by which gradients and parameters are reached, beside those of `internals`.
+"""How gradients and masters are reached in DeepSpeed's engines, and how a window is dropped.
 
 | engine                          | gradients, once they are reduced                | masters                            |
 |---------------------------------|-------------------------------------------------|------------------------------------|
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from unishard.parts import Part
-from unishard_deepspeed.internals.masters import master_tensors, replicated_masters
-from unishard_deepspeed.internals.updates import give_wide_gradients
+from unishard_deepspeed.inner import Inner
+from unishard_deepspeed.patches.kinds import Kind
 
 __all__ = [
     "already_reduced",
@@ -39,13 +39,15 @@ __all__ = [
 
 
 def reduce_gradients(engine: Any) -> None:
-    """What `engine.step()` does first (runtime/engine.py, step): reduce at stages 0 and 1, finish the window at 2 and 3. Collective."""
+    """What `engine.step()` does first (runtime/engine.py, step): reduce at stages 0 and 1, finish the window at 2 and 3. Collective.
+
+    At stage 0 every parameter has a gradient.
+    """
     engine._running_engine_step = True  # is_gradient_accumulation_boundary() answers with it
     try:
         if engine.zero_optimization_partition_gradients():
             engine.optimizer.finalize_gradient_accumulation_boundary()
         else:
-            give_wide_gradients(engine.optimizer)
             engine.allreduce_gradients()
     finally:
         engine._running_engine_step = False
@@ -56,7 +58,7 @@ def already_reduced(engine: Any) -> Iterator[None]:
     """Inside, `engine.step()` does not do it again."""
     optimizer, reduces = engine.optimizer, engine.enable_backward_allreduce
     finishes = hasattr(optimizer, "finalize_gradient_accumulation_boundary")
-    own = vars(optimizer).get("finalize_gradient_accumulation_boundary")  # `internals.average_between_groups`
+    own = vars(optimizer).get("finalize_gradient_accumulation_boundary")  # `average_between_groups`
     engine.enable_backward_allreduce = False
     if finishes:
         optimizer.finalize_gradient_accumulation_boundary = lambda: None
@@ -73,15 +75,14 @@ def already_reduced(engine: Any) -> Iterator[None]:
 # -- gradients ------------------------------------------------------------------------------------------------------------------------
 
 
-def gradient_parts(engine: Any) -> dict[nn.Parameter, Part]:
+def gradient_parts(engine: Any, inner: Inner, kind: Kind) -> dict[nn.Parameter, Part]:
     """What this rank holds of each reduced gradient. A trainable parameter that was not used has zeros."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # runtime/zero/stage3.py
-        parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
-        return {parameter: _stage_3_part(optimizer, parameter, _stage_3_gradient(optimizer, parameter)) for parameter in parameters}
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):  # runtime/zero/stage_1_and_2.py
-        return _partitioned_gradients(optimizer)
-    if hasattr(optimizer, "fp32_groups_gradients"):  # runtime/bf16_optimizer.py
+    if kind == "stage-3":  # runtime/zero/stage3.py
+        return {parameter: _stage_3_part(parameter, _stage_3_gradient(optimizer, parameter)) for parameter in inner.trained}
+    if kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
+        return _partitioned_gradients(optimizer, inner)
+    if kind == "bf16-stage-1":  # runtime/bf16_optimizer.py
         return _whole_fp32_gradients(optimizer)
     parts = {}
     for parameter in engine.module.parameters():
@@ -97,15 +98,15 @@ def _stage_3_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     return values
 
 
-def _stage_3_part(optimizer: Any, parameter: Any, padded: Tensor) -> Part:
+def _stage_3_part(parameter: Any, padded: Tensor) -> Part:
     start = min(padded.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)  # runtime/zero/partition_parameters.py
     values = padded.detach().view(-1)[: parameter.ds_numel - start]
     return Part(parameter.ds_shape, values, start, parameter.ds_process_group)
 
 
-def _partitioned_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
+def _partitioned_gradients(optimizer: Any, inner: Inner) -> dict[nn.Parameter, Part]:
     ranks = optimizer.dp_process_group
-    parts = {parameter: _nothing_of(parameter, ranks) for group in optimizer.bit16_groups for parameter in group}
+    parts = {parameter: _nothing_of(parameter, ranks) for parameter in inner.trained}
     for index, group in enumerate(optimizer.params_in_partition):
         if optimizer.cpu_offload:
             stretches = [_offloaded_gradient(optimizer, parameter) for parameter in group]
@@ -142,14 +143,13 @@ def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
     return parts
 
 
-def measure_offloaded(optimizer: Any) -> None:
+def measure_offloaded(optimizer: Any, inner: Inner, kind: Kind) -> None:
     """Take the norms of offloaded gradients again, and whether all are finite: DeepSpeed does it when they arrive, before an edit."""
-    if getattr(optimizer, "offload_optimizer", False):  # runtime/zero/stage3.py
-        for group in optimizer.fp16_groups:
-            for parameter in group:
-                values = _stage_3_gradient(optimizer, parameter)
-                optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = optimizer._constant_buffered_norm2(values)
-    elif getattr(optimizer, "cpu_offload", False):  # runtime/zero/stage_1_and_2.py
+    if kind == "stage-3":  # runtime/zero/stage3.py
+        for parameter in inner.trained:
+            values = _stage_3_gradient(optimizer, parameter)
+            optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = optimizer._constant_buffered_norm2(values)
+    elif kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
         optimizer.local_overflow = False
         for group in optimizer.params_in_partition:
             for parameter in group:
@@ -161,25 +161,27 @@ def measure_offloaded(optimizer: Any) -> None:
 # -- masters --------------------------------------------------------------------------------------------------------------------------
 
 
-def master_part(optimizer: Any, parameter: Any) -> Part:
-    """What this rank holds of a master; of a parameter that was frozen in `prepare`, of the parameter itself."""
-    if hasattr(parameter, "ds_id"):
-        if not hasattr(optimizer, "grad_position") or optimizer.get_param_id(parameter) not in optimizer.grad_position:
-            return _stage_3_part(optimizer, parameter, parameter.ds_tensor)
-        return _stage_3_part(optimizer, parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
-    if hasattr(parameter, "_hp_mapping"):
+def master_part(optimizer: Any, inner: Inner | None, parameter: Any, kind: Kind) -> Part:
+    """What this rank holds of a master; of a parameter that was frozen in `prepare`, or without optimizer, of the parameter itself."""
+    if kind == "stage-3":
+        if inner is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
+            return _stage_3_part(parameter, parameter.ds_tensor)
+        return _stage_3_part(parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
+    if inner is not None and kind == "stage-0":
+        return Part(parameter.shape, inner.whole.get(parameter, parameter.detach()))
+    if inner is not None and hasattr(parameter, "_hp_mapping"):
         if parameter._hp_mapping is None:  # all of it belongs to other ranks
-            return _nothing_of(parameter, optimizer.dp_process_group, master_tensors(optimizer)[0].dtype)
+            return _nothing_of(parameter, optimizer.dp_process_group, inner.masters[0].dtype)
         return Part(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
-    return Part(parameter.shape, replicated_masters(optimizer).get(parameter, parameter.detach()))
+    return Part(parameter.shape, parameter.detach())
 
 
-def low_precision_copy(optimizer: Any, parameter: Any, value: Tensor) -> None:
+def low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None:
     """Bring what the model computes with up to a master that was edited; every rank has the whole value."""
-    if not hasattr(parameter, "ds_id"):
+    if kind != "stage-3":
         parameter.data.copy_(value)
         return
-    part = _stage_3_part(optimizer, parameter, parameter.ds_tensor.data)
+    part = _stage_3_part(parameter, parameter.ds_tensor.data)
     part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
     if parameter.data.numel() == parameter.ds_numel:  # gathered now
         parameter.data.copy_(value)
@@ -188,18 +190,17 @@ def low_precision_copy(optimizer: Any, parameter: Any, value: Tensor) -> None:
 # -- forgetting a window --------------------------------------------------------------------------------------------------------------
 
 
-def drop_gradients(engine: Any) -> None:
+def drop_gradients(engine: Any, kind: Kind) -> None:
     """Forget all gradients, as `optimizer.step()` does after an overflow, and how many backward calls there were."""
     optimizer = engine.optimizer
     engine.zero_grad()
     engine._unmanaged_backward_count = 0
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+    if kind == "stage-3":
         _drop_stage_3(optimizer)
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+    elif kind == "stages-1-2":
         _drop_partitioned(optimizer)
-    elif hasattr(optimizer, "fp32_groups_gradients"):
+    elif kind == "bf16-stage-1":
         optimizer.zero_grad()
-    clear_offloaded(optimizer)
 
 
 def _drop_stage_3(optimizer: Any) -> None:
@@ -222,7 +223,7 @@ def _drop_partitioned(optimizer: Any) -> None:
     optimizer.reset_cpu_buffers()
 
 
-def clear_offloaded(optimizer: Any) -> None:
+def clear_offloaded(optimizer: Any, kind: Kind) -> None:
     """Offloaded gradients are overwritten only where a parameter was used; without this the rest is applied again in every update.
 
     (runtime/zero/stage_1_and_2.py, _finalize_cpu_offload_gradient_accumulation; runtime/zero/stage3.py,
@@ -230,12 +231,10 @@ def clear_offloaded(optimizer: Any) -> None:
     parameter that the first micro-batch of a window does not use (async_accumulate_grad_in_cpu_via_gpu), and after an update that was
     left out the averages, so that all that follow are left out as well.
     """
-    offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
-    masters = getattr(optimizer, "fp32_partitioned_groups_flat", None) or getattr(optimizer, "single_partition_of_fp32_groups", [])
-    for master in masters if offloaded else ():
+    for master in optimizer.fp32_partitioned_groups_flat if kind == "stage-3" else optimizer.single_partition_of_fp32_groups:
         if master.grad is not None:
             master.grad.zero_()
-    if offloaded and hasattr(optimizer, "single_partition_of_fp32_groups"):
+    if kind == "stages-1-2":
         optimizer.averaged_gradients.clear()
         for total in optimizer.accumulated_grads_in_cpu.values():
             total.zero_()

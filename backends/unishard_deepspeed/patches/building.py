@@ -1,24 +1,17 @@
-"""What has to be put right while a DeepSpeed 0.19.8 engine is built, and when it goes."""
+"""What has to be put right while a DeepSpeed engine is built, and when it goes."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
-__all__ = [
-    "accumulate_in_fp32",
-    "allow_fp16",
-    "forget",
-    "forget_groups",
-    "keeping_groups",
-    "partition",
-    "undo_first_step",
-    "without_own_clipping",
-]
+from unishard_deepspeed.patches import PATCHES
+
+__all__ = ["allow_fp16", "compile_nothing", "forget", "forget_groups", "keeping_groups", "leave_process_group", "swapper_of"]
 
 
 def allow_fp16() -> None:
@@ -35,24 +28,26 @@ def allow_fp16() -> None:
         accelerator.is_fp16_supported = lambda: True
 
 
-def accumulate_in_fp32(optimizer: Any) -> None:
-    """Stage 0 with masters adds up, reduces and measures a parameter's own gradient (runtime/fp16/unfused_optimizer.py).
+def compile_nothing() -> None:
+    """Keep DeepSpeed from compiling shm_comm for half a minute at first use; only inference calls it (comm/torch.py, build_shm_op).
 
-    DeepSpeed refuses another format for it than the parameter's (runtime/engine.py, _do_optimizer_sanity_check); torch itself
-    can let a bf16 or fp16 parameter have an fp32 gradient, and the optimizer takes whatever it finds.
+    Elsewhere than on the CPU it does not exist, and asking for this table would try every op with the compilers of the machine.
+    Where the name is gone, it is compiled.
     """
-    for group in getattr(optimizer, "fp16_groups", []) if hasattr(optimizer, "fp32_groups") else []:
-        for parameter in group:
-            parameter.grad_dtype = torch.float32
+    if PATCHES["no-compiler"].works:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def undo_first_step(optimizer: Any) -> None:
-    """Stage 0 with masters steps once when it is built (runtime/fp16/unfused_optimizer.py, initialize_optimizer_states).
+def leave_process_group() -> None:
+    """Forget the clones that DeepSpeed keeps of a process group that is gone (comm/comm.py and utils/groups.py)."""
+    PATCHES["second-process-group"].require()
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
 
-    Clearing the state undoes Adam's step count and moments; `set_masters` undoes the weight decay.
-    """
-    if hasattr(optimizer, "fp32_groups"):
-        optimizer.state.clear()
+    groups._release_process_group_references()
+    comm.cdb = None
 
 
 @contextmanager
@@ -82,28 +77,17 @@ def forget_groups() -> None:
     groups.mpu = None
 
 
-def without_own_clipping(engine: Any) -> None:
-    """Stage 0 clips by a norm that is discarded (runtime/engine.py, _take_model_step) or rounded; switch that off."""
-    engine._config.gradient_clipping = 0.0
-    if hasattr(engine.optimizer, "clip_grad"):  # runtime/fp16/unfused_optimizer.py
-        engine.optimizer.clip_grad = 0.0
-
-
-def partition(init: Any, parameter: nn.Parameter) -> None:
-    """Leave this rank its part of a parameter that is whole and the same on all ranks (runtime/zero/partition_parameters.py).
-
-    Args:
-        init: A `deepspeed.zero.Init` that is not entered.
-        parameter: On the device.
-    """
-    init._convert_to_deepspeed_param(parameter)
-    parameter.partition()  # type: ignore[attr-defined]
-    part, rank = parameter.ds_tensor, parameter.ds_zero_partition_rank  # type: ignore[attr-defined]
-    part[max(0, parameter.ds_numel - part.numel() * rank) :].zero_()  # type: ignore[attr-defined]  # padding; DeepSpeed leaves what was there
+def swapper_of(init: Any) -> Any:
+    """What reads and writes parameters in files, which several `deepspeed.zero.Init` of one model share."""
+    return init.param_swapper
 
 
 def forget(engine: Any) -> None:
     """Remove what `engine.destroy()` leaves behind, so that the engine's memory can go while the model stays."""
+    patch = PATCHES["closed-engines"]
+    if not patch.works:
+        warnings.warn(f"{patch.refusal()}; its hooks and its memory stay", stacklevel=2)
+        return
     from deepspeed.runtime.zero import parameter_offload
 
     engine.module_forward_pre_hook.remove()  # runtime/engine.py

@@ -1,36 +1,38 @@
-"""How DeepSpeed 0.19.8 gathers the units of a model and reduces their gradients."""
+"""How DeepSpeed gathers the units of a model and reduces their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from unishard_deepspeed.patches.kinds import Kind
 
 __all__ = [
     "drop",
     "gather",
-    "parameter_bytes",
     "reduce_last",
     "reduce_units_by_parameter",
-    "units",
     "without_gathering",
 ]
 
 
-def reduce_units_by_parameter(optimizer: Any) -> None:
+def reduce_units_by_parameter(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
     """Stage 3: reduce a leaf module's gradients as they come. Collective.
 
     DeepSpeed waits for a full backward hook of the leaf module, which torch fires before the module's own gradients exist
     when none of its positional inputs needs a gradient (an embedding, the first layer, inputs passed by keyword), and which
     then puts zeros in their place (runtime/zero/stage3.py, create_reduce_and_remove_grad_hooks). The parameters are still
     gathered together: that depends on the module's flag alone.
+
+    Args:
+        optimizer: Of stage 3.
+        parameters: All that it trains.
     """
-    in_leaves = [
-        parameter for group in getattr(optimizer, "fp16_groups", []) for parameter in group if hasattr(parameter, "ds_z3_leaf_module")
-    ]
+    in_leaves = [parameter for parameter in parameters if hasattr(parameter, "ds_z3_leaf_module")]
     if not in_leaves:
         return
     for hook in (*optimizer._grad_acc_hooks, *optimizer._leaf_module_hooks):
@@ -67,22 +69,23 @@ def drop(parameters: list[nn.Parameter]) -> None:
     parameters[0].partition(parameters)  # type: ignore[attr-defined]  # runtime/zero/partition_parameters.py
 
 
-def reduce_last(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
+def reduce_last(optimizer: Any, parameters: Sequence[nn.Parameter], kind: Kind) -> None:
     """Reduce the gradients of some parameters when backward has ended, in this order, zeros for those that are missing. Collective.
 
     DeepSpeed reduces gradients in the order in which they come, so that ranks that use different parameters would add up different
     ones. Stage 0 puts zeros itself (runtime/engine.py).
     """
     last = set(parameters)
-    if hasattr(optimizer, "create_reduce_and_remove_grad_hooks"):  # runtime/zero/stage3.py
+    if kind == "stage-3":  # runtime/zero/stage3.py
         _create_hooks(optimizer, optimizer.create_reduce_and_remove_grad_hooks, last)
         _before(optimizer, "independent_gradient_partition_epilogue", partial(_reduce_at_stage_3, optimizer, parameters))
-        return
-    if hasattr(optimizer, "fp32_groups_has_gradients"):  # runtime/bf16_optimizer.py
+    elif kind == "bf16-stage-1":  # runtime/bf16_optimizer.py
         _before(optimizer, "get_grads_for_norm", partial(_count_at_stage_1, optimizer, last))
-        return
-    if not hasattr(optimizer, "create_gradient_handling_hooks"):  # runtime/zero/stage_1_and_2.py
-        return
+    elif kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
+        _reduce_flat_last(optimizer, parameters, last)
+
+
+def _reduce_flat_last(optimizer: Any, parameters: Sequence[nn.Parameter], last: Collection[nn.Parameter]) -> None:
     groups = {parameter: index for index, group in enumerate(optimizer.bit16_groups) for parameter in group if parameter in last}
     if optimizer.partition_gradients:
         _create_hooks(optimizer, optimizer.create_gradient_handling_hooks, last)
@@ -143,21 +146,3 @@ def _reduce_at_stage_2(optimizer: Any, parameters: Sequence[nn.Parameter], group
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.process_gradients(parameter, groups[parameter])
-
-
-def units(engine: Any) -> tuple[str, ...]:
-    """Names of the modules whose parameters stage 3 gathers together; no other stage reads the flag (utils/z3_leaf_module.py)."""
-    if engine.zero_optimization_stage() != 3:
-        return ()
-    return tuple(name for name, module in engine.module.named_modules() if getattr(module, "_z3_leaf", False))
-
-
-def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of parameters on this rank: what is gathered, and this rank's own part (runtime/zero/partition_parameters.py)."""
-    return sum(tensor.numel() * tensor.element_size() for parameter in parameters for tensor in _held(parameter))
-
-
-def _held(parameter: nn.Parameter) -> Iterator[Tensor]:
-    yield parameter.data
-    if hasattr(parameter, "ds_tensor"):
-        yield parameter.ds_tensor

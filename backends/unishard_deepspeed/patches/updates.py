@@ -1,4 +1,4 @@
-"""How the optimizers of DeepSpeed 0.19.8 divide, judge and apply the gradients of a window."""
+"""How DeepSpeed's optimizers divide, judge, clip and apply the gradients of a window."""
 
 from __future__ import annotations
 
@@ -9,34 +9,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from unishard_deepspeed.patches.kinds import Kind
 
 __all__ = [
     "average_between_groups",
     "clear_stale_gradients",
+    "clip_to",
     "divide_gradients",
-    "give_wide_gradients",
     "making_every_update",
 ]
+
+_PIECE = 2**25
+"""Elements of a gradient in host memory that are on the device at a time."""
 
 
 def clear_stale_gradients(optimizer: Any) -> None:
     """Stage 3 keeps the gradient of a parameter that later steps do not use, and applies it again (runtime/zero/stage3.py)."""
-    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
-    if buffer is not None:
-        buffer.zero_()
+    optimizer.grad_partitions_flat_buffer.zero_()
 
 
-def average_between_groups(optimizer: Any, group: Any) -> None:
+def average_between_groups(optimizer: Any, group: Any, kind: Kind) -> None:
     """Average the gradients of a window over a process group before they are clipped and applied. Collective, in each window.
 
     Args:
         optimizer: Of stage 2 or 3.
         group: The ranks that hold the same part of different copies.
+        kind: Which of the two.
     """
     finalize = optimizer.finalize_gradient_accumulation_boundary  # what engine.step() calls first (runtime/engine.py)
 
     def finalize_averaged() -> None:
-        if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        if kind == "stage-3":
             _average_parts(optimizer, group)
             finalize()
         else:
@@ -71,34 +76,40 @@ def _average_flat(optimizer: Any, group: Any) -> None:
                 gradient.copy_(piece.view_as(gradient))
         return
     for master, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True):
-        dist.all_reduce(master.grad, dist.ReduceOp.AVG, group)
+        _average_on_host(master.grad, group, optimizer.bit16_groups_flat[0].device)
         for parameter in parameters:
             number = optimizer.get_param_id(parameter)
             _, _, start, numel = optimizer.grad_position[number]
             optimizer.norm_for_param_grads[number] = master.grad.narrow(0, int(start), int(numel)).double().norm()
 
 
-def give_wide_gradients(optimizer: Any) -> None:
-    """Stage 0 with masters: give parameters without a gradient one of zeros, in the format in which theirs are added up.
+def _average_on_host(gradient: Tensor, group: Any, device: torch.device) -> None:
+    """Average a gradient in host memory over a group, which may carry device tensors only: through a buffer on the device, if there is."""
+    if device.type == "cpu":
+        dist.all_reduce(gradient, dist.ReduceOp.AVG, group)
+        return
+    torch.cuda.synchronize(device)  # DeepSpeed copies gradients to the host without waiting
+    for piece in torch.split(gradient, _PIECE):
+        travelling = piece.to(device)
+        dist.all_reduce(travelling, dist.ReduceOp.AVG, group)
+        piece.copy_(travelling)
 
-    DeepSpeed would make it in the parameter's own format, which torch then refuses (runtime/engine.py, _get_gradients_for_reduction).
-    """
-    for group in getattr(optimizer, "fp16_groups", []) if hasattr(optimizer, "fp32_groups") else []:
-        for parameter in group:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
-
-def divide_gradients(optimizer: Any, divisor: float) -> None:
+def divide_gradients(optimizer: Any, divisor: float, kind: Kind) -> None:
     """Divide the gradients of ZeRO's next update, before their norm is taken; 1 switches that off again."""
-    if hasattr(optimizer, "loss_scale"):
+    if kind != "bf16-stage-1":
         optimizer.loss_scale = divisor  # divides in the update, as fp16 does; nothing multiplies the loss
     elif divisor != 1:
         torch._foreach_div_(optimizer.fp32_groups_gradients_flat, divisor)  # runtime/bf16_optimizer.py
 
 
+def clip_to(optimizer: Any, limit: float) -> None:
+    """The largest norm of ZeRO's next updates, 0 for no clipping; it was built with that of the config."""
+    optimizer.clip_grad = limit
+
+
 @contextmanager
-def making_every_update(optimizer: Any) -> Iterator[list[bool]]:
+def making_every_update(optimizer: Any, kind: Kind) -> Iterator[list[bool]]:
     """Have ZeRO's optimizer make an update with gradients that are not finite, as plain torch does, instead of leaving it out.
 
     All of them ask `is_invalid_grad_norm` of their own module (runtime/utils.py), stages 1 and 2 `check_overflow` before it.
@@ -112,7 +123,7 @@ def making_every_update(optimizer: Any) -> Iterator[list[bool]]:
         answers.append(asked(norm))
         return False
 
-    module, checks = sys.modules[type(optimizer).__module__], hasattr(optimizer, "check_overflow")
+    module, checks = sys.modules[type(optimizer).__module__], kind == "stages-1-2"
     asked = module.is_invalid_grad_norm
     module.is_invalid_grad_norm = asked_in_vain  # type: ignore[attr-defined]
     if checks:

@@ -1,0 +1,67 @@
+"""Which of DeepSpeed's optimizers a config runs, and what of `PATCHES` it needs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from unishard.config import Config
+from unishard_deepspeed import fields
+from unishard_deepspeed.patches import PATCHES
+
+__all__ = ["Kind", "kind_of", "require", "require_for"]
+
+Kind = Literal["stage-0", "bf16-stage-1", "stages-1-2", "stage-3"]
+
+
+def kind_of(cfg: Config) -> Kind:
+    """By the config, not by looking at the optimizer: a name that is gone must not make one pass for another."""
+    if fields.stage(cfg) == 0:
+        return "stage-0"
+    if fields.stage(cfg) == 3:
+        return "stage-3"
+    return "bf16-stage-1" if fields.bf16_optimizer(cfg) else "stages-1-2"
+
+
+def require(case: str, kind: Kind) -> None:
+    """Check that a case can be run on an optimizer; where DeepSpeed's documented interface serves it there, nothing is needed.
+
+    Raises:
+        BackendError: A private name is gone.
+    """
+    patch = PATCHES.get(f"{case}-{kind}")
+    if patch is not None:
+        patch.require()
+
+
+def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: bool) -> None:
+    """Check what the config tells that a run will need, before anything is changed. Imports DeepSpeed.
+
+    Args:
+        cfg: What to run.
+        device: Type of the device.
+        trains: Whether there is an optimizer.
+        units: Whether the model has modules that are gathered together.
+        groups: Whether several groups of ranks hold a copy each.
+
+    Raises:
+        BackendError: A private name is gone.
+    """
+    kind, fp16 = kind_of(cfg), cfg.precision.compute == "fp16"
+    if fp16 and device == "cpu":
+        PATCHES["fp16-on-cpu"].require()
+    if cfg.offload.params == "nvme":
+        PATCHES["parameters-in-files"].require()
+    if groups:
+        require("groups", kind)
+    if not trains:
+        return
+    if kind == "stage-3" and units:
+        PATCHES["leaf-gradients"].require()
+    if cfg.sharding.whole_units:
+        require("whole-units", kind)
+    if cfg.training.nonfinite == "ignore" or (fp16 and kind == "stage-0"):
+        require("nonfinite", kind)
+    if fp16:
+        require("divided", kind)
+    if cfg.checkpoint.automatic or cfg.checkpoint.on_signal:
+        require("checkpoints", kind)

@@ -1,0 +1,127 @@
+"""What an update needs that is not an ordinary one."""
+
+from __future__ import annotations
+
+from unishard.patches import Patch
+from unishard_deepspeed.patches.table.classes import BF16, FRAGMENT, RUN, SOURCE, STAGE_3, STAGES_1_2, of
+
+__all__ = ["UPDATING"]
+
+_USE_ALL = "let every parameter be used in every micro-batch, or install a tested DeepSpeed"
+_SKIP = "set training.nonfinite to skip"
+_LINKS = "_hp_optimizer_states_linked"
+
+UPDATING = (
+    Patch(
+        name="unused-bf16-stage-1",
+        case="An update that leaves out a parameter, with shard_optimizer in bf16,",
+        names=(*of(BF16, "_hp_mapping", _LINKS), *of(FRAGMENT, "hp_fragment_address", "param_group_index")),
+        versions=RUN,
+        link=SOURCE["bf16-stage-1"],
+        instead=_USE_ALL,
+    ),
+    Patch(
+        name="unused-stages-1-2",
+        case="An update that leaves out a parameter, with shard_optimizer or shard_grad_op,",
+        names=(*of(STAGES_1_2, "_hp_mapping", _LINKS), *of(FRAGMENT, "hp_fragment_address", "param_group_index")),
+        versions=RUN,
+        link=SOURCE["stages-1-2"],
+        instead=_USE_ALL,
+    ),
+    Patch(
+        name="unused-stage-3",
+        case="An update that leaves out a parameter, with full_shard,",
+        names=of(STAGE_3, "grad_position", "get_param_id", "fp32_partitioned_groups_flat"),
+        versions=RUN,
+        link=SOURCE["stage-3"],
+        instead=_USE_ALL,
+    ),
+    Patch(
+        name="stale-gradients",
+        case="A micro-batch that does not use a parameter, with full_shard,",
+        names=of(STAGE_3, "grad_partitions_flat_buffer"),
+        versions=RUN,
+        link=SOURCE["stage-3"],
+        instead=_USE_ALL,
+    ),
+    Patch(
+        name="stale-offloaded-stages-1-2",
+        case="An update with offload.optimizer that is skipped, or does not use a parameter, with shard_optimizer or shard_grad_op,",
+        names=of(STAGES_1_2, "single_partition_of_fp32_groups", "averaged_gradients", "accumulated_grads_in_cpu"),
+        versions=RUN,
+        link=SOURCE["stages-1-2"],
+        instead="set offload.optimizer to none, or install a tested DeepSpeed",
+    ),
+    Patch(
+        name="stale-offloaded-stage-3",
+        case="An update with offload.optimizer that is skipped, or does not use a parameter, with full_shard,",
+        names=of(STAGE_3, "fp32_partitioned_groups_flat"),
+        versions=RUN,
+        link=SOURCE["stage-3"],
+        instead="set offload.optimizer to none, or install a tested DeepSpeed",
+    ),
+    Patch(
+        name="divided-bf16-stage-1",
+        case="backward with num_items, with shard_optimizer in bf16,",
+        names=of(BF16, "fp32_groups_gradients_flat"),
+        versions=RUN,
+        link=SOURCE["bf16-stage-1"],
+        instead="pass mean losses",
+    ),
+    Patch(
+        name="divided-stages-1-2",
+        case="fp16, and backward with num_items, with shard_optimizer or shard_grad_op,",
+        names=of(STAGES_1_2, "loss_scale"),
+        versions=RUN,
+        link=SOURCE["stages-1-2"],
+        instead="set precision to bf16, and pass mean losses",
+    ),
+    Patch(
+        name="divided-stage-3",
+        case="fp16, and backward with num_items, with full_shard,",
+        names=of(STAGE_3, "loss_scale"),
+        versions=RUN,
+        link=SOURCE["stage-3"],
+        instead="set precision to bf16, and pass mean losses",
+    ),
+    Patch(
+        name="clipping",
+        case="engine.step with another clip_grad_norm than training.gradient_clipping",
+        names=(*of(BF16, "clip_grad"), *of(STAGES_1_2, "clip_grad"), *of(STAGE_3, "clip_grad")),
+        versions=RUN,
+        link="https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/docs/_pages/config-json.md",
+        instead="set training.gradient_clipping for the whole run",
+    ),
+    Patch(
+        name="nonfinite-stage-0",
+        case="fp16 with no_shard",
+        names=of("deepspeed.runtime.fp16.unfused_optimizer", "is_invalid_grad_norm"),
+        versions=RUN,
+        link=SOURCE["stage-0"],
+        instead="set precision to bf16",
+    ),
+    Patch(
+        name="nonfinite-bf16-stage-1",
+        case="training.nonfinite: ignore with shard_optimizer in bf16",
+        names=of("deepspeed.runtime.bf16_optimizer", "is_invalid_grad_norm"),
+        versions=RUN,
+        link=SOURCE["bf16-stage-1"],
+        instead=_SKIP,
+    ),
+    Patch(
+        name="nonfinite-stages-1-2",
+        case="training.nonfinite: ignore with shard_optimizer or shard_grad_op",
+        names=(*of("deepspeed.runtime.zero.stage_1_and_2", "is_invalid_grad_norm"), *of(STAGES_1_2, "check_overflow")),
+        versions=RUN,
+        link=SOURCE["stages-1-2"],
+        instead=_SKIP,
+    ),
+    Patch(
+        name="nonfinite-stage-3",
+        case="training.nonfinite: ignore with full_shard",
+        names=of("deepspeed.runtime.zero.stage3", "is_invalid_grad_norm"),
+        versions=RUN,
+        link=SOURCE["stage-3"],
+        instead=_SKIP,
+    ),
+)

@@ -1,0 +1,330 @@
+"""Each private name of DeepSpeed, renamed inside DeepSpeed: only the runs that need it are refused, with a clear error.
+
+Every entry of the table has a run that meets its case, and every name of it is renamed while that run is played. The others train: an
+ordinary run of each stage, with the names of all other cases renamed at once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+
+import pytest
+import torch
+from playing import config, my_rank, play, refused, values
+from renaming import renamed
+from torch import nn
+from torch.nn import functional
+
+import unishard
+from unishard import process_group
+from unishard.engine.phases import Phase
+from unishard.testing.models import Output
+from unishard_deepspeed.patches import PATCHES
+
+SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+
+
+class Branching(nn.Module):
+    """Runs its second branch only when told to; its blocks are units of several modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
+        self.sometimes = nn.Linear(7, 5)
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x, both=True):
+        hidden = self.blocks[1](self.blocks[0](x))
+        logits = self.head(hidden) + (self.sometimes(hidden) if both else 0.0)
+        return Output(functional.cross_entropy(logits.float(), torch.arange(4)), logits)
+
+
+def prepared(strategy, precision="fp32", whole=(), **sections):
+    torch.manual_seed(5)
+    sharding = (strategy if isinstance(strategy, dict) else {"strategy": strategy}) | ({"whole_units": list(whole)} if whole else {})
+    return unishard.prepare(Branching(), config("deepspeed", sharding, precision=precision, optimizer=SGD, **sections))
+
+
+def update(engine, both=True, **step):
+    engine.backward(engine(torch.ones(4, 7), both=both).loss)
+    return engine.step(**step)
+
+
+# -- a run for each case ----------------------------------------------------------------------------------------------------------
+
+
+def trains(strategy, precision="fp32", **sections):
+    with prepared(strategy, precision, **sections) as engine:
+        assert all(update(engine).updated for _ in range(2))
+        assert engine.placement().param_bytes
+
+
+def leaves_out(strategy, precision="fp32", **sections):
+    with prepared(strategy, precision, **sections) as engine:
+        update(engine)
+        update(engine, both=False)
+        update(engine)
+
+
+def misses_at_first(strategy, **sections):
+    """The first micro-batch of a window does not use what the second does."""
+    with prepared(strategy, training={"gradient_accumulation_steps": 2}, **sections) as engine:
+        for both in (True, True, False, True):
+            update(engine, both)
+
+
+def skips(strategy, **sections):
+    with prepared(strategy, **sections) as engine:
+        engine.backward(engine(torch.full((4, 7), torch.nan)).loss)
+        engine.step()
+        update(engine)
+
+
+def saves_by_itself(strategy, precision="fp32"):
+    """Refused before anything is changed: the config says that it saves."""
+    prepared(strategy, precision, checkpoint={"dir": "never-written", "every_steps": 100}).close()
+
+
+def keeps_files(strategy):
+    """Only what is asked before anything is changed: files need an op that is built here or not."""
+    from unishard_deepspeed.patches.kinds import require_for
+
+    cfg = config("deepspeed", strategy, offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
+    require_for(cfg, "cpu", trains=True, units=False, groups=False)
+
+
+def starts_again(strategy):
+    trains(strategy)
+    process_group.shutdown()
+    trains(strategy)
+
+
+def is_used_afterwards(strategy):
+    """Training is served; what cannot be removed is said when the engine is closed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            trains(strategy)
+        except UserWarning as warned:
+            raise unishard.BackendError(str(warned)) from None
+
+
+def does_not_compile(strategy):
+    """Nothing is refused: DeepSpeed compiles, as it does by itself."""
+    from unishard_deepspeed.patches.building import compile_nothing
+
+    compile_nothing()
+    PATCHES["no-compiler"].require()
+
+
+OFFLOAD = {"offload": {"optimizer": "cpu"}}
+IGNORE = {"training": {"nonfinite": "ignore"}}
+MEETING = {
+    "leaf-gradients": (trains, "full_shard"),
+    "fp16-on-cpu": (trains, "shard_grad_op", "fp16"),
+    "parameters-in-files": (keeps_files, "full_shard"),
+    "second-process-group": (starts_again, "no_shard"),
+    "no-compiler": (does_not_compile, "no_shard"),
+    "closed-engines": (is_used_afterwards, "full_shard"),
+    "groups-stages-1-2": (trains, "hybrid_shard_grad_op"),
+    "groups-stage-3": (trains, "hybrid_shard"),
+    "whole-units-bf16-stage-1": (trains, "shard_optimizer", {"precision": "bf16", "whole": ("Linear",)}),
+    "whole-units-stages-1-2": (trains, "shard_grad_op", {"whole": ("Linear",)}),
+    "whole-units-stage-3": (trains, "full_shard", {"whole": ("Linear",)}),
+    "unused-bf16-stage-1": (leaves_out, "shard_optimizer", "bf16"),
+    "unused-stages-1-2": (leaves_out, "shard_grad_op", "bf16"),
+    "unused-stage-3": (leaves_out, "full_shard", "bf16"),
+    "stale-gradients": (misses_at_first, "full_shard"),
+    "stale-offloaded-stages-1-2": (skips, "shard_grad_op", OFFLOAD),
+    "stale-offloaded-stage-3": (misses_at_first, "full_shard", OFFLOAD),
+    "nonfinite-stage-0": (trains, "no_shard", "fp16"),
+    "nonfinite-bf16-stage-1": (trains, "shard_optimizer", {"precision": "bf16", **IGNORE}),
+    "nonfinite-stages-1-2": (trains, "shard_grad_op", IGNORE),
+    "nonfinite-stage-3": (trains, "full_shard", IGNORE),
+    "checkpoints-bf16-stage-1": (saves_by_itself, "shard_optimizer", "bf16"),
+    "checkpoints-stages-1-2": (saves_by_itself, "shard_grad_op"),
+    "checkpoints-stage-3": (saves_by_itself, "full_shard"),
+}
+"""Cases that a run meets: a function and its arguments."""
+
+
+def read_gradients(engine):
+    engine.set_grad("head.bias", engine.grad("head.bias"))
+
+
+def read_masters(engine):
+    engine.set_parameter("head.bias", engine.parameter("head.bias"))
+
+
+def step(engine):
+    engine.step()
+
+
+def discard(engine):
+    engine.discard()
+
+
+def clip_once(engine):
+    engine.step(clip_grad_norm=0.1)
+
+
+CALLS = {
+    "divided-bf16-stage-1": (step, "shard_optimizer", "bf16"),
+    "divided-stages-1-2": (step, "shard_grad_op", "fp32"),
+    "divided-stage-3": (step, "full_shard", "fp32"),
+    "clipping": (clip_once, "shard_optimizer", "fp32"),
+    "gradients-stage-0": (read_gradients, "no_shard", "fp32"),
+    "gradients-bf16-stage-1": (read_gradients, "shard_optimizer", "bf16"),
+    "gradients-stages-1-2": (read_gradients, "shard_grad_op", "bf16"),
+    "gradients-stage-3": (read_gradients, "full_shard", "bf16"),
+    "masters-bf16-stage-1": (read_masters, "shard_optimizer", "bf16"),
+    "masters-stages-1-2": (read_masters, "shard_grad_op", "bf16"),
+    "masters-stage-3": (read_masters, "full_shard", "fp32"),
+    "dropped-stage-0": (discard, "no_shard", "fp32"),
+    "dropped-stages-1-2": (discard, "shard_grad_op", "fp32"),
+    "dropped-stage-3": (discard, "full_shard", "fp32"),
+}
+"""Cases that a call meets, after a backward: the call, and the engine's strategy and precision."""
+
+
+# -- the renaming -----------------------------------------------------------------------------------------------------------------
+
+WITHIN = {
+    # Elsewhere in DeepSpeed these are settings, arguments, or methods of strings.
+    "clip_grad": "",
+    "loss_scale": "",
+    "offload_optimizer": "",
+    "cpu_offload": "",
+    "partition": "deepspeed.runtime.zero",
+}
+"""Where an attribute is renamed, if not in all of DeepSpeed; empty: in the module that defines it."""
+
+
+def place(name):
+    """Where to rename, and what."""
+    module, attribute = name.partition(":")[0], name.replace(":", ".").rpartition(".")[2]
+    return WITHIN.get(attribute, "deepspeed") or module, attribute
+
+
+def load_deepspeed():
+    """Modules that are imported later would keep their names."""
+    import deepspeed.runtime.bf16_optimizer
+    import deepspeed.runtime.fp16.unfused_optimizer
+    import deepspeed.runtime.zero.stage3
+    import deepspeed.runtime.zero.stage_1_and_2
+    import deepspeed.utils.groups  # noqa: F401
+
+
+def meet(case):
+    """What is said with each name of a case renamed, in a run of its own; after that it trains."""
+    load_deepspeed()
+    function, *arguments = MEETING[case]
+    arguments, sections = list(arguments), {}
+    if isinstance(arguments[-1], dict):
+        sections = arguments.pop()
+    if "hybrid" in arguments[0]:
+        arguments[0] = {"strategy": arguments[0], "group_size": 2}
+    said = {}
+    for name in PATCHES[case].names:
+        with renamed(*place(name)) as changed:
+            said[name] = refused(function, *arguments, **sections) if changed else "is nowhere in DeepSpeed"
+    function(*arguments, **sections)
+    return said
+
+
+def call(case):
+    """What a call of one engine says with each name of a case renamed; after that it is served."""
+    load_deepspeed()
+    act, strategy, precision = CALLS[case]
+    said = {}
+    with prepared(strategy, precision) as engine:
+        for name in (*PATCHES[case].names, None):
+            if engine._phase is not Phase.BACKWARD_DONE:
+                loss = engine(torch.ones(4, 7)).loss
+                engine.backward(loss, num_items=4) if case.startswith("divided") else engine.backward(loss)
+            if name is None:
+                act(engine)
+                continue
+            with renamed(*place(name)) as changed:
+                said[name] = refused(act, engine) if changed else "is nowhere in DeepSpeed"
+    return said
+
+
+WORLDS = {case: 4 if case.startswith("groups") else 1 for case in PATCHES}
+RENAMED = [(case, name) for case, patch in PATCHES.items() for name in patch.names]
+
+
+def said_of(case):
+    """What the first rank heard for each name of a case."""
+    cases = [each for each in PATCHES if WORLDS[each] == WORLDS[case]]
+    function = {each: call if each in CALLS else meet for each in cases}
+    return values(play(tuple((function[each], (each,)) for each in cases), WORLDS[case])[function[case], (case,)])[0]
+
+
+def test_every_case_of_the_table_has_a_run_or_a_call_that_meets_it():
+    assert {*MEETING, *CALLS} == {*PATCHES}
+    assert not MEETING.keys() & CALLS.keys()
+
+
+@pytest.mark.parametrize(("case", "name"), RENAMED, ids=lambda each: each.rpartition(":")[2])
+def test_without_one_of_its_names_a_case_is_refused_in_one_sentence(case, name):
+    said = said_of(case)[name]
+    assert said.startswith(f"BackendError: {PATCHES[case].case} needs ")
+    assert name.partition(":")[2] in said
+    assert PATCHES[case].instead in said
+
+
+# -- ordinary runs ----------------------------------------------------------------------------------------------------------------
+
+PRECISIONS = {precision: {"precision": precision} for precision in ("fp32", "bf16")}
+ORDINARY = {
+    "no_shard": PRECISIONS,
+    "shard_optimizer": PRECISIONS,
+    "shard_grad_op": {**PRECISIONS, "offload": {"precision": "bf16", **OFFLOAD}},
+    "full_shard": {
+        **PRECISIONS,
+        "offload": {"precision": "bf16", "offload": {"optimizer": "cpu", "params": "cpu"}},
+        "recomputed": {"activation_checkpointing": "full"},
+    },
+}
+NEEDED = {"full_shard": ("leaf-gradients",)}
+"""Cases that an ordinary run meets, too."""
+
+
+def ordinary(strategy, others_are_renamed):
+    """Losses and norms of the ordinary runs of a strategy."""
+    load_deepspeed()
+    kept = {place(name) for case in NEEDED.get(strategy, ()) for name in PATCHES[case].names}
+    places = {place(name) for patch in PATCHES.values() for name in patch.names} - kept
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", UserWarning)  # what stays when an engine is closed
+        for package, attribute in sorted(places) if others_are_renamed else ():
+            stack.enter_context(renamed(package, attribute))
+        return {kind: steps(strategy, sections) for kind, sections in ORDINARY[strategy].items()}
+
+
+def steps(strategy, sections):
+    """Accumulates, clips, and has a frozen layer."""
+    torch.manual_seed(5)
+    model = Branching()
+    model.head.requires_grad_(False)
+    training = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.05}
+    with unishard.prepare(model, config("deepspeed", strategy, training=training, optimizer=SGD, **sections)) as engine:
+        return [(float(loss), step.grad_norm) for loss, step in (one(engine, seed) for seed in range(6))]
+
+
+def one(engine, seed):
+    generator = torch.Generator().manual_seed(10 * seed + my_rank())
+    loss = engine(torch.randn(4, 7, generator=generator)).loss
+    engine.backward(loss)
+    return loss, engine.step()
+
+
+@pytest.mark.parametrize("strategy", ORDINARY)
+def test_an_ordinary_run_trains_the_same_without_any_name_of_the_other_cases(strategy):
+    played = play(tuple((ordinary, (each, renames)) for each in ORDINARY for renames in (False, True)))
+    expected, found = (values(played[ordinary, (strategy, renames)]) for renames in (False, True))
+    assert found == expected
+    assert all(norm for rank in found for kind in rank.values() for _, norm in kind[1::2])
