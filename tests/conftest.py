@@ -1,7 +1,11 @@
-"""Marks what starts ranks, so that `pytest -m "not ranks"` is quick; `--examples` asks for more broken documents for the formats."""
+"""Marks what starts ranks, so that `pytest -m "not ranks"` is quick; skips what is marked `gpu` where there is no CUDA device.
+
+`--examples` asks for more broken documents for the formats.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,3 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _RANKS in item.path.parents:
             item.add_marker("ranks")
+        if item.get_closest_marker("gpu") is not None and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@cache
+def _has_gpu() -> bool:
+    import torch  # asked only where a test needs one
+
+    return torch.cuda.is_available()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from unishard import process_group, registry
+from unishard import compatibility, devices, process_group, registry
 from unishard.backend import Backend, Engine, OptimizerFactory
 from unishard.config import Config, Sharding, expect_config, leaves, value_at
 from unishard.engine import compilation, desync, materialization, optimizers, recomputation
@@ -89,6 +89,7 @@ def prepare(
     backend = registry.get(cfg.backend)
     if install := registry.missing(backend):
         raise BackendError(f"backend {cfg.backend!r} needs packages that are not installed; {install}")
+    compatibility.warn_if_untested(backend, topology.rank)
     if not isinstance(model, nn.Module):
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     if model in _prepared:
@@ -115,6 +116,7 @@ def prepare(
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and gathers once.
     recomputation.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
     compilation.apply(compiled, cfg.compile)
+    devices.use_host_cores(cfg.offload, topology)
     engine = backend.prepare(model, cfg, translation, topology, units, recipe)
     engine.identify(kind, recipe.groups)
     if recipe.scheduler is not None:

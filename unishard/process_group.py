@@ -5,48 +5,77 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
+import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from unishard import devices
 from unishard.errors import RankMismatchError
 from unishard.topology import Topology, rendezvous
 
-__all__ = ["agree", "borrow_group", "device_of", "ensure", "give_back", "host_group", "shutdown"]
+__all__ = [
+    "TIMEOUT",
+    "agree",
+    "borrow_group",
+    "device_of",
+    "device_of_numbers",
+    "ended_by",
+    "ensure",
+    "give_back",
+    "host_group",
+    "shutdown",
+]
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a collective may wait for a rank that is late, over gloo and over NCCL; torch then ends the process with its own report."""
+
+_failed = False
+"""Whether an error has ended an engine: this rank may have left collectives that others wait in, or wait in some itself."""
 
 
 def device_of(topology: Topology) -> torch.device:
     """Where this rank computes: its own CUDA device where there is one, else the CPU."""
-    return torch.device("cuda", topology.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", devices.choose(topology, shared=True)) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_of_numbers() -> torch.device:
+    """Where a few numbers must lie to travel over the default process group: in host memory, unless the group has NCCL only."""
+    return torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
 
 
 def ensure(topology: Topology) -> Topology:
     """Start the default process group, or join the one that the caller has started. Collective.
 
-    CUDA ranks get `cpu:gloo,cuda:nccl`, so that tensors of either kind may travel; CPU ranks get gloo. A plain
-    `python script.py` becomes a group of one without touching the network.
+    CUDA ranks get `cpu:gloo,cuda:nccl`, so that tensors of either kind may travel, and their device becomes the current one; CPU
+    ranks get gloo. A plain `python script.py` becomes a group of one without touching the network.
 
     Returns:
         The ranks of the group that is really there.
 
     Raises:
-        ConfigError: The launcher's environment does not say where the ranks meet.
+        ConfigError: The launcher's environment does not say where the ranks meet, or a rank has no CUDA device of its own.
     """
-    cuda = torch.cuda.is_available()
-    if dist.is_initialized():
-        started_by_caller = topology.launcher == "python"
-        local_rank = torch.cuda.current_device() if cuda and started_by_caller else topology.local_rank
-        return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=local_rank)
+    cuda, started = torch.cuda.is_available(), dist.is_initialized()
     if cuda:
-        torch.cuda.set_device(topology.local_rank)
+        torch.cuda.set_device(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
+    if started:
+        return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size())
     meet: dict[str, Any] = {"init_method": rendezvous(topology)}
     if topology.launcher == "python":
         meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, **meet)
+    # No `device_id`: where one is bound, a rank outside a new gloo group of some ranks waits for ever in a split of NCCL's
+    # communicator, to which the ranks inside never come (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, timeout=TIMEOUT, **meet
+    )
     atexit.register(shutdown)
+    if cuda and topology.world_size > 1:
+        devices.refuse_shared(torch.cuda.current_device())
     return topology
 
 
@@ -113,16 +142,40 @@ def agree(facts: dict[str, Any], what: str) -> None:
     raise RankMismatchError(f"ranks hold different {what}; start every rank with the same:\n" + "\n".join(differing[:20]))
 
 
+def ended_by(error: BaseException | None) -> None:
+    """Remember what ended an engine: after an error, `shutdown` does not wait for ranks that may never come."""
+    global _failed
+    _failed = _failed or not (error is None or isinstance(error, SystemExit | GeneratorExit))
+
+
 def shutdown() -> None:
     """Destroy the process group so that the interpreter ends cleanly. Safe to call twice.
 
     A gloo worker thread that drops the last reference to a finished collective while the interpreter finalises aborts the
     process (pytorch issues 38228 and 190489, torch 2.13). Letting those threads run once, with the GIL released, after the
     last collective and before finalisation starts prevents it.
+
+    After an error NCCL's communicators are aborted: destroying them first waits for the collectives that are under way.
     """
-    if dist.is_initialized():
-        _host_groups.clear()
-        _spare_groups.clear()
-        gc.collect()
-        time.sleep(0.1)
+    global _failed
+    if not dist.is_initialized():
+        return
+    _host_groups.clear()
+    _spare_groups.clear()
+    gc.collect()
+    time.sleep(0.1)
+    # The interpreter keeps here what it has printed as unhandled, before it runs what is registered with atexit.
+    failed, _failed = _failed or getattr(sys, "last_value", None) is not None, False
+    if failed and "nccl" in dist.get_backend_config():
+        _abort()
+    else:
         dist.destroy_process_group()
+
+
+def _abort() -> None:
+    """Abort all communicators; those of the default group alone where torch has no function for all (it has in 2.11 to 2.15)."""
+    abort_all = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort_all is not None:
+        abort_all()
+    elif dist.group.WORLD is not None:
+        dist.group.WORLD.abort()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from playing import config, own_share, play, prepare, train
 
 import unishard
+from unishard.engine import desync
 from unishard.testing import RankFailure, run_ranks
 
 BACKENDS = ("fsdp", "deepspeed")
@@ -235,6 +237,43 @@ def test_a_rank_that_waits_in_a_collective_of_torch_is_found(backend):
 
 def test_a_late_rank_is_waited_for():
     assert answers(is_late, "fsdp") == [0.5, 0.5]
+
+
+def in_a_group_of_the_callers(backend):
+    dist.init_process_group("gloo")
+    with prepare(config(backend)) as engine:
+        batch = own_share(1)[0]
+        train(engine, [batch])
+        return outcome(step_on_one_rank, engine, dist.get_rank(), batch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_places_are_told_through_a_group_of_the_callers_too(backend):
+    for _, kind, message in answers(in_a_group_of_the_callers, backend):
+        assert kind == "RankMismatchError"
+        assert all(part in message for part in MISUSE[step_on_one_rank])
+
+
+def what_is_read_from_the_device(backend):
+    """On CUDA the watch asks the device in these blocks; what is in them, in their order."""
+    seen = []
+
+    @contextmanager
+    def reading(self, device):
+        seen.append(device.type)
+        yield
+        seen.append("read")
+
+    with prepare(config(backend)) as engine:
+        desync.Member.reading, update = reading, engine._update
+        engine._update = lambda *arguments: seen.append("update") or update(*arguments)
+        train(engine, own_share(1))
+    return seen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_watch_is_told_where_the_host_waits_for_the_device(backend):
+    assert answers(what_is_read_from_the_device, backend) == [["cpu", "read", "cpu", "update", "read"]] * 2
 
 
 # -- switched off, and free of charge with one rank -------------------------------------------------------------------------------

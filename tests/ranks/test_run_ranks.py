@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unishard.testing import RankFailure, run_ranks
+from unishard.testing import RankFailure, ranks, run_ranks
 from unishard.topology import Topology
 
 
@@ -183,3 +183,44 @@ def test_a_result_that_cannot_be_read_again_is_that_ranks_error(kind, said):
 def test_a_function_that_cannot_travel_is_refused_before_anything_starts():
     with pytest.raises(Exception, match="pickle"):
         run_ranks(1, lambda: None)
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Pretends CUDA devices to this process; the ranks that it starts look for themselves."""
+
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return pretend
+
+
+def _sees():
+    return os.environ.get("RANK"), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available()
+
+
+def test_fewer_devices_than_ranks_are_hidden_from_all_of_them(devices, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    devices(1)
+    assert [shown[1:] for shown in run_ranks(2, _sees)] == [("", False)] * 2
+    assert run_ranks(2, _variable, "DS_ACCELERATOR") == ["cpu"] * 2
+
+
+def test_ranks_with_a_device_each_see_them_and_are_not_forked(devices, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    devices(1)
+    assert [shown[1] for shown in run_ranks(1, _sees)] == [None]
+    assert run_ranks(1, _variable, "DS_ACCELERATOR") == [None]
+
+
+@pytest.mark.parametrize(
+    ("count", "env", "cuda"), [(1, {}, False), (2, {}, True), (0, {}, False), (1, "0", True), (2, "", False), (0, "0", False)]
+)
+def test_the_caller_may_say_which_devices_the_ranks_see(devices, count, env, cuda):
+    devices(count)
+    given = {} if env == {} else {"CUDA_VISIBLE_DEVICES": env}
+    assert ranks._uses_cuda(2, given) is cuda
+    assert ranks._context(cuda=cuda).get_start_method() == ("spawn" if cuda else "forkserver")

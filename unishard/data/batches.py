@@ -101,7 +101,7 @@ def _equal(number: int) -> bool:
     """Whether all ranks hold the same number. One small collective; `agree` would send pickles, in two."""
     if dist.get_world_size() == 1:
         return True
-    bounds = torch.tensor([number, -number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    bounds = torch.tensor([number, -number], device=process_group.device_of_numbers())
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds.tolist()
     return bool(largest == -smallest)

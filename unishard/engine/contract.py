@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import EllipsisType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from unishard import process_group
 from unishard.backend import Placement, Step
 from unishard.checkpoint.background import Background
 from unishard.config import Config
@@ -293,8 +295,9 @@ class TrainingEngine(Phases, Trainability, Evaluation, Feeding, Passing, Checkpo
         self._require_open("mean")
         self._enter("mean")
         total = torch.as_tensor(value, dtype=torch.float32, device=self._device).detach().reshape(()).clone()
-        dist.all_reduce(total)
-        return float(total.item() / dist.get_world_size())
+        with self._awaiting():
+            dist.all_reduce(total)
+            return float(total.item() / dist.get_world_size())
 
     def close(self) -> None:
         """Release the engine. Calling it twice is fine; using the engine afterwards is an error."""
@@ -303,6 +306,7 @@ class TrainingEngine(Phases, Trainability, Evaluation, Feeding, Passing, Checkpo
     def _close(self, why: BaseException | None) -> None:
         if self._phase is not Phase.CLOSED:
             self._phase = Phase.CLOSED
+            process_group.ended_by(why)
             if self._desync is not None:
                 self._desync.leave(why)
             self._stop_saving()
@@ -327,7 +331,8 @@ class TrainingEngine(Phases, Trainability, Evaluation, Feeding, Passing, Checkpo
             self.discard()  # else the next window would add to this one
             raise
         try:
-            norm, updated = self._update(max_norm, divisor)
+            with self._awaiting():
+                norm, updated = self._update(max_norm, divisor)
         finally:
             self._window, self._micro_batch = self._cfg.training.gradient_accumulation_steps, 0
             self._items.clear()
@@ -343,6 +348,9 @@ class TrainingEngine(Phases, Trainability, Evaluation, Feeding, Passing, Checkpo
             )
         # Where a gradient is not a number, some engines can only say that the norm is not finite.
         return Step(updated=updated, grad_norm=norm if math.isfinite(norm) else math.inf, lr=lr, skipped=not updated)
+
+    def _awaiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._desync is None else self._desync.reading(self._device)
 
     def _gradient_divisor(self) -> float:
         return self._items.divisor() * self._loss_scale.value

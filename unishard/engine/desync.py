@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Communication
+from unishard.engine.device_wait import DeviceWait
 from unishard.engine.places import Places, describe
 from unishard.engine.watch import watch
 from unishard.errors import RankMismatchError
+from unishard.process_group import TIMEOUT
 
 __all__ = ["DesyncCheck", "Member", "join", "meet", "samples"]
 
-LATE = timedelta(minutes=30)
-"""How long a rank may be late outside the library; torch's own default for a collective of gloo."""
+LATE = TIMEOUT
+"""How long a rank may be late outside the library."""
 _RADIX = 8
 """Up to as many ranks talk to each other directly; with more, in log(ranks) rounds."""
 _ANSWER = 3.0
@@ -68,6 +70,15 @@ class Member:
     def leave(self, why: BaseException | None = None) -> None:
         """This engine is closed. Waits for nobody; ranks that still use it learn of it."""
         self._check.leave(f"has closed the {self._name}", "" if why is None else f", leaving with {_headline(why)}")
+
+    @contextmanager
+    def reading(self, device: torch.device) -> Iterator[None]:
+        """Around collectives on a device and the reading of what they give, so that the watch knows what the host waits for."""
+        self._check.device_wait = DeviceWait.on(device) if device.type == "cuda" else None
+        try:
+            yield
+        finally:
+            self._check.device_wait = None
 
     @property
     def _name(self) -> str:
@@ -116,14 +127,14 @@ class DesyncCheck:
         self.members = self.active = 0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=LATE)  # gloo also beside NCCL: nothing here waits for a device
-        store = dist.distributed_c10d._get_default_store()  # torch 2.13 has no public name for it
-        self.places = Places(store, self._group.group_name, self.rank, self.size)
+        self.places = Places(self._group.get_group_store(), self.rank, self.size)
         self._rounds = list(_rounds(self.size))
         self.number = 0
         self.place = self.last = "is before its first call"
         self._sent: list[_Sent] = []
         self.failed = ""
         self.waiting = False
+        self.device_wait: DeviceWait | None = None
         self.thread = threading.get_ident()
         self.moved = time.monotonic()
         self._lock = threading.Lock()

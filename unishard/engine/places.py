@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them without __all__ (torch 2.13)
 
 __all__ = ["Places", "describe", "stack_of"]
 
@@ -28,8 +28,15 @@ class Places:
     Uses a connection of its own: a request that waits blocks every other one on the same connection.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, world: int) -> None:
-        self._store = PrefixStore(f"unishard/desync/{prefix}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs of torch 2.13
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        """Begin without any lines.
+
+        Args:
+            store: A `torch.distributed.Store`, that of a process group which the ranks have for nothing else.
+            rank: This one.
+            world: Number of ranks.
+        """
+        self._store = dist.PrefixStore("unishard/desync", store.clone())  # type: ignore[attr-defined]  # exported without __all__ (torch 2.13)
         self._rank, self._world = rank, world
         self._ended = False
         """Whether the rank that serves the store is gone; torch complains of every request after that."""

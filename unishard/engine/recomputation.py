@@ -6,7 +6,7 @@ or parameter changes its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial, update_wrapper
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unishard.config import Config
+from unishard.engine.kv_cache import without_cache
 from unishard.engine.units import Unit, find_blocks, find_classes
 from unishard.errors import ModelError
 
@@ -75,6 +76,8 @@ def apply(modules: Sequence[Unit], *, selective: bool) -> None:
         unit.module.forward = update_wrapper(partial(run, forward), forward)
 
 
+# A cache would be filled a second time in the second forward; transformers' own GradientCheckpointingLayer leaves it out too.
+#
 # Two functions, because torch.compile takes no `context_fn` that it cannot see in the source (torch 2.13). What else is written out
 # are torch's defaults: random numbers are drawn again alike, and shapes and dtypes are compared.
 
@@ -82,14 +85,14 @@ def apply(modules: Sequence[Unit], *, selective: bool) -> None:
 def _whole(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    args, kwargs = _without_cache(args, kwargs)
+    args, kwargs = without_cache(args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, determinism_check="default", **kwargs)
 
 
 def _in_part(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    args, kwargs = _without_cache(args, kwargs)
+    args, kwargs = without_cache(args, kwargs)
     return checkpoint(
         forward, *args, use_reentrant=False, context_fn=_contexts, preserve_rng_state=True, determinism_check="default", **kwargs
     )
@@ -97,21 +100,6 @@ def _in_part(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-
-
-def _without_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave out a transformers key-value cache, which a second forward would fill a second time.
-
-    transformers' own `GradientCheckpointingLayer` does the same (transformers 5.23, modeling_layers.py).
-    """
-    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if kept.get("use_cache"):
-        kept["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), kept
-
-
-def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from unishard.engine.device_wait import DeviceWait
 from unishard.engine.places import Places, describe, stack_of
 
 __all__ = ["Watched", "watch"]
@@ -36,6 +37,8 @@ class Watched(Protocol):
     """Whether it waits there for other ranks."""
     moved: float
     """When it came to it or got on."""
+    device_wait: DeviceWait | None
+    """What the host waits for on a device, if it may."""
     thread: int
     rank: int
     size: int
@@ -74,11 +77,13 @@ class _Watch:
 
     def _answer(self, check: Watched, number: int) -> None:
         where, inside, collective = stack_of(check.thread)
+        if inside and (wait := check.device_wait) is not None:
+            collective = wait.holds()
         if not collective:
             self._blocked_since = None
             check.places.tell(number, "seen", f"{check.place} at {where}" if inside else f"is at {where}, outside unishard")
             return
-        place = f"waits in torch.distributed at {where}, outside unishard"
+        place = f"waits in torch.distributed at {where}, {'in a call of an engine' if inside else 'outside unishard'}"
         check.places.tell(number, "seen", place)
         now = time.monotonic()
         self._blocked_since = self._blocked_since or now

@@ -71,9 +71,11 @@ def run_ranks(
     """Run `fn(*args)` on `world` local ranks and return their results in the order of ranks.
 
     Each rank finds torchrun's variables in its environment; `fn` starts the process group itself, as `unishard.prepare` does.
-    On CPU machines the ranks are forked from a server that has torch and the engines imported (a start takes about 0.1 s) and
-    use one thread each; with CUDA, which does not survive a fork, they are spawned. Ranks end without running the interpreter's
-    finalisation, in which gloo's threads may abort the process (pytorch issue 190489, torch 2.13).
+    Where there is a CUDA device for each rank they see them all and are spawned, since CUDA does not survive a fork. Else they see
+    none, compute on the CPU with one thread each, and are forked from a server that has torch and the engines imported (a start
+    takes about 0.1 s). CUDA_VISIBLE_DEVICES in `env` decides instead: ranks that share a device must start a gloo group themselves.
+    Ranks end without running the interpreter's finalisation, in which gloo's threads may abort the process (pytorch issue 190489,
+    torch 2.13).
 
     Args:
         world: Number of ranks.
@@ -114,12 +116,13 @@ class _Group:
 
     def start(self, work: bytes, env: dict[str, str], folder: Path) -> None:
         """Start all ranks."""
-        context = _context()
+        cuda = _uses_cuda(self.world, env)
+        context = _context(cuda=cuda)
         port = _free_port()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             self._stacks[rank] = folder / f"rank{rank}.txt"
-            environment = _environment(rank, self.world, port) | env
+            environment = _environment(rank, self.world, port, cuda=cuda) | env
             process = context.Process(target=_rank_main, args=(work, environment, theirs, str(self._stacks[rank])), name=f"rank{rank}")
             self._connections[rank], self._processes[rank] = ours, process
             process.start()
@@ -218,9 +221,15 @@ def _rank_main(work: bytes, env: dict[str, str], answers: Connection, stacks: st
     os._exit(code)
 
 
-def _context() -> Any:
-    """Forkserver with the engines imported; spawn where CUDA is, which does not survive a fork."""
-    if torch.cuda.is_available():
+def _uses_cuda(world: int, env: Mapping[str, str]) -> bool:
+    """Whether the ranks see CUDA devices: one for each, or those that the caller names."""
+    named = env.get("CUDA_VISIBLE_DEVICES")
+    return torch.cuda.is_available() and (torch.cuda.device_count() >= world if named is None else bool(named))
+
+
+def _context(*, cuda: bool) -> Any:
+    """Forkserver with the engines imported; spawn with CUDA, which does not survive a fork."""
+    if cuda:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_preload())
@@ -239,7 +248,7 @@ def _preload() -> list[str]:
 def _as_the_ranks_need() -> Iterator[None]:
     """What the server must see before it imports torch and the engines; this process keeps its own environment."""
     before = dict(os.environ)
-    os.environ.update(_machine())
+    os.environ.update(_on_cpu())
     try:
         yield
     finally:
@@ -247,16 +256,16 @@ def _as_the_ranks_need() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _machine() -> dict[str, str]:
-    """One thread a rank, and no look for an accelerator that is not there (DeepSpeed 0.19.8, accelerator/real_accelerator.py)."""
-    return {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+def _on_cpu() -> dict[str, str]:
+    """One thread a rank, no CUDA device, and no look for another accelerator (DeepSpeed 0.19.8, accelerator/real_accelerator.py)."""
+    return {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+def _environment(rank: int, world: int, port: int, *, cuda: bool) -> dict[str, str]:
     """This process's environment with what torchrun would set."""
     return {
         **os.environ,
-        **_machine(),
+        **({} if cuda else _on_cpu()),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),

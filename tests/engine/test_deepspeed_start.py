@@ -1,0 +1,137 @@
+"""What DeepSpeed is told about the device of a rank, and what it must not be asked on CUDA."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unishard import BackendError, Config, Topology
+from unishard_deepspeed import access, start
+from unishard_deepspeed.patches import updates
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+RANK = Topology(8, 4, 3, 3, "srun")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """This process's variables come back, also those that DeepSpeed is given."""
+    for name in ("DS_ACCELERATOR", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_on_cuda_deepspeed_takes_the_number_of_the_device_for_the_local_rank(environment):
+    environment.setenv("LOCAL_RANK", "3")
+    start._say_where(CUDA, RANK)
+    assert os.environ["LOCAL_RANK"] == "0"
+    assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
+    assert "DS_ACCELERATOR" not in os.environ
+    environment.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
+    start._say_where(torch.device("cuda", 2), RANK)
+    assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("2", "2")
+
+
+def test_on_the_cpu_the_launchers_local_rank_stays(environment):
+    start._say_where(CPU, RANK)
+    assert (os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("3", "cpu")
+    environment.setenv("LOCAL_RANK", "1")
+    start._say_where(CPU, RANK)
+    assert os.environ["LOCAL_RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "device", "message"),
+    [
+        ("cpu", CUDA, "DS_ACCELERATOR=cpu is set, but this rank computes on cuda; unset DS_ACCELERATOR, or hide the devices"),
+        ("cuda", CPU, "DS_ACCELERATOR=cuda is set, but this rank computes on cpu; unset DS_ACCELERATOR$"),
+    ],
+)
+def test_another_kind_of_device_in_the_environment_is_refused(environment, accelerator, device, message):
+    environment.setenv("DS_ACCELERATOR", accelerator)
+    with pytest.raises(BackendError, match=message):
+        start._say_where(device, RANK)
+
+
+@pytest.fixture
+def loaded(environment):
+    """Lets DeepSpeed be loaded for a device of this kind."""
+    environment.setenv("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    asked: list[str] = []
+
+    def load(device: torch.device) -> list[str]:
+        environment.setattr(start, "device_of", lambda topology: device)
+        environment.setattr(start, "_say_where", lambda *_: None)
+        environment.setattr(type(get_accelerator()), "device_name", lambda self, index=None: device.type)
+        ops = type("Ops", (), {"__compatible_ops__": property(lambda self: asked.append("ops") or {})})()
+        environment.setattr(deepspeed, "ops", ops)
+        start.load(RANK)
+        return asked
+
+    return load
+
+
+@pytest.mark.parametrize(("device", "asked"), [(CPU, ["ops"]), (CUDA, [])], ids=str)
+def test_the_ops_are_not_tried_where_none_of_them_is_used(loaded, device, asked):
+    assert loaded(device) == asked
+
+
+def test_deepspeed_imported_for_another_kind_of_device_is_refused(environment):
+    environment.setenv("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: F401
+
+    environment.setattr(start, "device_of", lambda topology: CUDA)
+    environment.setattr(start, "_say_where", lambda *_: None)
+    with pytest.raises(BackendError, match=r"DeepSpeed was imported for cpu before .*, which computes on cuda; unset"):
+        start.load(RANK)
+
+
+# -- gradients in host memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("offload", "cuda", "waits"), [("cpu", True, True), ("cpu", False, False), ("none", True, False)])
+def test_offloaded_gradients_have_arrived_before_they_are_read_or_dropped(monkeypatch, offload, cuda, waits):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
+    monkeypatch.setattr(access, "require", lambda *_: None)
+    monkeypatch.setattr(access.parts, "reduce_gradients", lambda *_: calls.append("reduce"))
+    monkeypatch.setattr(access.parts, "gradient_parts", lambda *_: calls.append("read") or {})
+    monkeypatch.setattr(access.parts, "drop_gradients", lambda *_: calls.append("drop"))
+    sections = {"training": {"micro_batch_size": 1}, "offload": {"optimizer": offload}}
+    cfg = Config.model_validate({"backend": "deepspeed", "sharding": "shard_grad_op", **sections})
+    window = access.Access(cfg, SimpleNamespace(optimizer=None), None)
+    window.reduce()
+    window.drop()
+    between = ["synchronize"] if waits else []
+    assert calls == ["reduce", *between, "read", *between, "drop"]
+
+
+def test_offloaded_gradients_are_averaged_between_groups_on_the_device(monkeypatch):
+    calls: list[object] = []
+    copies: list[torch.Tensor] = []
+    to = torch.Tensor.to
+
+    def pretended(tensor, device):
+        assert device == CUDA
+        copies.append(to(tensor, torch.float32, copy=True))
+        return copies[-1]
+
+    monkeypatch.setattr(torch.Tensor, "to", pretended)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(device))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, operation, group: calls.append(tensor) or tensor.mul_(0.5))
+    monkeypatch.setattr(updates, "_PIECE", 4)
+    gradient = torch.arange(6.0)
+    updates._average_on_host(gradient, "group", CUDA)
+    assert gradient.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert calls[0] == CUDA
+    assert [id(tensor) for tensor in calls[1:]] == [id(copy) for copy in copies]
+    assert [len(copy) for copy in copies] == [4, 2]

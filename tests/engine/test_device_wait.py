@@ -1,0 +1,114 @@
+"""What the watch makes of a host that waits for its device inside a call of an engine, with events that are pretended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unishard.engine import desync, watch
+from unishard.engine.device_wait import DeviceWait
+
+
+class Stream:
+    """Work before the collectives, and a collective that ends when it is told."""
+
+    def __init__(self, *, reached: bool = True, done: bool = False) -> None:
+        self.reached, self.done = reached, done
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(query=lambda: self.reached)
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.mark.parametrize(
+    ("reached", "done", "holds"),
+    [(True, False, True), (False, False, False), (True, True, False)],
+    ids=["in a collective", "computes before it", "is through"],
+)
+def test_only_a_device_between_the_two_is_held_up(reached, done, holds):
+    assert DeviceWait(Stream(reached=reached, done=done)).holds() is holds
+
+
+def test_an_error_on_the_device_is_left_to_the_thread_that_waits():
+    def fail() -> bool:
+        raise RuntimeError("CUDA error")
+
+    stream = Stream()
+    stream.query = fail
+    assert DeviceWait(stream).holds() is False
+
+
+def test_a_call_says_for_how_long_the_host_may_wait_for_the_device(monkeypatch):
+    check, device = SimpleNamespace(members=0, active=0, device_wait=None), torch.device("cuda", 1)
+    monkeypatch.setattr(DeviceWait, "on", classmethod(lambda cls, asked: asked))
+    member = desync.Member(check)
+    with contextlib.suppress(ValueError), member.reading(device):
+        assert check.device_wait == device
+        raise ValueError("from the update")
+    assert check.device_wait is None
+    with member.reading(torch.device("cpu")):
+        assert check.device_wait is None
+
+
+class Check:
+    """A rank that is late for check 4, which rank 1 waits at."""
+
+    rank, size, active, failed, number, waiting, thread = 0, 2, 1, "", 3, False, 0
+    timeout, place, last = 0.2, "is in engine.step (update 16)", ""
+    world = None
+
+    def __init__(self, device_wait: DeviceWait | None) -> None:
+        self.device_wait, self.moved, self.spoke = device_wait, time.monotonic() - 1, []
+        self.told: dict[int, str] = {1: "is in engine.save"}
+        self.places = SimpleNamespace(asked=lambda number: number == 4, tell=self._tell, read=lambda *_: self.told)
+
+    def _tell(self, number: int, kind: str, text: str) -> None:
+        self.told[0] = text
+
+    def speak(self, number: int, place: str) -> None:
+        self.spoke.append((number, place))
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Lets the watch look at a rank that sits in a call of an engine, until it must have spoken."""
+    monkeypatch.setattr(watch, "stack_of", lambda thread: ("train.py:7 in main", True, False))
+
+    def look(device_wait: DeviceWait | None) -> Check:
+        check, own = Check(device_wait), watch._Watch()
+        own.look(check)
+        assert check.spoke == []
+        time.sleep(0.06)
+        own.look(check)
+        return check
+
+    return look
+
+
+def test_a_rank_whose_device_is_held_up_says_that_it_will_never_come(looks):
+    check = looks(DeviceWait(Stream()))
+    assert check.spoke == [(4, "waits in torch.distributed at train.py:7 in main, in a call of an engine")]
+
+
+@pytest.mark.parametrize("wait", [None, DeviceWait(Stream(reached=False)), DeviceWait(Stream(done=True))])
+def test_a_rank_that_computes_is_waited_for(looks, wait):
+    check = looks(wait)
+    assert check.spoke == []
+    assert check.told[0] == "is in engine.step (update 16) at train.py:7 in main"
+
+
+@pytest.mark.gpu
+def test_on_a_real_device():
+    device = torch.device("cuda", torch.cuda.current_device())
+    wait = DeviceWait.on(device)
+    torch.cuda._sleep(2 * 10**9)  # about a second
+    time.sleep(0.1)
+    assert wait.holds()
+    torch.cuda.synchronize()
+    assert not wait.holds()
