@@ -9,8 +9,11 @@ from pydantic import BaseModel
 from unishard import Config, registry
 from unishard.checkpoint import manifest
 from unishard.config import leaves
-from unishard.docs import mapping, pages, reference
+from unishard.docs import mapping, pages, reference, sections
+from unishard.errors import UnishardError
 from unishard.format_page import formats
+from unishard.patch_page import BEGIN, END, private_names, replaced
+from unishard.patches import CORE_PATCHES, Patch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,6 +21,47 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("name", ["MAPPING.md", "docs/formats.md", "docs/manifest.md", "docs/schema.md"])
 def test_page_is_current(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == pages()[name], "run `unishard docs` and commit it"
+
+
+def test_generated_part_is_current() -> None:
+    (name,) = sections(ROOT)
+    assert (ROOT / name).read_text(encoding="utf-8") == sections(ROOT)[name], "run `unishard docs` and commit it"
+
+
+def test_every_case_that_needs_private_names_is_on_the_page_with_all_of_them() -> None:
+    text = sections(ROOT)["docs/engines.md"]
+    for name, patches in {"every engine": CORE_PATCHES, **{name: registry.get(name).patches for name in registry.available()}}.items():
+        section = text.partition(f"### Private names: {name}\n")[2].partition("\n##")[0].partition(END)[0]
+        for patch in patches.values():
+            (row,) = [line for line in section.splitlines() if line.startswith(f"| **{patch.name}**: ")]
+            for each in (one for several in patch.names for one in several.split(" or ")):
+                assert f"`{each.partition(':')[2]}`" in row
+            assert patch.link in row
+            assert patch.versions in row
+
+
+def test_only_what_is_between_the_marks_is_written_anew() -> None:
+    assert replaced(f"a\n{BEGIN}\nold\n{END}\nb\n", "new", "p.md") == f"a\n{BEGIN}\n\nnew\n\n{END}\nb\n"
+    for page in (f"a\n{BEGIN}\nb\n", f"{END}\n", ""):
+        with pytest.raises(UnishardError, match=r"^p\.md: has no generated part; put the lines "):
+            replaced(page, "new", "p.md")
+
+
+class _Third:
+    name = "third"
+
+    def __init__(self, *patches: Patch) -> None:
+        self.patches = {patch.name: patch for patch in patches}
+
+
+def test_a_table_of_private_names_says_what_happens_without_them() -> None:
+    names = ("m.a:C.x or m.a:C.y", "m.a:f", "m.b:g")
+    patch = Patch("odd", "A run that is odd,", names, "m 1 to 2", "https://example.org", "do another thing", until="3")
+    assert private_names([_Third()]).endswith("\n\n### Private names: third\n\nNone.")  # type: ignore[list-item]
+    assert private_names([_Third(patch)]).splitlines()[-1] == (  # type: ignore[list-item]
+        "| **odd**: A run that is odd | m.a: `C.x` or `C.y`, `f`<br>m.b: `g` | m 1 to 2; m does it itself from 3 on "
+        "| [source](https://example.org) | Do another thing. |"
+    )
 
 
 @pytest.mark.parametrize("text", list(pages().values()), ids=list(pages()))

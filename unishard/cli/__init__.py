@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from unishard.cli import backends, checkpoint, convert, demo, diff, docs, explain, export, init, migrate, schema, set_, translate
+from unishard.cli import backends, checkpoint, convert, demo, diff, docs, doctor, explain, export, init, migrate, schema, set_, translate
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
@@ -100,6 +100,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "schema": schema.schema,
     "docs": docs.docs,
     "backends": backends.backends,
+    "doctor": doctor.doctor,
     "demo": demo.demo,
     "export": export.export,
 }

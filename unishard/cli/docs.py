@@ -19,12 +19,12 @@ def docs(
     """Write the generated pages.
 
     MAPPING.md from the backends' rules, docs/formats.md from the tables of the formats, docs/schema.md from the schema,
-    docs/manifest.md from that of checkpoints.
+    docs/manifest.md from that of checkpoints; in docs/engines.md the private names that rare cases need.
     """
-    from unishard.docs import pages
+    from unishard.docs import pages, sections
 
     stale = []
-    for name, text in pages().items():
+    for name, text in (pages() | sections(root)).items():
         path = root / name
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
             continue

@@ -19,6 +19,9 @@ FIT_STYLES = {
     "undecided": "bold magenta",
     "unsupported": "red",
     "refused": "bold red",
+    "ok": "green",
+    "warn": "yellow",
+    "fail": "bold red",
 }
 """Of a cell or a line by its first word, up to a colon."""
 _READABLE = 25

@@ -1,0 +1,65 @@
+"""`unishard doctor`: whether this environment can train, and what to do where it cannot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unishard.cli.table import is_narrow, show, show_blocks
+
+if TYPE_CHECKING:
+    from unishard.doctor import Check
+
+__all__ = ["doctor"]
+
+_COLUMNS = ("status", "what", "found", "to do")
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write it as JSON.")] = False) -> None:
+    """Check this environment.
+
+    Versions and whether they were tested, the engines, the private names that rare cases need, accelerators and the launcher's
+    variables. Exits with 1 when something keeps training from running; imports the engines that are installed.
+    """
+    from unishard.doctor import Status, examine, worst
+
+    checks = list(examine())
+    if as_json:
+        typer.echo(json.dumps(_object(checks), indent=2))
+    else:
+        _show(checks)
+    if worst(checks) is Status.FAIL:
+        raise typer.Exit(1)
+
+
+def _show(checks: Sequence[Check]) -> None:
+    if is_narrow(len(_COLUMNS), sys.stdout):
+        blocks = [(check.name, [("", f"{check.status}: {check.found}"), ("to do", check.instead)]) for check in checks]
+        show_blocks(((name, [line for line in lines if line[1]]) for name, lines in blocks), sys.stdout)
+    else:
+        show(_COLUMNS, [(check.status, check.name, check.found, check.instead) for check in checks], sys.stdout)
+    typer.echo(", ".join(f"{count} {status}" for status, count in _counts(checks).items()))
+
+
+def _counts(checks: Sequence[Check]) -> dict[str, int]:
+    from unishard.doctor import Status
+
+    return {str(status): sum(check.status is status for check in checks) for status in Status}
+
+
+def _object(checks: Sequence[Check]) -> dict[str, Any]:
+    from unishard.doctor import worst
+
+    return {
+        "status": str(worst(checks)),
+        "counts": _counts(checks),
+        "versions": {check.name: check.details["version"] for check in checks if "version" in check.details},
+        "checks": [
+            {"name": check.name, "status": str(check.status), "found": check.found, "instead": check.instead, **check.details}
+            for check in checks
+        ],
+    }
