@@ -14,6 +14,8 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
+
 import unishard
 from unishard.config import Config
 from unishard.errors import UnishardError
@@ -219,9 +221,10 @@ def _with_first_strategy(cell: Cell) -> Cell:
 
 
 def _run_oracle(group: list[Cell]) -> dict[Cell, Curve]:
-    curves = {}
+    """On the device that the engines train on: another one rounds otherwise."""
+    curves, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
     for cell in group:
         feature = FEATURES[cell.feature]
         model = feature.models[cell.model]
-        curves[cell] = feature.reference(model.build(), windows(model, cell), config("fsdp", cell), cell)
+        curves[cell] = feature.reference(model.build().to(device), windows(model, cell), config("fsdp", cell), cell)
     return curves

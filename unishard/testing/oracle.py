@@ -1,4 +1,4 @@
-"""What training should give: plain torch, one process, the whole global batch. Shares no code with what it judges."""
+"""What training should give: plain torch, one process, one device, the whole global batch. Shares no code with what it judges."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def train(
     before_update: Edit | None = None,
     after_update: Edit | None = None,
     before_window: Callable[[int], None] | None = None,
+    device: torch.device | str | None = None,
 ) -> Curve:
     """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
 
@@ -67,7 +68,12 @@ def train(
         before_update: Edits the `.grad` of the model's parameters, averaged and not yet clipped.
         after_update: Edits the parameters.
         before_window: Called with the number of each update, from 0, before it; may toggle `requires_grad` of the model's parameters.
+        device: Where model and data are moved first; left out, the data goes where the model is.
     """
+    if device is not None:
+        model.to(device)
+    here = next(model.parameters()).device
+    windows = [[{name: value.to(here) for name, value in batch.items()} for batch in window] for window in windows]
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     trainable = [parameter for _, parameter in named]
     for parameter in trainable:

@@ -119,11 +119,15 @@ class _Plain:
         self.losses.append(0.0)
 
 
-def _turns(data: list[list[dict[str, Any]]], world: int) -> Iterator[dict[str, Any]]:
+def _turns(data: list[list[dict[str, Any]]], world: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """One micro-batch of all ranks after the other."""
     for window in data:
         for start in range(0, len(window), world):
-            yield {name: torch.cat([batch[name] for batch in window[start : start + world]]) for name in window[0]}
+            yield {name: torch.cat([batch[name] for batch in window[start : start + world]]).to(device) for name in window[0]}
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _as_curve(plain: _Plain) -> Curve:
@@ -132,15 +136,15 @@ def _as_curve(plain: _Plain) -> Curve:
 
 
 def _plain_distil(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
-    student, teacher = _Plain(model, cfg), mlp(seed=11).requires_grad_(False)
-    for batch in _turns(data, cell.world):
+    student, teacher = _Plain(model, cfg), mlp(seed=11).requires_grad_(False).to(_device(model))
+    for batch in _turns(data, cell.world, _device(model)):
         student.learn(_distilled(student.model, teacher, batch))
     return _as_curve(student)
 
 
 def _plain_play(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
-    discriminator, generator = _Plain(model, cfg), _Plain(_generator(), cfg)
-    for batch in _turns(data, cell.world):
+    discriminator, generator = _Plain(model, cfg), _Plain(_generator().to(_device(model)), cfg)
+    for batch in _turns(data, cell.world, _device(model)):
         discriminator.learn(model(generator.model(batch["x"]).detach(), batch["labels"]).loss)
         generator.learn(-model(generator.model(batch["x"]), batch["labels"]).loss)
     return _as_curve(discriminator)

@@ -1,0 +1,91 @@
+"""Saves in the background while training goes on, loads what was written, and compares it with the moment of the save."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import unishard
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.training import BACKENDS, attempt, config, tokens, train, wide_llama
+from unishard.testing import run_ranks
+from unishard.testing.models import llama
+from unishard.testing.tolerances import TOLERANCES
+
+__all__ = ["run"]
+
+_BEFORE, _AFTER = 3, 6
+
+
+class Answer(NamedTuple):
+    """What came of one engine."""
+
+    returned: float
+    """Seconds until `save` returned."""
+    complete: float
+    """Seconds until the checkpoint was there."""
+    steps_meanwhile: int
+    """Optimizer steps made before it was."""
+    differing: list[str]
+    """Parameters that are not, bit by bit, what they were when `save` was called."""
+    losses: list[float]
+    """After the save."""
+    resumed: list[float]
+    """The same batches, from the checkpoint."""
+
+
+def run(report: Report) -> None:
+    for backend in BACKENDS:
+        for strategy in ("full_shard", "shard_grad_op"):
+            name = f"{backend} {strategy}"
+            answer = attempt(report, name, lambda b=backend, s=strategy: run_ranks(1, save_and_load, b, s, report.device, timeout=100)[0])
+            if answer is not None:
+                judge(report, name, answer)
+
+
+def judge(report: Report, name: str, answer: Answer) -> None:
+    meanwhile = f"save returned after {answer.returned:.2f} s, complete after {answer.complete:.2f} s"
+    figures = {"returned": answer.returned, "complete": answer.complete, "steps": answer.steps_meanwhile}
+    report.check(
+        f"{name}: trains while it is written", answer.steps_meanwhile > 0, f"{answer.steps_meanwhile} steps; {meanwhile}", **figures
+    )
+    report.check(f"{name}: holds the moment of the save", not answer.differing, ", ".join(answer.differing[:5]))
+    far = max(abs(now - then) / abs(then) for then, now in zip(answer.losses, answer.resumed, strict=True))
+    bound = TOLERANCES["bf16"].losses
+    report.check(f"{name}: losses go on from it", far <= bound, f"{far:.1e}, at most {bound:g}", losses=far)
+
+
+def build(backend: str, strategy: str, device: str, seed: int) -> Any:
+    # On the GPU large enough that the files take some steps to write.
+    model = wide_llama(1024, 8, seed=seed) if device == "cuda" else llama(seed)
+    return unishard.prepare(model, config(backend, strategy, checkpoint={"async_save": True}))
+
+
+def save_and_load(backend: str, strategy: str, device: str) -> Answer:
+    before, after = tokens(_BEFORE, seed=1), tokens(_AFTER, seed=2)
+    with tempfile.TemporaryDirectory(prefix="async-save-") as folder:
+        with build(backend, strategy, device, seed=7) as engine:
+            train(engine, before)
+            there = {name: engine.parameter(name).cpu() for name in names(engine)}
+            start = time.perf_counter()
+            checkpoint = Path(engine.save(folder))
+            returned = time.perf_counter() - start
+            losses, meanwhile = [], 0
+            for batch in after:
+                losses += train(engine, [batch]).losses
+                meanwhile += not checkpoint.exists()
+            engine.wait()
+            complete = time.perf_counter() - start
+        with build(backend, strategy, device, seed=8) as engine:
+            engine.load(checkpoint, verify="bits")
+            differing = [name for name, value in there.items() if not torch.equal(engine.parameter(name).cpu(), value)]
+            resumed = list(train(engine, after).losses)
+    return Answer(returned, complete, meanwhile, differing, losses, resumed)
+
+
+def names(engine: Any) -> list[str]:
+    return [name for name, _ in engine.module.named_parameters()]

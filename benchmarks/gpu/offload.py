@@ -1,0 +1,70 @@
+"""Races pinned offload: the same short training many times, with delays put in its way, gives the same bits each time.
+
+Copies between pinned host memory and the device run beside the computation. One that is read too early gives another loss or norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+import unishard
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, tokens, train, wide_llama
+from unishard.testing import run_ranks
+from unishard.testing.models import llama
+from unishard.testing.tolerances import TOLERANCES
+
+__all__ = ["run"]
+
+OFFLOADS = {
+    "full_shard": {"params": "cpu", "optimizer": "cpu", "pin_memory": True},
+    "shard_grad_op": {"optimizer": "cpu", "pin_memory": True},
+}
+_CONTROLS = 5
+"""Repeats without offload, which say whether the device gives the same bits at all."""
+_CYCLES = 200_000
+"""Of the clock, by which each repeat is held up longer than the one before."""
+
+
+def run(report: Report) -> None:
+    repeats = 50 if report.device == "cuda" else 5
+    for backend in BACKENDS:
+        for strategy, offload in OFFLOADS.items():
+            name = f"{backend} {strategy}, offload {' and '.join(place for place in offload if place != 'pin_memory')}"
+            work = lambda b=backend, s=strategy: run_ranks(1, race, b, s, repeats, report.device, timeout=240)[0]  # noqa: E731
+            if (answer := attempt(report, name, work)) is not None:
+                judge(report, name, *answer)
+
+
+def judge(report: Report, name: str, offloaded: list[Curve], resident: list[Curve]) -> None:
+    distinct, controls = len(set(offloaded)), len(set(resident))
+    detail = f"{distinct} different of {len(offloaded)}; without offload {controls} of {len(resident)}"
+    finite = all(math.isfinite(value) for curve in offloaded for value in (*curve.losses, *curve.norms))
+    report.check(f"{name}: the same bits each time", distinct == 1 and finite, detail, distinct=distinct, repeats=len(offloaded))
+    far = [abs(a - b) / abs(b) for a, b in zip(offloaded[0].losses, resident[0].losses, strict=True)]
+    bound = TOLERANCES["bf16"].losses
+    report.check(f"{name}: trains as without offload", max(far) <= bound, f"losses {max(far):.1e}, at most {bound:g}", losses=max(far))
+
+
+def race(backend: str, strategy: str, repeats: int, device: str) -> tuple[list[Curve], list[Curve]]:
+    """Curves with offload, and without."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would change the timing
+    resident = [once(backend, strategy, device, turn, {}) for turn in range(min(repeats, _CONTROLS))]
+    return [once(backend, strategy, device, turn, {"offload": OFFLOADS[strategy]}) for turn in range(repeats)], resident
+
+
+def once(backend: str, strategy: str, device: str, turn: int, sections: dict[str, object]) -> Curve:
+    cuda = device == "cuda"
+    model = wide_llama(512, 4) if cuda else llama()
+    cfg = config(backend, strategy, accumulation=2, **sections)
+    with unishard.prepare(model, cfg) as engine:
+        return train(engine, tokens(8, length=128 if cuda else 16), delay(turn) if cuda else lambda: None)
+
+
+def delay(turn: int) -> Callable[[], None]:
+    """Keeps the stream busy for a while that differs from repeat to repeat, so that what does not wait for it comes first."""
+    return lambda: torch.cuda._sleep(1 + turn * _CYCLES)

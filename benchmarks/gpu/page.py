@@ -1,0 +1,102 @@
+"""Writes the figures of docs/gpu.md from the JSON files of the pieces.
+
+python -m benchmarks.gpu.page gpu-out docs/gpu.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.pieces import PIECES
+from benchmarks.gpu.report import read
+
+__all__ = ["BEGIN", "END", "NOT_RUN", "figures", "main", "write"]
+
+BEGIN, END = "<!-- figures: written by benchmarks/gpu/page.py -->", "<!-- end of the figures -->"
+NOT_RUN = "Not run on a GPU yet: no figure from a GPU has been measured."
+
+
+def figures(reports: Sequence[dict[str, Any]]) -> str:
+    """The section's text. What ran on a CPU is no figure of a GPU, so without any from CUDA it says that there is none."""
+    ran = {report["piece"]: report for report in reports if report["device"] == "cuda" and report["hardware"]}
+    if not ran:
+        return NOT_RUN
+    lines = [*hardware(list(ran.values())), "", "| piece | verdict | checks | seconds |", "|---|---|---|---|"]
+    for piece in PIECES:
+        report = ran.get(piece.name)
+        lines.append(f"| {piece.name} | {row(report)} |" if report else f"| {piece.name} | not run | | |")
+    return "\n".join([*lines, *speeds(ran), *stated(ran)])
+
+
+def hardware(reports: list[dict[str, Any]]) -> list[str]:
+    """Each card with its versions, once."""
+    found = {
+        f"{report['hardware']}; " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()) for report in reports
+    }
+    return sorted(found)
+
+
+def row(report: dict[str, Any]) -> str:
+    counted = Counter(check["verdict"] for check in report["checks"])
+    return f"{report['verdict']} | {', '.join(f'{number} {verdict}' for verdict, number in counted.items())} | {report['seconds']:g}"
+
+
+def speeds(ran: dict[str, dict[str, Any]]) -> list[str]:
+    """A table of the throughput pieces; nothing where they have no figures."""
+    lines: list[str] = []
+    for report in ran.values():
+        for check in report["checks"]:
+            found = check["figures"]
+            for who in ("unishard", "by hand") if "ratio" in found else ():
+                side = found[who]
+                used = "" if side["mfu"] is None else f"{side['mfu']:.1%}"
+                ratio = f"{found['ratio']:.3f}" if who == "unishard" else ""
+                engine = check["name"].partition(":")[0]
+                lines.append(f"| {engine} | {who} | {side['tokens_per_second']:,.0f} | {used} | {side['peak_gib']:.1f} | {ratio} |")
+    head = ["", "| engine, model | loop | tokens/s | MFU | peak memory, GiB | ratio |", "|---|---|---|---|---|---|"]
+    return [*head, *lines] if lines else []
+
+
+def stated(ran: dict[str, dict[str, Any]]) -> list[str]:
+    """What failed or is not supported, each with the first line of why."""
+    lines = [
+        f"- {report['piece']}, {check['verdict']}: {check['name']}: {check['detail'].partition(chr(10))[0]}"
+        for report in ran.values()
+        for check in report["checks"]
+        if check["verdict"] in ("fail", "unsupported")
+    ]
+    return ["", *lines] if lines else []
+
+
+def write(folder: Path, page: Path) -> str:
+    """Replace what stands between the marks of a page.
+
+    Raises:
+        ValueError: The page has no marks.
+    """
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no lines {BEGIN} and {END}")
+    written = f"{before}{BEGIN}\n{figures(read(folder))}\n{END}{after}"
+    page.write_text(written, encoding="utf-8")
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="with the JSON files")
+    parser.add_argument("page", type=Path)
+    given = parser.parse_args(arguments)
+    write(given.folder, given.page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

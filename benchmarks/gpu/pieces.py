@@ -1,0 +1,37 @@
+"""The pieces, in the order in which they run. Imports nothing but the standard library."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["BUDGET", "PIECES", "Piece"]
+
+BUDGET = 2400
+"""Seconds for all pieces on one GPU."""
+
+
+class Piece(NamedTuple):
+    """One thing to prove."""
+
+    name: str
+    """Also its JSON file's, before the device."""
+    module: str
+    """Of this package; has `run(report)`, or `run(report, *arguments)`."""
+    about: str
+    limit: int
+    """Seconds after which it is ended: below 10 minutes."""
+    arguments: tuple[str, ...] = ()
+
+
+PIECES = (
+    Piece("imports", "imports", "both engines import, train 2 steps and exit with code 0, and print nothing but warnings", 240),
+    Piece("cells", "cells", "both engines against plain torch on the same device, one rank", 540),
+    Piece("resume", "resume", "a checkpoint of one engine resumed by the other", 300),
+    Piece("two_ranks", "two_ranks", "two ranks on one device against plain torch", 560),
+    Piece("offload", "offload", "pinned offload, 50 times the same bits", 540),
+    Piece("async_save", "async_save", "a checkpoint written while training goes on", 240),
+    Piece("compile", "compiled", "one graph for all blocks of a default Llama", 300),
+    Piece("syncs", "syncs", "host-device synchronizations of an optimizer step", 240),
+    Piece("throughput_1b", "throughput", "a 1B Llama in bf16 beside loops written by hand", 570, ("1b",)),
+    Piece("throughput_3b", "throughput", "a 3B Llama in bf16 beside loops written by hand", 570, ("3b",)),
+)

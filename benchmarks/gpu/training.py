@@ -1,0 +1,79 @@
+"""What several pieces share: configs, tokens, and a short training through unishard."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import unishard
+from benchmarks.gpu.report import Report
+from unishard.config import Config
+from unishard.testing import RankFailure
+from unishard.testing.models import llama
+
+__all__ = ["BACKENDS", "Curve", "attempt", "config", "tokens", "train", "wide_llama"]
+
+BACKENDS = ("fsdp", "deepspeed")
+
+
+class Curve(NamedTuple):
+    """Loss and gradient norm of each optimizer step."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+
+
+def config(backend: str, strategy: str, precision: str = "bf16", accumulation: int = 1, **sections: Any) -> Config:
+    """AdamW with clipping, as a user would write it."""
+    plain = {
+        "backend": backend,
+        "sharding": strategy,
+        "precision": precision,
+        "training": {"micro_batch_size": 2, "gradient_accumulation_steps": accumulation, "gradient_clipping": 1.0},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+    }
+    return Config.model_validate(plain | sections)
+
+
+def tokens(count: int, *, batch: int = 2, length: int = 32, vocabulary: int = 97, seed: int = 5) -> list[dict[str, torch.Tensor]]:
+    """Random micro-batches, the same on every call."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, vocabulary, (count, batch, length), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def wide_llama(hidden: int, layers: int, **changes: Any) -> nn.Module:
+    """A Llama whose transfers take a moment on a GPU; eager attention, whose backward gives the same bits each time."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4}
+    return llama(**sizes, num_key_value_heads=4, max_position_embeddings=128, **changes)
+
+
+def train(engine: unishard.Engine, data: Sequence[Any], before_step: Callable[[], None] = lambda: None) -> Curve:
+    """The README's loop. Collective."""
+    losses, norms, window = [], [], []
+    for batch in engine.batches(data):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        window.append(engine.mean(loss))
+        before_step()
+        step = engine.step()
+        if step.updated:
+            losses.append(sum(window) / len(window))
+            norms.append(float(step.grad_norm))
+            window = []
+    return Curve(tuple(losses), tuple(norms))
+
+
+def attempt(report: Report, name: str, call: Callable[[], Any]) -> Any:
+    """The answer of a call, or None after recording that it failed: one engine's failure leaves the other's checks alone."""
+    try:
+        return call()
+    except RankFailure as failure:
+        report.check(name, False, str(failure))
+    except Exception:
+        report.check(name, False, traceback.format_exc())
+    return None
