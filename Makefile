@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+GPU_OUT ?= gpu-out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type docs fuzz corpus crash parity matrix bench clean
+.PHONY: help setup demo test lint type docs fuzz corpus crash parity matrix versions bench gpu gpu-wheels clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Install unishard and all its extras into .venv (editable).
 
@@ -46,13 +47,24 @@ parity: $(READY) ## Train every cell on both engines and write how far each is f
 matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
 	$(BIN)/python -m unishard.testing.resuming_page docs/resuming.md
 
+versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torch-2.11 for one, ARGS="--venv DIR" for one of yours.
+	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
 bench: $(READY) ## Measure what a step costs beyond the same loop written by hand, and what a translation costs.
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/translate.py
 	$(BIN)/python benchmarks/checkpoint.py
 
+# Not by way of .venv: a machine with a GPU may have its own torch and no network. It takes the Python of .venv where that is there.
+gpu: ## What one GPU can prove, about 40 minutes; PIECE="cells resume" for some, DEVICE=cpu for tiny sizes, BUDGET= seconds.
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(PIECE) --device $(or $(DEVICE),cuda) --out $(GPU_OUT) $(if $(BUDGET),--budget $(BUDGET)) \
+	  $(if $(filter cpu,$(DEVICE)),,--page docs/gpu.md)
+
+gpu-wheels: $(READY) ## Gather in .wheels what that machine may lack, here where there is a network.
+	$(BIN)/python -m benchmarks.gpu.wheels .wheels
+
 clean: ## Remove .venv and everything else the targets made.
-	rm -rf $(VENV) dist build demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) dist build demo-out gpu-out .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: whichever build the machine's package index offers is then kept by everything after it.

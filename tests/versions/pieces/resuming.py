@@ -1,0 +1,39 @@
+"""Saves on one engine and resumes on the other, and on the same one to the bit. Run in the environment: `resuming.py OUT.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unishard.testing import resuming
+from unishard.testing.resuming import Pair, Run
+
+FSDP, DEEPSPEED = Run("fsdp", "full_shard", 2), Run("deepspeed", "full_shard", 2)
+PAIRS = (
+    Pair(FSDP, FSDP),
+    Pair(DEEPSPEED, DEEPSPEED),
+    Pair(FSDP, replace(DEEPSPEED, strategy="shard_grad_op")),
+    Pair(DEEPSPEED, replace(FSDP, strategy="shard_optimizer")),
+    Pair(replace(FSDP, strategy="no_shard", precision="bf16"), replace(DEEPSPEED, precision="bf16")),
+    Pair(replace(DEEPSPEED, strategy="no_shard", precision="bf16"), replace(FSDP, precision="bf16")),
+)
+
+
+def main(out: Path) -> None:
+    out.write_text(json.dumps({str(pair): resumed(pair) for pair in PAIRS}), encoding="utf-8")
+
+
+def resumed(pair: Pair) -> dict[str, Any]:
+    try:
+        found = resuming.measure([pair])[pair]
+    except AssertionError as failure:  # a rank failed, died or hung
+        return {"losses": None, "wrong": str(failure).strip().splitlines()[0][:300]}
+    wrong = "" if resuming.holds(pair, found) else f"does not go on as the run without a break: {found}"
+    return {"losses": float(f"{found.losses:.1e}"), "wrong": wrong}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
