@@ -11,6 +11,7 @@ import pytest
 from running import TINY, Terminal, run
 
 import unishard
+from unishard.patch_page import BEGIN, END
 
 
 def test_usage_errors_are_short() -> None:
@@ -65,6 +66,22 @@ def test_docs_check_and_write(config: Path) -> None:
     assert run("docs").stdout == "MAPPING.md: written\ndocs/manifest.md: written\ndocs/formats.md: written\ndocs/schema.md: written\n"
     assert run("docs", "--check").exit_code == 0
     assert run("docs").stdout == "up to date\n"
+
+
+def test_docs_writes_the_generated_part_of_a_page_and_nothing_else_of_it(config: Path) -> None:
+    run("docs")
+    page = Path("docs/engines.md")
+    page.write_text("By hand.\n", encoding="utf-8")
+    refused = run("docs")
+    assert (refused.exit_code, refused.stderr.partition(";")[0]) == (1, "docs/engines.md: has no generated part")
+    page.write_text(f"By hand.\n{BEGIN}\n{END}\nThe rest.\n", encoding="utf-8")
+    assert run("docs", "--check").stderr == "docs/engines.md: is stale; run `unishard docs` and commit it\n"
+    assert run("docs").stdout == "docs/engines.md: written\n"
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("By hand.\n")
+    assert text.endswith("The rest.\n")
+    assert "### Private names: fsdp" in text
+    assert run("docs", "--check").exit_code == 0
 
 
 def test_docs_with_a_page_that_is_not_text(config: Path) -> None:
