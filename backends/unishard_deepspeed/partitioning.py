@@ -61,6 +61,8 @@ def partition(
         for parameter in parameters:
             materialize([parameter], device)
             broadcast([parameter])
+            if 0 in parameter.stride():  # a stand-in; `contiguous` keeps its strides where it has one element, and DeepSpeed sends bytes
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
             parameter.data = parameter.data.contiguous()
             if not train:
                 to_compute_format([parameter], cfg)
