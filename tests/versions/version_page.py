@@ -25,7 +25,8 @@ _HEAD = """\
 - **cells**: both engines against plain single-process torch, 20 updates each: every strategy with each model and precision on 2 ranks, the
   hybrid strategies on 4, and one cell of every other area of the conformance suite. A cell passes within the bounds of
   [parity.md](parity.md); shown are the worst deviations, of losses and of gradient norms.
-- **resuming**: saved on one engine and resumed on the other, and on the same engine to the bit.
+- **resuming**: saved on one engine and resumed on the other, and on the same engine to the bit. What was loaded has the same hashes; the
+  losses that follow keep the bounds, in bf16 that of all losses.
 - **export**: trained, exported, read back with transformers, every weight compared.
 - **probes**: the [private names](engines.md#private-names) that rare cases need, from `unishard doctor`.
 - **first steps**: README's first program and `unishard demo`.
@@ -56,6 +57,8 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
     blocks += ["## What was run", table(header, map(_row, results))]
     wrong = [line for result in results for line in _troubles(result)]
     blocks += ["## What is wrong", table(("set", "what", "how"), wrong) if wrong else "Nothing."]
+    if missing := [each.name for each in SETS if each.name not in {result["name"] for result in results}]:
+        blocks += ["## Not run yet", f"{', '.join(missing)}: run `make versions ONLY={','.join(missing)}`."]
     return "\n\n".join(blocks) + "\n"
 
 

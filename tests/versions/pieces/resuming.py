@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unishard.testing import resuming
+from unishard.testing.conformance import TOLERANCES
 from unishard.testing.resuming import Pair, Run
 
 FSDP, DEEPSPEED = Run("fsdp", "full_shard", 2), Run("deepspeed", "full_shard", 2)
@@ -31,8 +32,18 @@ def resumed(pair: Pair) -> dict[str, Any]:
         found = resuming.measure([pair])[pair]
     except AssertionError as failure:  # a rank failed, died or hung
         return {"losses": None, "wrong": str(failure).strip().splitlines()[0][:300]}
-    wrong = "" if resuming.holds(pair, found) else f"does not go on as the run without a break: {found}"
+    wrong = "" if _holds(pair, found) else f"does not go on as the run without a break: {found}"
     return {"losses": float(f"{found.losses:.1e}"), "wrong": wrong}
+
+
+def _holds(pair: Pair, found: resuming.Resumption) -> bool:
+    """Whether the run goes on; in bf16 from the same bits, and then within the bound of all losses.
+
+    The bound of the first three losses is for one version of torch: with the kernels of another, the last digits of a sum turn the rounding
+    of a weight to bf16 within them.
+    """
+    bits = found.same_state and found.losses <= TOLERANCES[pair.saved.precision].losses
+    return bits if pair.saved.precision == "bf16" else resuming.holds(pair, found)
 
 
 if __name__ == "__main__":
