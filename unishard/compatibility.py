@@ -34,8 +34,11 @@ def tested(backends: Iterable[Backend]) -> dict[str, tuple[str, ...]]:
 
 
 def span(versions: Sequence[str]) -> str:
-    """Tested versions in a few words: `2.11 to 2.15`."""
-    return f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(versions) or "none"
+    """Tested versions in a few words: `2.11 to 2.13`, or each of them where some between are missing."""
+    last = [int(version.rpartition(".")[2]) for version in versions]
+    if len(versions) > 1 and last == list(range(last[0], last[0] + len(last))):
+        return f"{versions[0]} to {versions[-1]}"
+    return ", ".join(versions) or "none"
 
 
 def warn_if_untested(backend: Backend, rank: int) -> None:

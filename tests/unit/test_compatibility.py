@@ -43,6 +43,7 @@ def test_what_several_backends_were_tested_on() -> None:
     both = [backend(torch=("2.11", "2.12")), backend(torch=("2.12", "2.13"), engine=("1",))]
     assert compatibility.tested(both) == {"torch": ("2.12",), "engine": ("1",)}
     assert compatibility.span(("2.11", "2.12", "2.13")) == "2.11 to 2.13"
+    assert compatibility.span(("2.11", "2.13")) == "2.11, 2.13"
     assert compatibility.span(("1",)) == "1"
     assert compatibility.span(()) == "none"
 
