@@ -21,6 +21,7 @@ class Usage:
         """Before the forward of the first micro-batch that is accumulated."""
         self._gathered: dict[nn.Module, list[nn.Parameter]] = {}
         self._used: set[Tensor] = set()
+        self._watched: set[Tensor] = set()
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         for module in modules:
             # Behind FSDP2's own hook, which puts the gathered parameters into the module.
@@ -31,10 +32,11 @@ class Usage:
         return list(self._hooks)
 
     def partly_used(self) -> list[nn.Module]:
-        """Modules of which some parameters have a gradient in this window and others have none."""
+        """Modules of which some parameters have a gradient in this window and others have none. Call it before each backward."""
         found = []
         for module, parameters in self._gathered.items():
             trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self._watch(trained)
             if 0 < sum(parameter in self._used for parameter in trained) < len(trained):
                 found.append(module)
         return found
@@ -47,9 +49,13 @@ class Usage:
         self._hooks.pop(module).remove()
         # A parameter that a module inside this one shares may be sharded now; it is watched there.
         parameters = [module.get_parameter(name) for name in names]
-        self._gathered[module] = gathered = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-        for parameter in gathered:
-            if parameter.requires_grad:
+        self._gathered[module] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+
+    def _watch(self, trained: Iterable[nn.Parameter]) -> None:
+        """Hook each parameter once; one that was unfrozen later gets its hook then."""
+        for parameter in trained:
+            if parameter not in self._watched:
+                self._watched.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
 
 
