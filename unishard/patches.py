@@ -164,5 +164,13 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/storage.py#L42",
         instead="export with one of these versions",
     ),
+    Patch(
+        name="abort-all-groups",
+        case="The end of a run over NCCL after an error",
+        names=("torch.distributed.distributed_c10d:_abort_process_group",),
+        versions="torch 2.11 to 2.15, on CPU",
+        link=f"{_TORCH}/distributed/distributed_c10d.py",
+        instead="nothing to do: only the default group is aborted",
+    ),
 )
 """What unishard itself needs on every engine."""

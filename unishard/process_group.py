@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from unishard import devices
 from unishard.errors import RankMismatchError
+from unishard.patches import CORE_PATCHES
 from unishard.topology import Topology, rendezvous
 
 __all__ = [
@@ -173,9 +174,8 @@ def shutdown() -> None:
 
 
 def _abort() -> None:
-    """Abort all communicators; those of the default group alone where torch has no function for all (it has in 2.11 to 2.15)."""
-    abort_all = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort_all is not None:
-        abort_all()
+    """Abort all communicators, or only those of the default group where torch has no function for all of them."""
+    if CORE_PATCHES["abort-all-groups"].works:
+        dist.distributed_c10d._abort_process_group()
     elif dist.group.WORLD is not None:
         dist.group.WORLD.abort()

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from unishard.patches import CORE_PATCHES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("unishard_deepspeed", "unishard_fsdp")
 ENGINES = ("torch", "deepspeed")
@@ -23,8 +25,16 @@ ALLOWED = {
     "_forward_pre_hooks": "torch has no other list of a module's hooks, by which DeepSpeed's handles are told apart",
     "_forward_hooks": "as above",
     "hooks_dict_ref": "as above: of torch's RemovableHandle",
+    "_non_persistent_buffers_set": "torch has no other list of the buffers that a state dict leaves out",
+    "_foreach_norm": "torch has its foreach functions under these names only",
+    "_asdict": "of a named tuple",
+    "_current_frames": "of Python's sys, which documents it",
+    "_exit": "of Python's os, which documents it",
 }
 """Names that need no Patch, and why."""
+
+OF_TRANSFORMERS = {"_auto_class", "_from_config", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_name_or_path"}
+"""What its own loading and saving use; it documents no other way."""
 
 DOCUMENTED = {
     "unishard_deepspeed": {
@@ -112,7 +122,7 @@ def declared(parsed: ast.AST) -> Iterator[str]:
 
 
 def _id(path: Path) -> str:
-    return str(path.relative_to(ROOT / "backends"))
+    return str(path.relative_to(ROOT / "backends" if path.is_relative_to(ROOT / "backends") else ROOT))
 
 
 OUTSIDE = [path for package in PACKAGES for path in files(package) if not in_patches(path)]
@@ -133,6 +143,14 @@ def test_each_name_of_an_engine_that_patches_use_stands_in_the_table(package: st
     used |= {name for name in strings_asked_for(path) if name not in known(package)}
     untold = used - table(package) - ALLOWED.keys()
     assert not untold, f"{_id(path)} uses names of the engine that no Patch has: {sorted(untold)}"
+
+
+def test_the_core_uses_no_private_name_of_an_engine_but_those_of_its_table() -> None:
+    paths = sorted((ROOT / "unishard").rglob("*.py"))
+    own = {name for path in paths for name in defined(tree(path))} - {"_buffers", "_parameters"}
+    told = {part for patch in CORE_PATCHES.values() for name in patch.names for part in name.replace(":", ".").split(".")} | OF_TRANSFORMERS
+    found = [f"{path.name}:{line}: {name}" for path in paths for line, name in private_names(path) if name not in own | told]
+    assert not found, f"use a documented name, or add a Patch to unishard/patches.py: {found}"
 
 
 def strings_asked_for(path: Path) -> Iterator[str]:

@@ -11,11 +11,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by all their names, in the order of `state_dict`, which engines hook into."""
     found: dict[str, Tensor] = {}
     for path, child in module.named_modules(remove_duplicate=False):
-        persistent = [(name, each) for name, each in child._buffers.items() if name not in child._non_persistent_buffers_set]
-        # Lists, not a union: DeepSpeed's own class of `_parameters` loses its items in one (DeepSpeed 0.19.8, ZeROOrderedDict).
-        for name, tensor in [*child._parameters.items(), *persistent]:
-            if tensor is not None:
-                found[f"{path}.{name}" if path else name] = tensor
+        parameters = child.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = child.named_buffers(recurse=False, remove_duplicate=False)
+        persistent = ((name, buffer) for name, buffer in buffers if name not in child._non_persistent_buffers_set)
+        for name, tensor in (*parameters, *persistent):
+            found[f"{path}.{name}" if path else name] = tensor
     return found
 
 
