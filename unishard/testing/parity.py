@@ -90,7 +90,8 @@ def page(figures: Figures) -> str:
 
 
 def _introduction() -> str:
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
+    count = torch.cuda.device_count()
+    where = "CPU, gloo" if not count else f"up to {count} ranks on {torch.cuda.get_device_name()}, more on CPU over gloo"
     bounds = "\n".join(f"| {name} | {_bounds(bound)} | {bound.why} |" for name, bound in TOLERANCES.items())
     return (
         f"How far each engine is from plain single-process torch on the concatenated global batch, over {STEPS} updates. Written by\n"
