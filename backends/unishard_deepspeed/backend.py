@@ -43,7 +43,7 @@ class DeepSpeedBackend:
     @property
     def tested(self) -> Mapping[str, Sequence[str]]:
         """Versions that the suite was run on; docs/versions.md says what of it."""
-        return {"torch": ("2.11", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
+        return {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
 
     @property
     def patches(self) -> Mapping[str, Patch]:

@@ -44,7 +44,7 @@ class FSDPBackend:
     @property
     def tested(self) -> Mapping[str, Sequence[str]]:
         """Versions that the suite was run on; docs/versions.md says what of it."""
-        return {"torch": ("2.11", "2.13", "2.14", "2.15")}
+        return {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15")}
 
     @property
     def patches(self) -> Mapping[str, Patch]:
