@@ -16,6 +16,7 @@ from unishard import ConfigError, Topology, devices, process_group
 def torch_calls(monkeypatch):
     """What is asked of torch, on a node that shows four CUDA devices."""
     calls: list[tuple[str, object]] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # whatever ran in this process before
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

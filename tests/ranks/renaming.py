@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import gc
 import sys
 from collections.abc import Iterator
@@ -25,7 +24,8 @@ def renamed(package: str, attribute: str) -> Iterator[int]:
 
     Its functions (code, nested code, and strings that are the name, as for `hasattr`), classes (methods, class attributes, annotations,
     slots) and modules (globals) are changed alike, so that the package itself works as before. Modules that are imported within the
-    block are not changed: import what the test needs before. Instances that were made before keep the old name, and so do submodules.
+    block are not changed: import what the test needs before. Instances that were made before keep the old name, and so do submodules,
+    which can be imported by the new one too.
 
     Args:
         package: Name of a package or module, such as `torch.distributed.fsdp`; all that lies in it is changed.
@@ -44,6 +44,10 @@ def renamed(package: str, attribute: str) -> Iterator[int]:
         changes = [_in_function(function, attribute, new, stack) for function in within]
         changes += [_in_class(owner, attribute, new, stack) for owner in classes.get(attribute, ()) if _within(owner.__module__, package)]
         changes += [_in_module(module, attribute, new, stack) for module in modules]
+        for name in [name for name in sys.modules if _within(name, package) and name.endswith(f".{attribute}")]:
+            alias = name.removesuffix(attribute) + new
+            sys.modules[alias] = sys.modules[name]
+            stack.callback(sys.modules.pop, alias)
         patches._assigned.cache_clear()
         yield sum(changes)
 
@@ -99,8 +103,7 @@ def _in_code(code: CodeType, old: str, new: str) -> CodeType:
         _in_code(constant, old, new) if isinstance(constant, CodeType) else new if asked and constant == old else constant
         for constant in code.co_consts
     )
-    imported = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"} if old in code.co_names else ()
-    names = code.co_names if old in imported else tuple(new if name == old else name for name in code.co_names)
+    names = tuple(new if name == old else name for name in code.co_names)
     if names == code.co_names and all(after is before for after, before in zip(constants, code.co_consts, strict=True)):
         return code
     return code.replace(co_names=names, co_consts=constants)

@@ -9,7 +9,7 @@ from unishard.patches import Patch, by_name
 
 __all__ = ["PATCHES"]
 
-_RUN = "torch 2.13 and 2.15"
+_RUN = "torch 2.11 to 2.15"
 _SOURCE = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup."
@@ -36,7 +36,7 @@ PATCHES = by_name(
         name="late-gradients",
         case="Accumulation without reduction in bf16 or fp16, where a micro-batch leaves out a part of a unit,",
         names=_SUMS,
-        versions="torch 2.13",
+        versions="torch 2.11 to 2.14",
         link=f"{_SOURCE}/_fsdp_collectives.py#L552",
         instead="name the class of the module that is left out in sharding.units, or set native.fsdp.requires_gradient_sync to "
         "every_micro_batch",
@@ -46,7 +46,7 @@ PATCHES = by_name(
         name="hybrid-accumulation",
         case="A hybrid strategy that averages between groups only at the end of a window",
         names=(*_SUMS, f"{_GROUP}all_reduce_grads", f"{_GROUP}_partial_reduce_output", f"{_PARAMETER}padded_sharded_param_size"),
-        versions="torch 2.13",
+        versions="torch 2.11 to 2.14",
         link=f"{_SOURCE}/_fsdp_collectives.py#L634",
         instead="nothing to do: gradients are averaged between groups in each micro-batch",
         until="2.15",
@@ -78,7 +78,7 @@ PATCHES = by_name(
             f"{_PARAMETER}_unsharded_param",
             f"{_PARAMETER}unsharded_accumulated_grad",
         ),
-        versions="torch 2.13",
+        versions="torch 2.11 to 2.14",
         link=f"{_SOURCE}/_fsdp_param_group.py#L511",
         instead="set native.fsdp.requires_gradient_sync to every_micro_batch",
         until="2.15",
