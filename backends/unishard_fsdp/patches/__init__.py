@@ -66,7 +66,7 @@ PATCHES = by_name(
             f"{_PARAMETER}sharded_param",
         ),
         versions=_RUN,
-        link=f"{_SOURCE}/_fsdp_state.py#L389",
+        link=f"{_SOURCE}/_fsdp_state.py#L395",
         instead="use every module in every forward and remove sharding.whole_units, or choose backend deepspeed",
     ),
     Patch(
