@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 import unishard
-from unishard.engine.optimizers import factory
-from unishard.engine.units import find_units
-from unishard.process_group import device_of, ensure
+from unishard.distributed.process_group import device_of, ensure
+from unishard.engine.model.units import find_units
+from unishard.engine.optim.optimizers import factory
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
 
@@ -140,7 +140,7 @@ def torch_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
 def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     from unishard_deepspeed import build as building
     from unishard_deepspeed import start
-    from unishard_deepspeed.patches.units import reduce_units_by_parameter
+    from unishard_deepspeed.patches.reduction import reduce_units_by_parameter
 
     module, topology = build(model), ensure(unishard.Topology.from_environment())
     device, deepspeed = device_of(topology), start.load(topology)

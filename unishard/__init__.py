@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from unishard.backend import Backend, Engine, OptimizerFactory, Placement, Resumed, Step
 from unishard.config import Config
+from unishard.config.topology import Topology
 from unishard.errors import (
     BackendError,
     CheckpointError,
@@ -24,18 +24,18 @@ from unishard.errors import (
     UnishardError,
 )
 from unishard.loading import load
-from unishard.registry import available
-from unishard.rules import Fit, Report, Rule, Translation
-from unishard.topology import Topology
-from unishard.translation import translate
+from unishard.mapping.rules import Fit, Report, Rule, Translation
+from unishard.plugins.backend import Backend, Engine, OptimizerFactory, Placement, Resumed, Step
+from unishard.plugins.registry import available
+from unishard.plugins.translate import translate
 from unishard.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from unishard.data import dataloader
-    from unishard.initialization import init
-    from unishard.preparation import prepare
-    from unishard.pretrained import from_pretrained
-    from unishard.process_group import shutdown
+    from unishard.distributed.process_group import shutdown
+    from unishard.engine.model.from_pretrained import from_pretrained
+    from unishard.engine.model.init import init
+    from unishard.engine.prepare import prepare
 
 __all__ = [
     "Backend",
@@ -73,10 +73,10 @@ __all__ = [
 
 _NEEDS_TORCH = {
     "dataloader": "unishard.data",
-    "from_pretrained": "unishard.pretrained",
-    "init": "unishard.initialization",
-    "prepare": "unishard.preparation",
-    "shutdown": "unishard.process_group",
+    "from_pretrained": "unishard.engine.model.from_pretrained",
+    "init": "unishard.engine.model.init",
+    "prepare": "unishard.engine.prepare",
+    "shutdown": "unishard.distributed.process_group",
 }
 
 

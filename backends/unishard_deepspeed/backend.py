@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
-from unishard.meanings import Entry, Expressed, Expression, Key
+from unishard.mapping.entries import Entry, Expressed, Expression, Key
+from unishard.mapping.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
 from unishard.patches import Patch
-from unishard.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
-from unishard.topology import Topology
+from unishard.plugins.backend import Engine, OptimizerBuilder
 from unishard_deepspeed import arguments
 from unishard_deepspeed.constants import CONSTANTS
 from unishard_deepspeed.keys import check, verdict
@@ -21,14 +21,14 @@ from unishard_deepspeed.rules import RULES
 if TYPE_CHECKING:
     from torch import nn
 
-    from unishard.checkpoint.foreign import CheckpointFormat
-    from unishard.engine.units import Unit
+    from unishard.checkpoint.formats import CheckpointFormat
+    from unishard.engine.model.units import Unit
 
 __all__ = ["DeepSpeedBackend"]
 
 
 class DeepSpeedBackend:
-    """Implements `unishard.backend.Backend` for DeepSpeed 0.19.8."""
+    """Implements `unishard.plugins.backend.Backend` for DeepSpeed 0.19.8."""
 
     @property
     def name(self) -> str:

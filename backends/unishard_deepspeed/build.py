@@ -11,26 +11,26 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config, Sharding
-from unishard.engine import materialization
-from unishard.engine.formats import DTYPES
-from unishard.engine.inputs import cast_inputs
-from unishard.engine.replica import broadcast
-from unishard.engine.units import find_units, find_whole
-from unishard.process_group import device_of
-from unishard.topology import Topology
-from unishard_deepspeed import partitioning, start
+from unishard.config.topology import Topology
+from unishard.distributed.broadcast import broadcast
+from unishard.distributed.process_group import device_of
+from unishard.engine.model import materialization
+from unishard.engine.model.dtypes import DTYPES
+from unishard.engine.model.inputs import cast_inputs
+from unishard.engine.model.units import find_units, find_whole
+from unishard.plugins.backend import Engine, OptimizerBuilder
+from unishard_deepspeed import sharding, start
+from unishard_deepspeed.conditional import WholeUnits
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
-from unishard_deepspeed.inner import Inner
-from unishard_deepspeed.originals import put_right
+from unishard_deepspeed.fp32_weights import put_right
+from unishard_deepspeed.inference import DeepSpeedUntrainedEngine
+from unishard_deepspeed.inner_optimizer import Inner
 from unishard_deepspeed.patches.building import allow_fp16, forget_groups, keeping_groups
-from unishard_deepspeed.patches.kinds import kind_of, require_for
-from unishard_deepspeed.patches.units import reduce_units_by_parameter
+from unishard_deepspeed.patches.optimizer_kind import kind_of, require_for
+from unishard_deepspeed.patches.reduction import reduce_units_by_parameter
 from unishard_deepspeed.patches.updates import average_between_groups
-from unishard_deepspeed.replicas import replicas_of
-from unishard_deepspeed.untrained import DeepSpeedUntrainedEngine
-from unishard_deepspeed.whole import WholeUnits
+from unishard_deepspeed.replica_groups import replicas_of
 
 __all__ = ["adapted", "build"]
 
@@ -56,7 +56,7 @@ def build(
     if formats.compute == "fp16":
         allow_fp16()
     if optimizer is None:
-        partitioning.partition(deepspeed, model, cfg, settings, device, replicas, train=False)
+        sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=False)
         with start.hushed():
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
@@ -67,7 +67,7 @@ def build(
     if kind == "stage-3":
         materialization.stand_in(model.parameters(), device)  # an optimizer refuses the meta device, and the shapes of parts
         inner = Inner(optimizer(named))
-        originals = partitioning.partition(deepspeed, model, cfg, settings, device, replicas, train=True)
+        originals = sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=True)
     else:
         materialization.materialize([*model.parameters(), *model.buffers()], device)
         broadcast([*model.parameters(), *model.buffers()])

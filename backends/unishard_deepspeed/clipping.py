@@ -10,12 +10,12 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 
 from unishard.config import Config
-from unishard.engine.norm import norm_of
-from unishard_deepspeed.access import give_gradients
-from unishard_deepspeed.inner import Inner
+from unishard.engine.optim.grad_norm import norm_of
+from unishard_deepspeed.inner_optimizer import Inner
 from unishard_deepspeed.patches import PATCHES
-from unishard_deepspeed.patches.kinds import kind_of, require
+from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 from unishard_deepspeed.patches.updates import clip_to, divide_gradients, making_every_update
+from unishard_deepspeed.shards import give_gradients
 
 __all__ = ["Clipping", "clipping_of"]
 

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unishard.backend import Placement
 from unishard.config import Config
+from unishard.distributed.shards import Part
 from unishard.engine import TrainingEngine
-from unishard.engine.optimizer_state import StateSpec
+from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.errors import CheckpointError
-from unishard.parts import Part
-from unishard_deepspeed.access import Access
+from unishard.plugins.backend import Placement
 from unishard_deepspeed.clipping import clipping_of
-from unishard_deepspeed.holding import MasterFacts, parameter_bytes, units
-from unishard_deepspeed.inner import Inner
+from unishard_deepspeed.conditional import WholeUnits
+from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.optimizer_state import OptimizerState
 from unishard_deepspeed.patches.building import forget
-from unishard_deepspeed.patches.kinds import kind_of, require
+from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 from unishard_deepspeed.patches.state import copy_masters, find_states, keep_parts_alone
-from unishard_deepspeed.stale import Stale
-from unishard_deepspeed.state import OptimizerState
-from unishard_deepspeed.unused import Unused
-from unishard_deepspeed.whole import WholeUnits
+from unishard_deepspeed.placement import MasterFacts, parameter_bytes, units
+from unishard_deepspeed.shards import Access
+from unishard_deepspeed.stale_gradients import Stale
+from unishard_deepspeed.unused_parameters import Unused
 
 __all__ = ["DeepSpeedTrainingEngine"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from unishard.config import Config
-from unishard.grouping import parts
-from unishard.topology import Topology
+from unishard.config.shard_groups import parts
+from unishard.config.topology import Topology
 
 __all__ = [
     "accumulate",

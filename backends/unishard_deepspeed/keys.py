@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.errors import Problem
-from unishard.rules import Fit
+from unishard.mapping.rules import Fit
 
 __all__ = ["ACCEPTED", "BLOCKS", "DECIDED", "REFUSED", "REMOVED", "SAME_MATHS", "check", "verdict"]
 

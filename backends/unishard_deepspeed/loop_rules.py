@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unishard.rules import Fit, Rule, loop
+from unishard.mapping.rules import Fit, Rule, loop
 
 __all__ = ["LOOP"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unishard.rules import SAVING, Fit, Rule, When, idle, loop
+from unishard.mapping.rules import SAVING, Fit, Rule, When, idle, loop
 from unishard_deepspeed import fields
 from unishard_deepspeed.loop_rules import LOOP
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.distributed.process_group import device_of
 from unishard.errors import BackendError
 from unishard.patches import version_of
-from unishard.process_group import device_of
-from unishard.topology import Topology
 from unishard_deepspeed.patches.building import compile_nothing, leave_process_group
 
 __all__ = ["OLDEST", "hushed", "load", "require_files"]

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.meanings import Entry, Expressed, Verdict, Word, express, interpret
-from unishard.topology import Topology
+from unishard.config.topology import Topology
+from unishard.mapping.entries import Entry, Expressed, Verdict, Word, express, interpret
 from unishard_fsdp.expressions import EXPRESSIONS
 from unishard_fsdp.keys import KEYS
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unishard.backend import Engine, OptimizerBuilder
 from unishard.config import Config
-from unishard.meanings import Entry, Expressed, Expression, Key
+from unishard.config.topology import Topology
+from unishard.mapping.entries import Entry, Expressed, Expression, Key
+from unishard.mapping.rules import Line, Report, Rule, Translation, apply, merge, nested
 from unishard.patches import Patch
-from unishard.rules import Line, Report, Rule, Translation, apply, merge, nested
-from unishard.topology import Topology
+from unishard.plugins.backend import Engine, OptimizerBuilder
 from unishard_fsdp import arguments, native, options
 from unishard_fsdp.expressions import EXPRESSIONS
 from unishard_fsdp.keys import KEYS
@@ -20,8 +20,8 @@ from unishard_fsdp.rules import RULES
 if TYPE_CHECKING:
     from torch import nn
 
-    from unishard.checkpoint.foreign import CheckpointFormat
-    from unishard.engine.units import Unit
+    from unishard.checkpoint.formats import CheckpointFormat
+    from unishard.engine.model.units import Unit
 
 __all__ = ["FSDPBackend"]
 
@@ -120,6 +120,6 @@ class FSDPBackend:
         Raises:
             ModelError: torch cannot shard this model.
         """
-        from unishard_fsdp import building
+        from unishard_fsdp import build
 
-        return building.build(model, cfg, options.parse(translation.native), topology, units, optimizer)
+        return build.build(model, cfg, options.parse(translation.native), topology, units, optimizer)

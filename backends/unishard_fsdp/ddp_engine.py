@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from unishard.config import Config
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
+from unishard_fsdp.ddp import Averaging
 from unishard_fsdp.engine import TorchEngine
-from unishard_fsdp.replication import Averaging
 
 __all__ = ["DDPEngine"]
 

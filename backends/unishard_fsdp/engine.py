@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.backend import Placement
 from unishard.config import Config
+from unishard.distributed.shards import Part
 from unishard.engine import TrainingEngine
-from unishard.engine.optimizer_state import StateSpec
-from unishard.parts import Part
-from unishard_fsdp.access import part_of
-from unishard_fsdp.gradients import local, scale, total_norm
-from unishard_fsdp.state import OptimizerState
+from unishard.engine.optim.optimizer_state import StateSpec
+from unishard.plugins.backend import Placement
+from unishard_fsdp.clipping import local, scale, total_norm
+from unishard_fsdp.optimizer_state import OptimizerState
+from unishard_fsdp.shards import part_of
 
 __all__ = ["TorchEngine"]
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import NO_FILES, moved_together
-from unishard.grouping import parts
-from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.config.shard_groups import parts
+from unishard.config.topology import Topology
+from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
+from unishard.mapping.field_rows import NO_FILES, moved_together
+from unishard.mapping.rules import Native
 from unishard_fsdp.precision_keys import DTYPES
 from unishard_fsdp.script_expressions import BY_SCRIPT
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Config
-from unishard.engine.formats import DTYPES
-from unishard.engine.inputs import cast_inputs
+from unishard.engine.model.dtypes import DTYPES
+from unishard.engine.model.inputs import cast_inputs
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
+from unishard_fsdp.conditional import WholeParameters
 from unishard_fsdp.engine import TorchEngine
 from unishard_fsdp.generation import gathering_in_generate
-from unishard_fsdp.host import OnHost
+from unishard_fsdp.host_optimizer import OnHost
 from unishard_fsdp.patches import PATCHES
-from unishard_fsdp.unreduced import Unreduced
-from unishard_fsdp.whole import WholeParameters
+from unishard_fsdp.unreduced_gradients import Unreduced
 
 __all__ = ["FSDPEngine"]
 
@@ -65,7 +65,7 @@ class FSDPEngine(TorchEngine):
         self._unreduced = Unreduced(self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late)
         self._whole = whole
         if whole.parameters:
-            from unishard_fsdp.patches.whole_units import fill_unused
+            from unishard_fsdp.patches.conditional import fill_unused
 
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(whole.parameters), whole.used)

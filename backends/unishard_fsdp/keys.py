@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unishard.keys import boolean, integer, listed, one_of, refuses
-from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, integer, listed, one_of, refuses
 from unishard_fsdp.precision_keys import PRECISION
 
 __all__ = ["KEYS", "STRATEGIES", "strategy_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unishard.rules import Rule, loop
+from unishard.mapping.rules import Rule, loop
 
 __all__ = ["LOOP"]
 

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from unishard.config import Config
+from unishard.config.describe import expected, shown
 from unishard.errors import ConfigError, Problem
-from unishard.rules import Fit, Native, flat, merge, nested
-from unishard.wording import expected, shown
+from unishard.mapping.rules import Fit, Native, flat, merge, nested
 from unishard_fsdp.options import FORMS
 
 __all__ = ["DECIDED", "SAME_MATHS", "check", "verdict"]

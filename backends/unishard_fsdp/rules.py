@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from unishard.config import Config
-from unishard.grouping import parts
-from unishard.rules import SAVING, Fit, Native, Rule, When, idle, loop
-from unishard.topology import Topology
+from unishard.config.shard_groups import parts
+from unishard.config.topology import Topology
+from unishard.mapping.rules import SAVING, Fit, Native, Rule, When, idle, loop
 from unishard_fsdp.loop_rules import LOOP
 
 __all__ = ["RULES", "form_of"]

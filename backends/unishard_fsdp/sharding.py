@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unishard.config import Config
-from unishard.engine.materialization import materialize
-from unishard.engine.replica import broadcast
-from unishard.engine.units import Unit
-from unishard.engine.untrained import to_compute_format
+from unishard.distributed.broadcast import broadcast
+from unishard.engine.inference import to_compute_format
+from unishard.engine.model.materialization import materialize
+from unishard.engine.model.units import Unit
 from unishard.errors import ModelError
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 

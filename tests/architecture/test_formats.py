@@ -12,7 +12,7 @@ import pytest
 from unishard.config import Config, leaves
 from unishard.formats import NAMES, catalog
 from unishard.formats.format import Format
-from unishard.meanings import Expression, Key, Verdict
+from unishard.mapping.entries import Expression, Key, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "unishard" / "formats"
@@ -41,7 +41,7 @@ def test_a_format_imports_no_other_format(name: str) -> None:
     others = {f"unishard.formats.{other}" for other in NAMES if other not in (name, BUILDS_ON.get(name))}
     for path in (FOLDER / name).rglob("*.py"):
         found = {module for module in imported(path) if ".".join(module.split(".")[:3]) in others}
-        assert not found, f"{path.name} imports {found}; documents wrap engines through unishard.registry, and nothing else"
+        assert not found, f"{path.name} imports {found}; documents wrap engines through unishard.plugins.registry, and nothing else"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)

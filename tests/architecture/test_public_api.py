@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import unishard
-from unishard.backend import Backend, Engine, Placement, Resumed, Step
+from unishard.plugins.backend import Backend, Engine, Placement, Resumed, Step
 
 PUBLIC = [
     "Backend",

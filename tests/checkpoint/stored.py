@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from unishard.checkpoint import directory
-from unishard.checkpoint.contents import stretch_of
 from unishard.checkpoint.hashing import hexadecimal
+from unishard.checkpoint.lazy_shards import stretch_of
 from unishard.checkpoint.manifest import FileFacts, Manifest, ModelFacts, TensorFacts
 from unishard.checkpoint.writing import write
-from unishard.parts import Part
+from unishard.distributed.shards import Part
 
 MODEL = ModelFacts(class_name="Tiny", fingerprint="0" * 16, numel=81)
 

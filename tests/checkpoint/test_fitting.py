@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unishard.checkpoint.fitting import Wanted, fit
 from unishard.checkpoint.manifest import Group, Manifest, ModelFacts, OptimizerFacts, TensorFacts
+from unishard.checkpoint.matching import Wanted, fit
 from unishard.errors import CheckpointError
 
 ADAM = Wanted(frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"step"}))

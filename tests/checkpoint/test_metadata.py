@@ -19,7 +19,7 @@ from stored import store
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from unishard.checkpoint import metadata
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
 
 

@@ -15,7 +15,7 @@ from stored import store, tensors
 from unishard.checkpoint import directory, manifest, writing
 from unishard.checkpoint.comparing import compare, to_read
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import blocks_of, damaged, hashes_of
 from unishard.errors import CheckpointError
 

@@ -10,12 +10,12 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from unishard.checkpoint import writing
-from unishard.checkpoint.contents import Stretch, stretch_of
 from unishard.checkpoint.hashing import hash_of
+from unishard.checkpoint.lazy_shards import Stretch, stretch_of
 from unishard.checkpoint.summary import summary_of
-from unishard.checkpoint.tensors import Target, Tensors
+from unishard.checkpoint.tensor_reader import Target, Tensors
+from unishard.distributed.shards import Part
 from unishard.errors import CheckpointError
-from unishard.parts import Part
 
 WHOLE = {
     "model.a.weight": torch.randn(7, 11, 3, generator=torch.Generator().manual_seed(0)),

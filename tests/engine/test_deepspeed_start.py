@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from unishard import BackendError, Config, Topology
-from unishard_deepspeed import access, start
+from unishard_deepspeed import shards, start
 from unishard_deepspeed.patches import updates
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -102,13 +102,13 @@ def test_offloaded_gradients_have_arrived_before_they_are_read_or_dropped(monkey
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
-    monkeypatch.setattr(access, "require", lambda *_: None)
-    monkeypatch.setattr(access.parts, "reduce_gradients", lambda *_: calls.append("reduce"))
-    monkeypatch.setattr(access.parts, "gradient_parts", lambda *_: calls.append("read") or {})
-    monkeypatch.setattr(access.parts, "drop_gradients", lambda *_: calls.append("drop"))
+    monkeypatch.setattr(shards, "require", lambda *_: None)
+    monkeypatch.setattr(shards.parts, "reduce_gradients", lambda *_: calls.append("reduce"))
+    monkeypatch.setattr(shards.parts, "gradient_parts", lambda *_: calls.append("read") or {})
+    monkeypatch.setattr(shards.parts, "drop_gradients", lambda *_: calls.append("drop"))
     sections = {"training": {"micro_batch_size": 1}, "offload": {"optimizer": offload}}
     cfg = Config.model_validate({"backend": "deepspeed", "sharding": "shard_grad_op", **sections})
-    window = access.Access(cfg, SimpleNamespace(optimizer=None), None)
+    window = shards.Access(cfg, SimpleNamespace(optimizer=None), None)
     window.reduce()
     window.drop()
     between = ["synchronize"] if waits else []

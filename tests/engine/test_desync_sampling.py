@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unishard.engine.desync import samples
+from unishard.distributed.collective_check import samples
 
 
 def test_the_first_updates_are_checked_and_then_every_tenth() -> None:

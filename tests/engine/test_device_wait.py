@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unishard.engine import desync, watch
-from unishard.engine.device_wait import DeviceWait
+from unishard.distributed import collective_check, watchdog
+from unishard.distributed.device_wait import DeviceWait
 
 
 class Stream:
@@ -47,7 +47,7 @@ def test_an_error_on_the_device_is_left_to_the_thread_that_waits():
 def test_a_call_says_for_how_long_the_host_may_wait_for_the_device(monkeypatch):
     check, device = SimpleNamespace(members=0, active=0, device_wait=None), torch.device("cuda", 1)
     monkeypatch.setattr(DeviceWait, "on", classmethod(lambda cls, asked: asked))
-    member = desync.Member(check)
+    member = collective_check.Member(check)
     with contextlib.suppress(ValueError), member.reading(device):
         assert check.device_wait == device
         raise ValueError("from the update")
@@ -78,10 +78,10 @@ class Check:
 @pytest.fixture
 def looks(monkeypatch):
     """Lets the watch look at a rank that sits in a call of an engine, until it must have spoken."""
-    monkeypatch.setattr(watch, "stack_of", lambda thread: ("train.py:7 in main", True, False))
+    monkeypatch.setattr(watchdog, "stack_of", lambda thread: ("train.py:7 in main", True, False))
 
     def look(device_wait: DeviceWait | None) -> Check:
-        check, own = Check(device_wait), watch._Watch()
+        check, own = Check(device_wait), watchdog._Watch()
         own.look(check)
         assert check.spoke == []
         time.sleep(0.06)

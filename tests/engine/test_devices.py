@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unishard import ConfigError, Topology, devices
+from unishard import ConfigError, Topology
 from unishard.config import Offload
+from unishard.distributed import devices
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unishard.config import Optimizer
-from unishard.engine.groups import Group, groups_of
+from unishard.engine.optim.parameter_groups import Group, groups_of
 from unishard.errors import ConfigError
 
 NAMES = ("embed.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.0.norm.weight", "layers.10.up.weight", "head.weight")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from unishard.engine.inputs import cast
+from unishard.engine.model.inputs import cast
 
 Pair = namedtuple("Pair", "first second")
 

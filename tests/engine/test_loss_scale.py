@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unishard.config import Precision
-from unishard.engine.loss_scale import LossScale
+from unishard.engine.optim.loss_scale import LossScale
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 4))

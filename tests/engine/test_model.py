@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from unishard.config import Sharding
-from unishard.engine.model import description_of, facts_of
+from unishard.engine.model.facts import description_of, facts_of
 from unishard.errors import ModelError
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from unishard.backend import OptimizerBuilder
 from unishard.config import Optimizer
-from unishard.engine import optimizers
-from unishard.engine.optimizers import adopt, checked, description_of, factory
+from unishard.engine.optim import optimizers
+from unishard.engine.optim.optimizers import adopt, checked, description_of, factory
 from unishard.errors import ConfigError
+from unishard.plugins.backend import OptimizerBuilder
 
 
 def model() -> nn.Module:

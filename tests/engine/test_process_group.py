@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unishard import ConfigError, Topology, devices, process_group
+from unishard import ConfigError, Topology
+from unishard.distributed import devices, process_group
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from unishard.engine import random_state
+from unishard.engine.state import random_state
 from unishard.errors import CheckpointError
 
 CPU = torch.device("cpu")

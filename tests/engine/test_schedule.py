@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from unishard.config import Scheduler
-from unishard.engine.schedule import Schedule
+from unishard.engine.optim.schedule import Schedule
 from unishard_deepspeed.start import hushed
 
 

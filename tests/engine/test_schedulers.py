@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, Se
 
 from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.config import Config
-from unishard.engine.recipe import Recipe
-from unishard.engine.schedulers import TorchSchedule, check, made
+from unishard.engine.optim.builder import Recipe
+from unishard.engine.optim.schedulers import TorchSchedule, check, made
 from unishard.errors import CheckpointError, ConfigError
 
 

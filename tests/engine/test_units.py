@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from unishard.config import Sharding
-from unishard.engine.units import find_units
+from unishard.engine.model.units import find_units
 from unishard.errors import ModelError
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from unishard.checkpoint import keys, manifest, writing
-from unishard.checkpoint.contents import Stretch, stretch_of
 from unishard.checkpoint.hashing import hexadecimal
+from unishard.checkpoint.lazy_shards import Stretch, stretch_of
+from unishard.distributed.shards import Part
 from unishard.export.models import assets_of
 from unishard.export.sources import tensors_of
-from unishard.parts import Part
 
 
 def stretches_of(module: nn.Module) -> dict[str, Stretch]:

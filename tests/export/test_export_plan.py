@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from unishard.engine import formats
+from unishard.engine.model import dtypes
 from unishard.errors import CheckpointError
-from unishard.export.division import missing, share
+from unishard.export.file_sizes import missing, share
 from unishard.export.plan import DTYPES, Entry, File, bytes_of, index_of, plan
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -80,7 +80,7 @@ def test_a_dtype_that_the_files_do_not_have_is_refused() -> None:
 
 
 def test_words_are_those_of_the_config() -> None:
-    assert DTYPES == formats.DTYPES
+    assert DTYPES == dtypes.DTYPES
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 60), max_size=4), st.integers(1, 3))

@@ -17,7 +17,7 @@ import torch
 from exporting import adapted, checkpoint, contents, cut, stretches_of, tensors_in, tiny
 from torch import nn
 
-from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.errors import CheckpointError, RankMismatchError
 from unishard.export import online, writing
 from unishard.export.offline import export_checkpoint

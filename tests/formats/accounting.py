@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from unishard.formats import NAMES, Outcome
-from unishard.meanings import Verdict
+from unishard.mapping.entries import Verdict
 
 Path = tuple[str, ...]
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]

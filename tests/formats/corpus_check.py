@@ -21,7 +21,7 @@ from accounting import FORMATS, faults_of
 from unishard.errors import ConfigError
 from unishard.formats import Item, Outcome, translate
 from unishard.formats.source import Source
-from unishard.meanings import Verdict
+from unishard.mapping.entries import Verdict
 
 ENGINES = ("fsdp", "deepspeed")
 MOST_SECONDS = 10.0

@@ -12,12 +12,12 @@ from ruamel.yaml import YAML
 
 from unishard import formats
 from unishard.config import Config, leaves, value_at
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats import catalog
 from unishard.formats.accelerate.fsdp import NAMES
 from unishard.formats.source import open_source
-from unishard.meanings import Verdict
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
 
 FSDP = {"distributed_type": "FSDP", "num_processes": 8}
 FSDP2 = {**FSDP, "fsdp_config": {"fsdp_version": 2}}

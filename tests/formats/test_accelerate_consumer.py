@@ -23,8 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from unishard import formats
+from unishard.config.topology import Topology
 from unishard.formats import catalog
-from unishard.topology import Topology
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 SIXTEEN = Topology(world_size=16, local_world_size=8)

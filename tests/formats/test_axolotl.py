@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from unishard.config import value_at
+from unishard.config.topology import Topology
 from unishard.formats import Outcome, read, translate
 from unishard.formats.hf.optimizing import NO_DECAY
-from unishard.meanings import Verdict
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
 
 BASE = {"base_model": "m", "sequence_len": 512, "datasets": [{"path": "d"}], "learning_rate": 1e-4}
 FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}

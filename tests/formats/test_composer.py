@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from unishard.config import Config, leaves
+from unishard.config.topology import Topology
 from unishard.formats import read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.composer import FORMAT
 from unishard.formats.source import open_source
-from unishard.meanings import Verdict
-from unishard.rules import flat, nested
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import flat, nested
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 TRAINING = {

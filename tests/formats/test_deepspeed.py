@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unishard import registry
 from unishard.config import Config, leaves, value_at
+from unishard.config.topology import Topology
 from unishard.formats import catalog, translate
 from unishard.formats.source import open_source
-from unishard.meanings import Verdict
-from unishard.rules import flat
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import flat
+from unishard.plugins import registry
 from unishard_deepspeed import keys as native
 
 EIGHT = Topology(world_size=8, local_world_size=8)

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 
-from unishard import registry
 from unishard.config import Config
+from unishard.config.topology import Topology
 from unishard.formats import translate
-from unishard.meanings import Unreadable
-from unishard.rules import merge, nested
-from unishard.topology import Topology
+from unishard.mapping.entries import Unreadable
+from unishard.mapping.rules import merge, nested
+from unishard.plugins import registry
 from unishard_deepspeed.arguments import accepted
 from unishard_deepspeed.start import hushed
 

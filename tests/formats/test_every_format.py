@@ -19,7 +19,7 @@ from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
-from unishard.meanings import Verdict
+from unishard.mapping.entries import Verdict
 
 MOST_SECONDS = 2.0
 OVERRIDES = ((), ("backend=fsdp",), ("backend=deepspeed",), ("training.micro_batch_size=3",))

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from accounting import faults_of
 
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
-from unishard.meanings import Verdict
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 

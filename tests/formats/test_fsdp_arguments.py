@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unishard import registry
 from unishard.config import Config, leaves
-from unishard.meanings import Undecided, Verdict
-from unishard.rules import flat, merge, nested
-from unishard.topology import Topology
+from unishard.config.topology import Topology
+from unishard.mapping.entries import Undecided, Verdict
+from unishard.mapping.rules import flat, merge, nested
+from unishard.plugins import registry
 
 FSDP = registry.get("fsdp")
 EIGHT = Topology(world_size=8, local_world_size=4)

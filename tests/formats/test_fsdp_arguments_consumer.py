@@ -16,8 +16,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from unishard import registry
-from unishard.meanings import Verdict
+from unishard.mapping.entries import Verdict
+from unishard.plugins import registry
 
 FSDP = registry.get("fsdp")
 

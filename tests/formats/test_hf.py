@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, read, translate
 from unishard.formats.hf.expressions import written
 from unishard.formats.hf.optimizing import NO_DECAY
-from unishard.meanings import Verdict
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
 
 BASE = {"per_device_train_batch_size": 4}
 

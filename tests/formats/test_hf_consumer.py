@@ -100,7 +100,7 @@ def test_schedules_are_the_same_curve(arguments: Any) -> None:
     from transformers import get_scheduler
 
     from unishard.config import Scheduler
-    from unishard.engine.schedule import factor
+    from unishard.engine.optim.schedule import factor
 
     for name, end in [("constant", 0.0), ("linear", 0.0), ("linear", 0.2), ("cosine", 0.0), ("cosine", 0.1)]:
         shape = {"total_steps": 20, "min_lr_ratio": end} if name != "constant" else {}

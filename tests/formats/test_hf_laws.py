@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.topology import Topology
 from unishard.formats import catalog, translate
 from unishard.formats.hf.optimizing import NO_DECAY
 from unishard.formats.hf.sharding import BOTH, FIRST
-from unishard.meanings import Verdict
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
 
 MANY = 60
 RANKS = Topology(world_size=8, local_world_size=4)

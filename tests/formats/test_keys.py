@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unishard.keys import boolean, drops, integer, listed, number, one_of, own, refuses, sets, text
-from unishard.meanings import Given, Key, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, drops, integer, listed, number, one_of, own, refuses, sets, text
 
 NOTHING_GIVEN = Given({}, {}, None)
 anything = st.recursive(

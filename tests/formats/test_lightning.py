@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.topology import Topology
 from unishard.formats import translating
 from unishard.formats.lightning import FORMAT
 from unishard.formats.lightning.keys import TRAINER
 from unishard.formats.reading import Reading
 from unishard.formats.translating import Item, Outcome
-from unishard.meanings import Verdict
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
 
 BLOCK = "torch.nn.modules.transformer.TransformerEncoderLayer"
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from unishard import Config, Topology
-from unishard.keys import boolean, drops, integer, refuses, sets
-from unishard.meanings import Case, Entry, Expression, Given, Key, Meaning, Undecided, Verdict, express, interpret
-from unishard.rules import Fit, nested
+from unishard.mapping.entries import Case, Entry, Expression, Given, Key, Meaning, Undecided, Verdict, express, interpret
+from unishard.mapping.key_rows import boolean, drops, integer, refuses, sets
+from unishard.mapping.rules import Fit, nested
 
 WHO = "per_device_train_batch_size of the TrainingArguments"
 

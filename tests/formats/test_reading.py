@@ -8,7 +8,7 @@ from unishard import ConfigError, Topology
 from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import open_source
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
-from unishard.meanings import Entry, Meaning, Undecided, Verdict
+from unishard.mapping.entries import Entry, Meaning, Undecided, Verdict
 
 WHO = Undecided("the script")
 

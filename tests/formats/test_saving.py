@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.config import value_at
+from unishard.config.topology import Topology
 from unishard.formats import Outcome, read, translate
 from unishard.formats.translating import Item
-from unishard.meanings import Verdict
-from unishard.rules import flat
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import flat
 
 HF = {"per_device_train_batch_size": 4}
 AXOLOTL = {"base_model": "m", "micro_batch_size": 1}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unishard.formats import Outcome, translate
-from unishard.meanings import Verdict
-from unishard.rules import flat, merge, nested
+from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import flat, merge, nested
 
 ARGUMENTS = {"output_dir": "out", "per_device_train_batch_size": 1}
 GPUS = {"distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1}

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.config import Config, leaves
+from unishard.config.topology import Topology
 from unishard.formats import read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
 from unishard.formats.torchtitan import FORMAT
 from unishard.formats.torchtitan.text import toml_of
-from unishard.meanings import Verdict
-from unishard.rules import flat, merge, nested
-from unishard.topology import Topology
+from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import flat, merge, nested
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 TRAINING = """

@@ -10,9 +10,9 @@ from unishard import ConfigError, Topology
 from unishard.formats import Item, Outcome, catalog, translate
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source, open_source
-from unishard.keys import boolean, drops, integer, number, own, refuses, sets
-from unishard.meanings import Case, Entry, Expressed, Expression, Key, Meaning, Verdict, express, interpret
-from unishard.rules import Native
+from unishard.mapping.entries import Case, Entry, Expressed, Expression, Key, Meaning, Verdict, express, interpret
+from unishard.mapping.key_rows import boolean, drops, integer, number, own, refuses, sets
+from unishard.mapping.rules import Native
 
 SCRIPT = "batch_size of the script"
 

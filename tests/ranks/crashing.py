@@ -26,7 +26,7 @@ from full_disk import Outcome, fill
 from intercepting import Event, Interception
 from small_saves import NEW, NEXT, NEXT_STEP, SCENARIOS, WORLD, Scenario, found_wrong, kept, left_wrong, prepare, save_as_an_engine, start
 
-from unishard.checkpoint.together import on_first
+from unishard.distributed.on_ranks import on_first
 from unishard.testing import RankFailure, run_ranks
 
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from intercepting import Event, Interception
 from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, found_wrong, kept, left_wrong, snapshot, start
 
-from unishard import process_group
 from unishard.checkpoint.saving import save
-from unishard.checkpoint.together import on_first
+from unishard.distributed import process_group
+from unishard.distributed.on_ranks import on_first
 from unishard.errors import CheckpointError
 
 __all__ = ["Outcome", "fill"]

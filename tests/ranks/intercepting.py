@@ -15,7 +15,7 @@ import torch.distributed as dist
 __all__ = ["Event", "Interception"]
 
 _COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-"""What `unishard.checkpoint.together` and torch.distributed.checkpoint (torch 2.13, checkpoint/utils.py) speak with."""
+"""What `unishard.distributed.on_ranks` and torch.distributed.checkpoint (torch 2.13, checkpoint/utils.py) speak with."""
 _CHANGES = {"os.mkdir": "mkdir", "os.rename": "rename", "os.remove": "unlink", "os.rmdir": "rmdir"}
 """Audit events of what changes a directory; Python raises them just before (PEP 578)."""
 _AREAS = {

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from unishard.process_group import ensure
-from unishard.topology import Topology
+from unishard.config.topology import Topology
+from unishard.distributed.process_group import ensure
 from unishard_deepspeed.start import hushed, load
 
 STEPS, MORE = 3, 2

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 import unishard
-from unishard import process_group
-from unishard.checkpoint import directory, finding, manifest, output, writing
+from unishard.checkpoint import direct_file, directory, finding, manifest, writing
 from unishard.checkpoint.background import Background
-from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.checkpoint.manifest import ModelFacts
 from unishard.checkpoint.saving import Retention, Snapshot, save
-from unishard.checkpoint.tensors import Tensors
-from unishard.checkpoint.together import on_first
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import damaged
+from unishard.distributed import process_group
+from unishard.distributed.on_ranks import on_first
 from unishard.errors import CheckpointError
 
 WORLD = 2
@@ -114,7 +114,7 @@ def content_of(folder: Path) -> int:
 
 def start() -> tuple[dist.ProcessGroup, int]:
     writing.CHUNK = 128  # several records of each divided tensor
-    output.BUFFER = 4096  # several writes of each file
+    direct_file.BUFFER = 4096  # several writes of each file
     process_group.ensure(unishard.Topology.from_environment())
     return process_group.host_group(), dist.get_rank()
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import unishard
 from unishard.checkpoint import finding, manifest, writing
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.testing import RankFailure, run_ranks
 from unishard.testing.models import Output, mlp
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from playing import config, my_rank, own_share, play, prepare, refused, train, values
 
 from unishard.checkpoint import finding, manifest, writing
-from unishard.engine import automatic
+from unishard.engine.state import autosave
 
 BACKENDS = ("fsdp", "deepspeed")
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
@@ -90,7 +90,7 @@ def test_a_loss_scale_goes_on_with_its_value_and_its_count(backend, root):
 def by_the_clock(backend, root):
     """Saves every two minutes of a clock that only rank 0 reads, and that a save of the loop sets back."""
     clock = [0.0]
-    automatic.time.monotonic, true = lambda: clock[0] if my_rank() == 0 else 0.0, automatic.time.monotonic
+    autosave.time.monotonic, true = lambda: clock[0] if my_rank() == 0 else 0.0, autosave.time.monotonic
     try:
         with prepare(config(backend, checkpoint={"dir": f"{root}/{backend}-clock", "every_minutes": 2})) as engine:
             for minute, micro_batch in enumerate(own_share(7), 1):
@@ -100,7 +100,7 @@ def by_the_clock(backend, root):
                 if minute == 3:
                     engine.save()
     finally:
-        automatic.time.monotonic = true
+        autosave.time.monotonic = true
 
 
 @everywhere

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 import unishard
 from unishard.checkpoint import finding, manifest
-from unishard.engine import capturing
+from unishard.engine.state import snapshot
 from unishard.testing.models import Output, mlp
 
 BACKENDS = ("fsdp", "deepspeed")
@@ -291,11 +291,11 @@ def at_odd_times(backend, root):
         engine.load(later)
         engine.load(start)
         told["batches"] = len(train(engine, unishard.dataloader(data, cfg)))
-        assets = capturing.assets_of
+        assets = snapshot.assets_of
         if not my_rank():
-            capturing.assets_of = lambda *arguments: {}["of a library that has changed"]
+            snapshot.assets_of = lambda *arguments: {}["of a library that has changed"]
         told["assets"] = refused(engine.save, f"{root}/{backend}-times")
-        capturing.assets_of = assets
+        snapshot.assets_of = assets
         told["strict"] = refused(engine.load, later, strict=bool(my_rank()))
     return told
 

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import BatchEncoding
 
 import unishard
-from unishard import process_group
 from unishard.config import Config
 from unishard.data.batches import length_of, to_device, windows
+from unishard.distributed import process_group
 from unishard.errors import DataError, RankMismatchError
 from unishard.testing.ranks import run_ranks
 

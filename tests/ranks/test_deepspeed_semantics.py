@@ -8,10 +8,10 @@ import pytest
 from playing import MICRO_BATCH, play, values
 
 import unishard
+from unishard.config.topology import Topology
+from unishard.distributed.process_group import ensure
 from unishard.formats import translate
-from unishard.process_group import ensure
 from unishard.testing.models import batch, mlp
-from unishard.topology import Topology
 from unishard_deepspeed.start import hushed, load
 
 WORLD, WINDOW, UPDATES = 2, 2, 10

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.engine.optimizer_state import StateSpec
+from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.testing.models import Output, mlp
-from unishard_deepspeed.patches.kinds import kind_of
-from unishard_deepspeed.patches.masters import master_tensors
+from unishard_deepspeed.patches.master_weights import master_tensors
+from unishard_deepspeed.patches.optimizer_kind import kind_of
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 BEFORE, AFTER = 3, 3

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from playing import config, own_share, play, prepare, train
 
 import unishard
-from unishard.engine import desync
+from unishard.distributed import collective_check
 from unishard.testing import RankFailure, run_ranks
 
 BACKENDS = ("fsdp", "deepspeed")
@@ -265,7 +265,7 @@ def what_is_read_from_the_device(backend):
         seen.append("read")
 
     with prepare(config(backend)) as engine:
-        desync.Member.reading, update = reading, engine._update
+        collective_check.Member.reading, update = reading, engine._update
         engine._update = lambda *arguments: seen.append("update") or update(*arguments)
         train(engine, own_share(1))
     return seen

@@ -11,10 +11,10 @@ from playing import STRATEGIES, config, my_rank, play, values
 from torch import nn
 
 import unishard
-from unishard.checkpoint.contents import stretch_of
+from unishard.checkpoint.lazy_shards import stretch_of
+from unishard.distributed.shards import Part
 from unishard.export.online import export
 from unishard.export.sources import sources_of, tensors_of
-from unishard.parts import Part
 from unishard.testing.features.lora import lora
 from unishard.testing.models import llama
 

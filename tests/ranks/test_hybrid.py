@@ -19,8 +19,8 @@ import unishard
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
-from unishard_deepspeed.patches.kinds import kind_of
-from unishard_deepspeed.patches.masters import master_tensors
+from unishard_deepspeed.patches.master_weights import master_tensors
+from unishard_deepspeed.patches.optimizer_kind import kind_of
 
 BACKENDS = ("fsdp", "deepspeed")
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")

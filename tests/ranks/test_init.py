@@ -15,7 +15,7 @@ from playing import STRATEGIES, config, own_share, play, train, values
 from torch import nn
 
 import unishard
-from unishard import process_group
+from unishard.distributed import process_group
 from unishard.testing import run_ranks
 from unishard.testing.models import Mlp, llama, mlp
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import unishard
-from unishard.engine.model import facts_of
+from unishard.engine.model.facts import facts_of
 from unishard.testing import oracle
 from unishard.testing.features.lora import lora
 from unishard.testing.models import mlp

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.testing import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import unishard
 from unishard.testing import oracle
 from unishard.testing.models import Output, mlp
-from unishard_deepspeed.patches.kinds import kind_of
-from unishard_deepspeed.patches.masters import master_tensors
+from unishard_deepspeed.patches.master_weights import master_tensors
+from unishard_deepspeed.patches.optimizer_kind import kind_of
 
 BACKENDS = ("fsdp", "deepspeed")
 BOTH, ALONE = {"params": "cpu", "optimizer": "cpu"}, {"params": "none", "optimizer": "cpu"}

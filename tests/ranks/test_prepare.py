@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard import registry
+from unishard.plugins import registry
 from unishard.testing import oracle
 from unishard.testing.models import Mlp, Output, llama, mlp
 

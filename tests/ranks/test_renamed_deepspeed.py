@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard import process_group
-from unishard.engine.phases import Phase
+from unishard.distributed import process_group
+from unishard.engine.loop.call_order import Phase
 from unishard.testing.models import Output
 from unishard_deepspeed.patches import PATCHES
 
@@ -88,7 +88,7 @@ def saves_by_itself(strategy, precision="fp32"):
 
 def keeps_files(strategy):
     """Only what is asked before anything is changed: files need an op that is built here or not."""
-    from unishard_deepspeed.patches.kinds import require_for
+    from unishard_deepspeed.patches.optimizer_kind import require_for
 
     cfg = config("deepspeed", strategy, offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
     require_for(cfg, "cpu", trains=True, units=False, groups=False)

@@ -8,7 +8,7 @@ import pytest
 from playing import config, own_share, play, train, values
 
 import unishard
-from unishard.engine import restoring
+from unishard.engine.state import restore
 from unishard.testing import resuming
 from unishard.testing.models import llama
 from unishard.testing.resuming import Pair, spanning_pairs
@@ -41,17 +41,17 @@ def forgetful(backend, what):
         folder = engine.save(f"{what[1]}/{backend}")
         expected = [loss for loss, _ in train(engine, own_share(10, "llama"))]
     with unishard.prepare(llama(7), cfg) as engine:
-        go_on, fill = restoring.Restoring._go_on, restoring.Restoring._fill
+        go_on, fill = restore.Restoring._go_on, restore.Restoring._fill
         if what[0] == "schedule":
-            restoring.Restoring._go_on = lambda self, manifest, *rest: go_on(
+            restore.Restoring._go_on = lambda self, manifest, *rest: go_on(
                 self, manifest.model_copy(update={"schedule": manifest.schedule.model_copy(update={"updates": 0})}), *rest
             )
         if what[0] == "moments":
-            restoring.Restoring._fill = lambda self, chosen, tensors: fill(self, chosen._replace(optimizer={}), tensors)
+            restore.Restoring._fill = lambda self, chosen, tensors: fill(self, chosen._replace(optimizer={}), tensors)
         try:
             engine.load(folder)
         finally:
-            restoring.Restoring._go_on, restoring.Restoring._fill = go_on, fill
+            restore.Restoring._go_on, restore.Restoring._fill = go_on, fill
         losses = [loss for loss, _ in train(engine, own_share(10, "llama"))]
     return max(abs(now - then) / then for now, then in zip(losses, expected, strict=True))
 

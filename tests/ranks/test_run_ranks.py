@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unishard.config.topology import Topology
 from unishard.testing import RankFailure, ranks, run_ranks
-from unishard.topology import Topology
 
 
 def _where(scale):

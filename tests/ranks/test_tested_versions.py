@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unishard
-from unishard import compatibility
+from unishard.plugins import tested_versions
 from unishard.testing import run_ranks
 
 
@@ -18,7 +18,7 @@ def warned_of_versions(backend):
     listening = logging.Handler()
     listening.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("unishard").addHandler(listening)
-    compatibility.version_of = lambda package: "9.9" if package == "torch" else "0.19.8"
+    tested_versions.version_of = lambda package: "9.9" if package == "torch" else "0.19.8"
     cfg = unishard.Config.model_validate({"backend": backend, "sharding": "full_shard"})
     for _ in range(2):
         with unishard.prepare(torch.nn.Linear(4, 4), cfg):

@@ -10,8 +10,8 @@ from playing import STRATEGIES, config, error, my_rank, play, values
 
 import unishard
 from unishard.config import Sharding
-from unishard.engine.units import find_units
-from unishard.testing.features.units import Mixture, Pictures
+from unishard.engine.model.units import find_units
+from unishard.testing.features.conditional import Mixture, Pictures
 
 BACKENDS = ("fsdp", "deepspeed")
 MODELS = {"Mixture": Mixture, "Pictures": Pictures}

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unishard
-from unishard import registry
 from unishard.config.checkpoint import SIGNALS
-from unishard.rules import Fit
-from unishard.topology import Topology
+from unishard.config.topology import Topology
+from unishard.mapping.rules import Fit
+from unishard.plugins import registry
 
 
 def section(**fields: Any) -> Any:

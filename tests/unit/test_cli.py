@@ -11,7 +11,7 @@ import pytest
 from running import TINY, Terminal, run
 
 import unishard
-from unishard.patch_page import BEGIN, END
+from unishard.reference.patch_page import BEGIN, END
 
 
 def test_usage_errors_are_short() -> None:
@@ -47,7 +47,7 @@ def test_backends() -> None:
 
 
 def test_backends_that_miss_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unishard.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("unishard.plugins.registry.find_spec", lambda name: None)
     lines = run("backends").stdout.splitlines()[1:]
     assert lines[0].endswith("missing  pip install 'unishard[torch,deepspeed]'")
     assert lines[1].endswith("missing  pip install 'unishard[torch]'")
@@ -172,7 +172,7 @@ def test_output_that_does_not_fit_is_one_message(command: str) -> None:
 def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint
 
-    from unishard import registry
+    from unishard.plugins import registry
 
     points = {"broken": EntryPoint("broken", "no_such_module:backend", registry.GROUP), **registry.available()}
     monkeypatch.setattr(registry, "available", lambda: points)

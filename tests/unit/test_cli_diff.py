@@ -12,7 +12,7 @@ from unishard.formats import compare
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
 from unishard.loading import Origins, Place
-from unishard.meanings import Entry, Meaning, Undecided
+from unishard.mapping.entries import Entry, Meaning, Undecided
 
 
 def reading(*entries: Entry) -> Reading:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from running import ROOT, Terminal, plain, run
 
-from unishard import compatibility, doctor, registry
+from unishard import doctor
 from unishard.doctor import devices, importing, packages
 from unishard.errors import BackendError
 from unishard.patches import CORE_PATCHES, Patch
+from unishard.plugins import registry, tested_versions
 
 FIELDS = {"name", "status", "found", "instead"}
 Pretend = Callable[..., None]
@@ -284,8 +285,8 @@ def test_the_package_is_read_without_torch() -> None:
 def test_pyproject_says_the_same() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pythons = [line.rpartition(" ")[2] for line in project["classifiers"] if line.startswith("Programming Language :: Python :: 3.")]
-    assert tuple(pythons) == compatibility.PYTHONS
-    assert project["requires-python"] == f">={compatibility.PYTHONS[0]}"
+    assert tuple(pythons) == tested_versions.PYTHONS
+    assert project["requires-python"] == f">={tested_versions.PYTHONS[0]}"
     extras = {"": project["dependencies"]} | {name: said for name, said in project["optional-dependencies"].items() if name != "dev"}
     named = {text.partition(">=")[0]: extra for extra, texts in extras.items() for text in texts if not text.startswith("unishard[")}
     assert named == packages.PACKAGES

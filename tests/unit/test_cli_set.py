@@ -14,7 +14,7 @@ from schema_strategies import documents
 
 import unishard
 from unishard.loading.editing import edit
-from unishard.rules import flat
+from unishard.mapping.rules import flat
 
 FILE = """\
 # Mine.

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from unishard import compatibility
+from unishard.plugins import tested_versions
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "_said", set())
+    monkeypatch.setattr(tested_versions, "_said", set())
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_version_is_tested_if_it_begins_with_a_tested_one_number_by_number(version: str, tested: bool) -> None:
-    assert compatibility.is_tested(version, ("2.11", "0.19.8")) is tested
+    assert tested_versions.is_tested(version, ("2.11", "0.19.8")) is tested
 
 
 def backend(**tested: tuple[str, ...]) -> Any:
@@ -41,21 +41,21 @@ def backend(**tested: tuple[str, ...]) -> Any:
 
 def test_what_several_backends_were_tested_on() -> None:
     both = [backend(torch=("2.11", "2.12")), backend(torch=("2.12", "2.13"), engine=("1",))]
-    assert compatibility.tested(both) == {"torch": ("2.12",), "engine": ("1",)}
-    assert compatibility.span(("2.11", "2.12", "2.13")) == "2.11 to 2.13"
-    assert compatibility.span(("2.11", "2.13")) == "2.11, 2.13"
-    assert compatibility.span(("1",)) == "1"
-    assert compatibility.span(()) == "none"
+    assert tested_versions.tested(both) == {"torch": ("2.12",), "engine": ("1",)}
+    assert tested_versions.span(("2.11", "2.12", "2.13")) == "2.11 to 2.13"
+    assert tested_versions.span(("2.11", "2.13")) == "2.11, 2.13"
+    assert tested_versions.span(("1",)) == "1"
+    assert tested_versions.span(()) == "none"
 
 
 def test_an_untested_version_is_one_warning_on_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     versions = {"torch": "9.0.1", "engine": "3.0", "fine": "1.2"}
-    monkeypatch.setattr(compatibility, "version_of", versions.get)
+    monkeypatch.setattr(tested_versions, "version_of", versions.get)
     odd = backend(torch=("2.11", "2.12"), engine=("2",), fine=("1",))
-    compatibility.warn_if_untested(odd, 1)
+    tested_versions.warn_if_untested(odd, 1)
     assert caplog.records == []
-    compatibility.warn_if_untested(odd, 0)
-    compatibility.warn_if_untested(odd, 0)
+    tested_versions.warn_if_untested(odd, 0)
+    tested_versions.warn_if_untested(odd, 0)
     assert [(record.name, record.levelno) for record in caplog.records] == [("unishard", logging.WARNING)]
     assert caplog.messages == [
         "torch 9.0.1 was not tested with backend b (tested: 2.11 to 2.12); engine 3.0 was not tested with backend b (tested: 2); "
@@ -64,6 +64,6 @@ def test_an_untested_version_is_one_warning_on_rank_0(monkeypatch: pytest.Monkey
 
 
 def test_tested_versions_are_no_news(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(compatibility, "version_of", lambda _: "2.11.5")
-    compatibility.warn_if_untested(backend(torch=("2.11",)), 0)
+    monkeypatch.setattr(tested_versions, "version_of", lambda _: "2.11.5")
+    tested_versions.warn_if_untested(backend(torch=("2.11",)), 0)
     assert caplog.records == []

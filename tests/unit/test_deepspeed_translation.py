@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from unishard.config import Config, leaves
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError, TranslationError
-from unishard.rules import Fit, Line, Translation, flat
-from unishard.topology import Topology
+from unishard.mapping.rules import Fit, Line, Translation, flat
 from unishard_deepspeed import backend
 from unishard_deepspeed.keys import ACCEPTED, DECIDED, REFUSED, REMOVED, SAME_MATHS
 
@@ -283,7 +283,7 @@ def test_translating_imports_neither_torch_nor_deepspeed() -> None:
 import sys
 from unishard_deepspeed import backend
 from unishard.config import Config
-from unishard.topology import Topology
+from unishard.config.topology import Topology
 backend.translate(Config(), Topology())
 sys.exit(bool({"torch", "deepspeed"} & sys.modules.keys()))
 """

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 from unishard import Config, Fit, Topology
 from unishard.cli import app
 from unishard.config import leaves
-from unishard.explanation import Row, explain
 from unishard.loading import read
+from unishard.plugins.explain import Row, explain
 
 TEXT = """\
 sharding: full_shard

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from unishard.config import Config, leaves
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError, TranslationError
-from unishard.rules import Fit, Line, Translation, flat
-from unishard.topology import Topology
+from unishard.mapping.rules import Fit, Line, Translation, flat
 from unishard_fsdp import backend
 from unishard_fsdp.options import CONSTANTS, FORMS, parse
 from unishard_fsdp.rules import RULES

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from unishard import Config, registry
+from unishard import Config
 from unishard.checkpoint import manifest
 from unishard.config import leaves
-from unishard.docs import mapping, pages, reference, sections
 from unishard.errors import UnishardError
-from unishard.format_page import formats
-from unishard.patch_page import BEGIN, END, private_names, replaced
 from unishard.patches import CORE_PATCHES, Patch
+from unishard.plugins import registry
+from unishard.reference.format_page import formats
+from unishard.reference.pages import mapping, pages, reference, sections
+from unishard.reference.patch_page import BEGIN, END, private_names, replaced
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 
 import unishard
 from unishard import ConfigError, Topology
-from unishard.grouping import check_groups, parts
+from unishard.config.shard_groups import check_groups, parts
 
 NODES = Topology(world_size=8, local_world_size=4)
 

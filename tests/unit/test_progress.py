@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from unishard.backend import Step
 from unishard.data import progress
 from unishard.data.progress import Progress
+from unishard.plugins.backend import Step
 
 CPU = torch.device("cpu")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f\x1b]")

@@ -11,8 +11,9 @@ from typing import cast
 
 import pytest
 
-from unishard import BackendError, registry
-from unishard.backend import Backend
+from unishard import BackendError
+from unishard.plugins import registry
+from unishard.plugins.backend import Backend
 
 ROOT = Path(__file__).resolve().parents[2]
 

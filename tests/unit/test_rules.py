@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from schema_strategies import documents
 
 import unishard
-from unishard import Config, ConfigError, Fit, Topology, TranslationError, registry, translate
+from unishard import Config, ConfigError, Fit, Topology, TranslationError, translate
 from unishard.config import leaves, value_at
-from unishard.rules import Line, Report, Rule, Translation, When, apply, flat, merge, nested
+from unishard.mapping.rules import Line, Report, Rule, Translation, When, apply, flat, merge, nested
+from unishard.plugins import registry
 
 BACKENDS = sorted(registry.available())
 LEAVES = [path for path, _ in leaves(Config)]

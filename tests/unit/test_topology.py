@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from unishard import ConfigError, Topology
-from unishard.topology import first_host, rendezvous
+from unishard.config.topology import first_host, rendezvous
 
 
 def test_torchrun() -> None:

@@ -14,7 +14,7 @@ import version_page
 from environments import NotInstallable, environment, interpreter, last_lines, run
 from version_sets import PIECES, ROOT, SETS, VersionSet, floors
 
-from unishard import compatibility, registry
+from unishard.plugins import registry, tested_versions
 
 RESULTS = version_page.read(ROOT / "docs/versions")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -44,11 +44,11 @@ def test_the_page_says_what_was_not_run():
 def test_every_version_that_a_backend_calls_tested_was_run():
     """By `make versions`, or by the whole suite, which runs on what constraints.txt pins."""
     pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
-    for package, versions in compatibility.tested(map(registry.get, registry.available())).items():
+    for package, versions in tested_versions.tested(map(registry.get, registry.available())).items():
         run = [pins[package], *(result["versions"].get(package) or "" for result in RESULTS)]
-        assert [version for version in versions if not any(compatibility.is_tested(each, [version]) for each in run)] == [], package
+        assert [version for version in versions if not any(tested_versions.is_tested(each, [version]) for each in run)] == [], package
     pythons = {".".join(result["versions"]["python"].split(".")[:2]) for result in RESULTS if result["versions"]}
-    assert pythons | {"3.11"} == set(compatibility.PYTHONS)
+    assert pythons | {"3.11"} == set(tested_versions.PYTHONS)
 
 
 def test_the_floors_are_every_dependency_at_its_oldest():

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard import process_group
 from unishard.checkpoint.saving import Snapshot
+from unishard.distributed import process_group
 
 __all__ = ["Background"]
 

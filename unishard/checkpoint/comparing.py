@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.manifest import Manifest, TensorFacts
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import blocks_of
 from unishard.errors import CheckpointError
 

@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from unishard import registry
 from unishard.checkpoint import manifest
 from unishard.checkpoint.directory import write_manifest
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
-from unishard.checkpoint.foreign import Advance, CheckpointFormat, Contents
+from unishard.checkpoint.formats import Advance, CheckpointFormat, Contents
 from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, parameter_of
 from unishard.checkpoint.summary import summary_of
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.writing import Written
 from unishard.checkpoint.writing import write as write_tensors
 from unishard.errors import CheckpointError
+from unishard.plugins import registry
 from unishard.version import __version__
 
 __all__ = ["OWN", "convert", "formats"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.parts import Part
+from unishard.distributed.shards import Part
 
 __all__ = ["MASK", "hash_of", "hashes", "hexadecimal"]
 

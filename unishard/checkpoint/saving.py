@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from unishard.checkpoint import directory
-from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.summary import summary_of
-from unishard.checkpoint.together import on_first
 from unishard.checkpoint.writing import Written, write
+from unishard.distributed.on_ranks import on_first
 from unishard.errors import CheckpointError
 
 __all__ = ["Retention", "Snapshot", "save", "without_collections"]

@@ -11,7 +11,7 @@ import torch
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.writing import CHUNK
 from unishard.errors import CheckpointError
 

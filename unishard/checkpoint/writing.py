@@ -35,12 +35,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from unishard.checkpoint import dcp, keys
-from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.direct_file import BUFFER, Output
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.intervals import boxes
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.checkpoint.metadata import FILE
-from unishard.checkpoint.output import BUFFER, Output
 from unishard.checkpoint.records import envelope_of
 from unishard.errors import CheckpointError
 

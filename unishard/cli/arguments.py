@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unishard.topology import Topology
+from unishard.config.topology import Topology
 
 __all__ = ["ConfigFile", "GpusPerNode", "Output", "Overrides", "Ranks", "WorldSize", "topology_of"]
 

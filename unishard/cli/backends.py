@@ -14,7 +14,7 @@ def backends() -> None:
 
     Who brings each, whether its engine can be imported, and how to install it if not.
     """
-    from unishard import registry
+    from unishard.plugins import registry
 
     rows = []
     for name, point in registry.available().items():

@@ -191,7 +191,7 @@ def _show(folder: Path, facts: Manifest, tensors: bool) -> None:
 
 def _inspect_other(folder: Path, as_json: bool) -> None:
     """A directory of torch.distributed.checkpoint without our manifest."""
-    from unishard.checkpoint.tensors import Tensors
+    from unishard.checkpoint.tensor_reader import Tensors
 
     found = Tensors(folder)
     forms = {name: (list(found.shapes[name]), str(found.dtypes[name]).removeprefix("torch.")) for name in found}

@@ -21,7 +21,7 @@ def docs(
     MAPPING.md from the backends' rules, docs/formats.md from the tables of the formats, docs/schema.md from the schema,
     docs/manifest.md from that of checkpoints; in docs/engines.md the private names that rare cases need.
     """
-    from unishard.docs import pages, sections
+    from unishard.reference.pages import pages, sections
 
     stale = []
     for name, text in (pages() | sections(root)).items():

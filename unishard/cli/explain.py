@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, WorldSize, topology_of
-from unishard.cli.foreign import own_file
+from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.table import is_narrow, show, show_blocks
+from unishard.config.describe import bare
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError
-from unishard.rules import Fit
-from unishard.topology import Topology
-from unishard.wording import bare
+from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.config import Config
-    from unishard.explanation import Image, Row
     from unishard.loading import Origins
+    from unishard.plugins.explain import Image, Row
 
 __all__ = ["explain"]
 
@@ -58,15 +58,15 @@ def explain(
 
 
 def _print_native(cfg: Config, backend: str | None, topology: Topology) -> None:
-    from unishard.translation import translate
+    from unishard.plugins.translate import translate
 
     translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
     typer.echo(json.dumps(translation.native, indent=2, allow_nan=False))
 
 
 def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology) -> None:
-    from unishard import registry
-    from unishard.explanation import explain as rows_of
+    from unishard.plugins import registry
+    from unishard.plugins.explain import explain as rows_of
 
     rows = rows_of(cfg, origins, topology)
     names = [registry.get(backend).name] if backend else sorted({name for row in rows for name in row.images})

@@ -10,11 +10,11 @@ import typer
 
 from unishard.cli.arguments import Overrides
 from unishard.cli.saving import save
+from unishard.config.describe import shown
 from unishard.errors import ConfigError, UnishardError
-from unishard.wording import shown
 
 if TYPE_CHECKING:
-    from unishard.formats.starting import Draft, Question
+    from unishard.formats.wizard import Draft, Question
 
 __all__ = ["init"]
 
@@ -36,7 +36,7 @@ def init(
         raise UnishardError(f"{output}: is there already; name another file with -o, or replace it with --force")
     if not yes and not sys.stdin.isatty():
         raise UnishardError("there is no terminal to ask questions on; give --yes to take what would be proposed, and --set for the rest")
-    from unishard.formats.starting import Draft
+    from unishard.formats.wizard import Draft
 
     draft = _started(from_, [change for change in set_ or () if change.startswith("backend=")]) if from_ else Draft()
     if set_:
@@ -59,7 +59,7 @@ def init(
 def _started(old: Path, changes: list[str]) -> Draft:
     """A draft from an old config; says what of it cannot be taken over."""
     from unishard import formats
-    from unishard.formats.starting import Draft
+    from unishard.formats.wizard import Draft
 
     reading = formats.translate(old, "unishard", overrides=changes).reading
     for entry in reading.entries:
@@ -75,14 +75,14 @@ def _take(draft: Draft, question: Question) -> None:
 
 
 def _change(draft: Draft, question: Question) -> str:
-    from unishard.formats.unishard.described import value_text
+    from unishard.formats.unishard.from_config import value_text
 
     return f"{question.path}={value_text(draft.proposal(question.path))}"
 
 
 def _ask(draft: Draft, question: Question) -> None:
     """Ask until the answer can be used."""
-    from unishard.formats.starting import offered
+    from unishard.formats.wizard import offered
 
     words = offered(question.path)
     text = question.text + (f" ({', '.join(words)})" if words else "")

@@ -12,7 +12,7 @@ import typer
 
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.errors import UnishardError
-from unishard.meanings import Verdict
+from unishard.mapping.entries import Verdict
 
 if TYPE_CHECKING:
     from unishard.formats.surveying import Found, Unreadable

@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unishard.cli.table import FIT_STYLES, is_narrow, show, show_blocks
-from unishard.meanings import Verdict
-from unishard.wording import bare
+from unishard.config.describe import bare
+from unishard.mapping.entries import Verdict
 
 if TYPE_CHECKING:
     from rich.text import Text

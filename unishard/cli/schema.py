@@ -11,6 +11,6 @@ __all__ = ["schema"]
 
 def schema() -> None:
     """Print the JSON Schema, for editors."""
-    from unishard.json_schema import json_schema
+    from unishard.reference.json_schema import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from unishard.cli.arguments import ConfigFile
-from unishard.cli.foreign import own_file
+from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.saving import save
 
 __all__ = ["set_"]

@@ -12,7 +12,7 @@ from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topolo
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.saving import save
 from unishard.errors import ConfigError, Problem
-from unishard.meanings import Verdict
+from unishard.mapping.entries import Verdict
 
 if TYPE_CHECKING:
     from unishard.formats import Outcome

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from unishard.config.activation_checkpointing import ActivationCheckpointing, Compile
 from unishard.config.checkpoint import Checkpoint
 from unishard.config.communication import Communication
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
 from unishard.config.precision import Precision
-from unishard.config.recomputation import ActivationCheckpointing, Compile
 from unishard.config.scheduler import Scheduler
 from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
 from unishard.config.sharding import Sharding

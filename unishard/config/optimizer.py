@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from unishard.config.aliases import Spellings
 from unishard.config.section import Section, refuse
-from unishard.config.spelling import Spellings
 
 __all__ = ["Optimizer", "ParameterGroup"]
 

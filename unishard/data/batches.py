@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from unishard import process_group
+from unishard.distributed import process_group
 from unishard.errors import ContractError
 
 __all__ = ["Window", "length_of", "to_device", "warn_of_same_samples", "windows"]

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unishard.config import Config, expect_config
+from unishard.config.topology import Topology
 from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
 from unishard.errors import DataError
-from unishard.topology import Topology
 
 __all__ = ["ShareLoader", "dataloader"]
 

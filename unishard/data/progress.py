@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Column
 from torch import Tensor
 
-from unishard.backend import Step
 from unishard.data.batches import length_of
+from unishard.plugins.backend import Step
 
 __all__ = ["Progress"]
 

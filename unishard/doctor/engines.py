@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from unishard import registry
-from unishard.backend import Backend
 from unishard.doctor.check import Check, Status
 from unishard.doctor.importing import one_line, quietly
 from unishard.errors import BackendError
 from unishard.patches import Patch
+from unishard.plugins import registry
+from unishard.plugins.backend import Backend
 
 __all__ = ["backends", "found", "probes"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from unishard.compatibility import tested
+from unishard.config.topology import Topology, rendezvous
 from unishard.doctor import engines
 from unishard.doctor.check import Check, Status
 from unishard.doctor.devices import devices
 from unishard.doctor.packages import packages, python
 from unishard.errors import ConfigError
 from unishard.patches import CORE_PATCHES
-from unishard.topology import Topology, rendezvous
+from unishard.plugins.tested_versions import tested
 
 __all__ = ["examine", "worst"]
 

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distributions, requires
 
-from unishard.compatibility import PYTHONS, is_tested, span
 from unishard.doctor.check import Check, Status
 from unishard.doctor.importing import failure
+from unishard.plugins.tested_versions import PYTHONS, is_tested, span
 
 __all__ = ["PACKAGES", "packages", "python", "versions"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unishard.engine.contract import TrainingEngine
+from unishard.engine.engine import TrainingEngine
 
 __all__ = ["TrainingEngine"]

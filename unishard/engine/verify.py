@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unishard.backend import Placement
 from unishard.config import Config
-from unishard.engine.formats import DTYPES
-from unishard.engine.model import ModelFacts
+from unishard.engine.model.dtypes import DTYPES
+from unishard.engine.model.facts import ModelFacts
 from unishard.errors import EngineMismatchError
+from unishard.plugins.backend import Placement
 
 __all__ = ["verify"]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.errors import CheckpointError
 from unishard.export.assets import Assets, Piece
 from unishard.export.plan import Entry, File, bytes_of, index_of, plan

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.export.assets import Assets
 from unishard.export.sources import sources_of
 

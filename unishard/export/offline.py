@@ -9,10 +9,10 @@ from pathlib import Path
 from torch import Tensor
 
 from unishard.checkpoint import keys, manifest
-from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.checkpoint.manifest import Manifest
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
 from unishard.export.assets import FOLDER, INDEX, Assets, require_inside
@@ -84,9 +84,10 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
 
 
 def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
-    from unishard.export import described  # it needs transformers, and nothing else here does
+    from unishard.export import from_config  # it needs transformers, and nothing else here does
 
-    return described.assets_of(model, {name: tensors.stretch(key) for key in facts.tensors if (name := keys.parameter_of(key)) is not None})
+    stretches = {name: tensors.stretch(key) for key in facts.tensors if (name := keys.parameter_of(key)) is not None}
+    return from_config.assets_of(model, stretches)
 
 
 def _checked(stretch: Stretch, folder: Path, source: str, facts: Manifest) -> Stretch:

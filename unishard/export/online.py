@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.errors import RankMismatchError
 from unishard.export import tokenizers
 from unishard.export.layout import Layout, lay_out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unishard.checkpoint.contents import Stretch
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
 from unishard.export.assets import Assets, Piece
@@ -26,7 +26,10 @@ __all__ = ["assets_of"]
 
 _VIEWS = CORE_PATCHES["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, and an export copies stretches of tensors"
-_INSTEAD = "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensors.Tensors), and call its save_pretrained"
+_INSTEAD = (
+    "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), "
+    "and call its save_pretrained"
+)
 
 
 def assets_of(model: Any, stretches: Mapping[str, Stretch]) -> Assets:

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.errors import CheckpointError
-from unishard.export.division import missing, share
+from unishard.export.file_sizes import missing, share
 from unishard.export.plan import Entry, File
 from unishard.export.ranks import Ranks
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unishard import registry, translation
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.translating import Outcome
-from unishard.topology import Topology
+from unishard.plugins import registry, translate
 
 __all__ = ["check"]
 
@@ -33,7 +33,7 @@ def check(outcome: Outcome, topology: Topology | None = None) -> None:
         if ranks is None:
             registry.get(config.backend).translate(config, Topology()).check(strict=False)
         else:
-            translation.translate(config, topology=ranks).check(strict=False)
+            translate.translate(config, topology=ranks).check(strict=False)
     except ConfigError as error:
         raise ConfigError([_placed(problem, outcome) for problem in error.problems]) from None
 

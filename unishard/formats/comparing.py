@@ -8,8 +8,8 @@ from typing import Any
 
 from unishard.config import Config, leaves, value_at
 from unishard.formats.reading import Reading
-from unishard.meanings import Entry
-from unishard.rules import flat
+from unishard.mapping.entries import Entry
+from unishard.mapping.rules import flat
 
 __all__ = ["Difference", "Side", "compare"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from unishard.config.topology import Topology
 from unishard.formats.reading import Reading
 from unishard.formats.source import Source
-from unishard.meanings import Expressed, Expression, Key
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import Expressed, Expression, Key
+from unishard.mapping.rules import Native
 
 __all__ = ["Format"]
 

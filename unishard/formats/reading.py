@@ -9,17 +9,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from unishard.config import Config, leaves
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
 from unishard.loading.document import Document
-from unishard.loading.findings import dotted, findings_of
 from unishard.loading.origins import OVERRIDE, Origins
 from unishard.loading.overrides import override
 from unishard.loading.placeholders import STAND_INS
-from unishard.meanings import Entry, Undecided, Verdict
-from unishard.rules import merge, nested
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.loading.validation import dotted, findings_of
+from unishard.mapping.entries import Entry, Undecided, Verdict
+from unishard.mapping.rules import merge, nested
 
 __all__ = ["Reading", "assemble", "default_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from unishard.meanings import Entry, Meaning, Path, Undecided, Verdict
+from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Verdict
 
 __all__ = ["open_end"]
 

@@ -15,7 +15,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
 from unishard.loading import Origins, Place
 from unishard.loading.document import from_text, text_of
-from unishard.loading.findings import Finding
+from unishard.loading.validation import Finding
 
 __all__ = ["Source", "open_source"]
 

@@ -12,7 +12,7 @@ from unishard.errors import UnishardError
 from unishard.formats import catalog
 from unishard.formats.source import open_source
 from unishard.formats.translating import translate
-from unishard.meanings import Verdict
+from unishard.mapping.entries import Verdict
 
 __all__ = ["Found", "Unreadable", "survey"]
 

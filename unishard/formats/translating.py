@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.format import Format
 from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import Source, open_source
-from unishard.meanings import LEFT_OUT, NO_KEY, Entry, Expressed, Verdict, Word
-from unishard.rules import Native, flat, merge
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import LEFT_OUT, NO_KEY, Entry, Expressed, Verdict, Word
+from unishard.mapping.rules import Native, flat, merge
 
 __all__ = ["Item", "Outcome", "read", "translate"]
 

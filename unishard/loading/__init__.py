@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from unishard.config import Config
+from unishard.config.describe import shown
 from unishard.errors import ConfigError, Problem
 from unishard.loading.document import Document, from_file, from_mapping
-from unishard.loading.findings import Finding, dotted, findings_of
 from unishard.loading.origins import Origins, Place
 from unishard.loading.overrides import override
-from unishard.wording import shown
+from unishard.loading.validation import Finding, dotted, findings_of
 
 __all__ = ["Origins", "Place", "load", "read", "settle"]
 

@@ -20,8 +20,8 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from unishard.errors import ConfigError, Problem
-from unishard.loading.findings import Finding
 from unishard.loading.origins import Keys, Origins, Place
+from unishard.loading.validation import Finding
 
 __all__ = ["Document", "from_file", "from_mapping", "from_text", "text_of"]
 

@@ -17,9 +17,9 @@ from unishard.config import Config, Section, leaves
 from unishard.errors import ConfigError, Problem
 from unishard.loading import settle
 from unishard.loading.document import from_file, from_text, text_of
-from unishard.loading.findings import dotted
 from unishard.loading.placeholders import STAND_INS, undecided_in
-from unishard.rules import flat
+from unishard.loading.validation import dotted
+from unishard.mapping.rules import flat
 
 __all__ = ["check_text", "edit"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from unishard.config import Config, Section
 from unishard.errors import ConfigError
 from unishard.loading.document import Document, from_text
-from unishard.loading.findings import Finding, unknown
 from unishard.loading.origins import OVERRIDE, Keys
+from unishard.loading.validation import Finding, unknown
 
 __all__ = ["override"]
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unishard.backend import OptimizerFactory
 from unishard.config import Config, Optimizer, Precision, Scheduler
+from unishard.plugins.backend import OptimizerFactory
 
 __all__ = ["Curve", "Summed", "rate", "train"]
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from unishard import registry
+from unishard.plugins import registry
 
 __all__ = ["RankError", "RankFailure", "run_ranks"]
 
@@ -241,7 +241,7 @@ def _context(*, cuda: bool) -> Any:
 @cache
 def _preload() -> list[str]:
     engines = {package for name in registry.available() for package in registry.get(name).requires}
-    return ["torch.distributed.fsdp", "unishard.preparation", "transformers.models.llama.modeling_llama", *sorted(engines)]
+    return ["torch.distributed.fsdp", "unishard.engine.prepare", "transformers.models.llama.modeling_llama", *sorted(engines)]
 
 
 @contextlib.contextmanager

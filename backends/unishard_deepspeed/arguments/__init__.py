@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
-from unishard.meanings import Entry, Expressed, Expression, Given, Key, Meaning, Unreadable, Verdict, express, interpret
-from unishard.rules import flat
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
+from unishard.mapping.entries import Entry, Expressed, Expression, Given, Key, Meaning, Unreadable, Verdict, express, interpret
+from unishard.mapping.rules import flat
 from unishard_deepspeed.arguments import accepted, batch, offload, optimizer, precision, rest, scheduler, zero
 
 __all__ = ["EXPRESSIONS", "KEYS", "TOOL", "arguments", "parse"]

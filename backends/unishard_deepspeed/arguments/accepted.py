@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unishard.keys import boolean, integer, number, one_of
-from unishard.meanings import AUTO, Unreadable
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.mapping.entries import AUTO, Unreadable
+from unishard.mapping.key_rows import boolean, integer, number, one_of
 from unishard_deepspeed.arguments.facts import dtype
 
 __all__ = ["VALUES"]

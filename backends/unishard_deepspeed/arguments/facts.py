@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from unishard.keys import boolean, integer, one_of
-from unishard.meanings import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, integer, one_of
 
 __all__ = ["ARGUMENTS", "LEAST_STAGE", "compute", "device", "dropped", "dtype", "only", "quiet", "spelt", "stage", "unless_auto"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.keys import boolean, drops, integer, number
-from unishard.meanings import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.config.topology import Topology
+from unishard.mapping.entries import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, drops, integer, number
+from unishard.mapping.rules import Native
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, dtype, only, quiet, stage
 

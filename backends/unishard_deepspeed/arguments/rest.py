@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import saved_by_script
-from unishard.keys import boolean, drops, integer, number, own, refuses, text
-from unishard.meanings import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.mapping.entries import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.mapping.field_rows import saved_by_script
+from unishard.mapping.key_rows import boolean, drops, integer, number, own, refuses, text
 from unishard_deepspeed.arguments.facts import device, dropped, only, quiet, stage
 from unishard_deepspeed.constants import CONSTANTS
 from unishard_deepspeed.keys import ACCEPTED, REMOVED, SAME_MATHS

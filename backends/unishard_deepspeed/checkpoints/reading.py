@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from unishard.checkpoint.contents import Stretch
-from unishard.checkpoint.foreign import Contents, optimizer_of, plain
+from unishard.checkpoint.formats import Contents, optimizer_of, plain
 from unishard.checkpoint.keys import PARAMETERS, of_optimizer
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.checkpoint.manifest import LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.errors import CheckpointError
 from unishard_deepspeed.checkpoints.files import LossScaler, load
-from unishard_deepspeed.checkpoints.fragments import constant, stitched, whole
 from unishard_deepspeed.checkpoints.layout import Files, files_of
 from unishard_deepspeed.checkpoints.partitions import Parameter, flat_groups, sub_groups
+from unishard_deepspeed.checkpoints.shards import constant, stitched, whole
 from unishard_deepspeed.checkpoints.unpartitioned import groups_of, named_by_shapes, named_by_values, ties_of
 
 __all__ = ["read"]

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.checkpoint.contents import Stretch
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.foreign import Advance, Contents
+from unishard.checkpoint.formats import Advance, Contents
 from unishard.checkpoint.keys import PARAMETERS, optimizer_part, parameter_of
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.errors import CheckpointError
 
 __all__ = ["write"]

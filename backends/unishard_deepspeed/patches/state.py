@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from unishard_deepspeed.inner import Inner
-from unishard_deepspeed.patches.kinds import Kind
-from unishard_deepspeed.patches.masters import link_states_again, master_tensors
+from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.patches.master_weights import link_states_again, master_tensors
+from unishard_deepspeed.patches.optimizer_kind import Kind
 
 __all__ = ["copy_masters", "find_states", "forget_states", "groups_of_masters", "keep_parts_alone"]
 

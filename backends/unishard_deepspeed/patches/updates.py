@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard_deepspeed.patches.kinds import Kind
+from unishard_deepspeed.patches.optimizer_kind import Kind
 
 __all__ = [
     "average_between_groups",

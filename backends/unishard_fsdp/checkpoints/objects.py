@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from unishard.checkpoint import dcp, metadata
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.foreign import plain
+from unishard.checkpoint.formats import plain
 
 __all__ = ["add", "read"]
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unishard.checkpoint.contents import Stretch
-from unishard.checkpoint.foreign import Contents, optimizer_of
+from unishard.checkpoint.formats import Contents, optimizer_of
 from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
+from unishard.checkpoint.lazy_shards import Stretch
 from unishard.checkpoint.manifest import ScheduleFacts
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
 from unishard_fsdp.checkpoints import objects
 

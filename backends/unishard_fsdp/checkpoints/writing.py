@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unishard.checkpoint.foreign import Advance, Contents, plain
+from unishard.checkpoint.formats import Advance, Contents, plain
 from unishard.checkpoint.manifest import Group
 from unishard.checkpoint.writing import write as write_tensors
 from unishard_fsdp.checkpoints import objects

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from unishard.checkpoint import manifest
 from unishard.checkpoint.converting import convert, formats
 from unishard.checkpoint.hashing import hash_of, hexadecimal
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.cli import app
 from unishard.cli import convert as cli_convert
 from unishard.errors import CheckpointError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from unishard.checkpoint import manifest
 from unishard.checkpoint.converting import convert
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
 
 SMALL = [{"a.weight": (3, 5), "a.scale": ()}, {"b": (7,)}]

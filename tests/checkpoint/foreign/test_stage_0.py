@@ -8,7 +8,7 @@ from torch import nn
 
 from unishard.checkpoint import manifest
 from unishard.checkpoint.converting import convert
-from unishard.checkpoint.tensors import Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from unishard import registry
+from unishard.config.topology import Topology
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.accelerate.placing import Arguments, Spot, block_of, dropped, overlooked, refused
-from unishard.keys import listed, number
-from unishard.meanings import AUTO, Entry, Meaning, Path, Undecided, Unreadable, Verdict
-from unishard.topology import Topology
+from unishard.mapping.entries import AUTO, Entry, Meaning, Path, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import listed, number
+from unishard.plugins import registry
 
 __all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "deepspeed_entries", "experts", "no_file"]
 

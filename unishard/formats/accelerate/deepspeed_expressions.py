@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
-from unishard.expressions import none, write
+from unishard.config.topology import Topology
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.expressions import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
-from unishard.meanings import Case, Expression, Verdict
-from unishard.rules import Native, flat
-from unishard.topology import Topology
+from unishard.mapping.entries import Case, Expression, Verdict
+from unishard.mapping.field_rows import none, write
+from unishard.mapping.rules import Native, flat
 
 __all__ = ["DEEPSPEED_EXPRESSIONS", "SAVE", "SAVE_KEY"]
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
-from unishard.expressions import NO_FILES, moved_together, none, unlooked, write
+from unishard.config.topology import Topology
 from unishard.formats.accelerate.script import BY_SCRIPT
-from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
+from unishard.mapping.field_rows import NO_FILES, moved_together, none, unlooked, write
+from unishard.mapping.rules import Native
 
 __all__ = ["FSDP_EXPRESSIONS", "mixed"]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from unishard.config.topology import Topology
 from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
 from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.writing import expressed, text_of
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
-from unishard.meanings import Expressed, Expression, Key
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import Expressed, Expression, Key
+from unishard.mapping.rules import Native
 
 __all__ = ["AccelerateFormat"]
 

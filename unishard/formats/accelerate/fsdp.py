@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard import registry
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.accelerate.placing import Arguments, Spot, block_of, dropped, overlooked, refused
-from unishard.keys import boolean, integer, listed
-from unishard.meanings import Entry, Path, Unreadable, Verdict
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import Entry, Path, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, integer, listed
+from unishard.plugins import registry
 
 __all__ = ["NAMES", "fsdp_entries"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.formats.accelerate.kinds import KINDS, kind_named, precision_word
-from unishard.keys import boolean, drops, integer, one_of, refuses, text
-from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, drops, integer, one_of, refuses, text
 
 __all__ = ["KEYS", "TOOL"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.meanings import Unreadable, Verdict
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.mapping.entries import Unreadable, Verdict
 
 __all__ = ["KINDS", "Kind", "kind_named", "kind_of", "precision_of", "precision_word"]
 

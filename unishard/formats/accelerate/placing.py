@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.formats.accelerate.keys import TOOL
-from unishard.meanings import Entry, Meaning, Path, Verdict
-from unishard.rules import Native, merge, nested
+from unishard.mapping.entries import Entry, Meaning, Path, Verdict
+from unishard.mapping.rules import Native, merge, nested
 
 __all__ = ["Arguments", "Spot", "block_of", "dropped", "overlooked", "refused"]
 

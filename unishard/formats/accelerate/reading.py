@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
 from unishard.formats.accelerate.deepspeed_file import file_entries
 from unishard.formats.accelerate.fsdp import fsdp_entries
@@ -12,10 +14,8 @@ from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.kinds import KINDS, kind_of, precision_of
 from unishard.formats.accelerate.placing import Spot, block_of, dropped, refused
 from unishard.formats.source import Source
-from unishard.keys import integer
-from unishard.meanings import Entry, Meaning, Unreadable, Verdict, interpret
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import Entry, Meaning, Unreadable, Verdict, interpret
+from unishard.mapping.key_rows import integer
 
 __all__ = ["entries_of", "ranks_of"]
 

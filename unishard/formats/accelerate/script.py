@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.expressions import none, saved_by_script, write
-from unishard.meanings import NO_KEY, Case, Expression, Verdict
+from unishard.mapping.entries import NO_KEY, Case, Expression, Verdict
+from unishard.mapping.field_rows import none, saved_by_script, write
 
 __all__ = ["BY_SCRIPT"]
 

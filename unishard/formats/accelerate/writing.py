@@ -10,13 +10,13 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
 from unishard.config import Config, leaves
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS, SAVE, SAVE_KEY
 from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
 from unishard.formats.reading import Reading
-from unishard.meanings import Expressed, Expression, Verdict, Word, express
-from unishard.rules import Native, flat, merge
-from unishard.topology import Topology
+from unishard.mapping.entries import Expressed, Expression, Verdict, Word, express
+from unishard.mapping.rules import Native, flat, merge
 
 __all__ = ["TABLES", "expressed", "text_of"]
 

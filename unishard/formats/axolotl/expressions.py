@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.shard_groups import parts
+from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.axolotl.saving import SAVING
 from unishard.formats.hf.engine_expressions import decided_of, engine_of
@@ -15,10 +17,8 @@ from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.formats.reading import Reading
-from unishard.grouping import parts
-from unishard.meanings import Case, Expressed, Expression, Verdict, Word, express
-from unishard.rules import Native, merge
-from unishard.topology import Topology
+from unishard.mapping.entries import Case, Expressed, Expression, Verdict, Word, express
+from unishard.mapping.rules import Native, merge
 
 __all__ = ["EXPRESSIONS", "written"]
 

@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from unishard.config.topology import Topology
 from unishard.formats.axolotl.expressions import EXPRESSIONS, written
 from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
 from unishard.formats.axolotl.sharding import sharded
-from unishard.formats.hf.settling import settled
+from unishard.formats.hf.precedence import settled
 from unishard.formats.hf.sharding import whole_copies
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
-from unishard.meanings import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
+from unishard.mapping.rules import Native
 
 __all__ = ["AxolotlFormat"]
 

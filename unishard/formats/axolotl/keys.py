@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard.formats.axolotl.idle import IDLE
+from unishard.formats.axolotl.ignored_keys import IDLE
 from unishard.formats.axolotl.saving import SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.wordlists import names
-from unishard.keys import boolean, drops, integer, number, refuses
-from unishard.meanings import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, drops, integer, number, refuses
 
 __all__ = ["ENGINES", "KEYS", "NAMES", "TOOL"]
 

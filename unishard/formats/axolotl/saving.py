@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle, write
+from unishard.config.topology import Topology
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
-from unishard.keys import number, text
-from unishard.meanings import Case, Expression, Given, Key, Meaning, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import Case, Expression, Given, Key, Meaning, Verdict
+from unishard.mapping.field_rows import idle, write
+from unishard.mapping.key_rows import number, text
+from unishard.mapping.rules import Native
 
 __all__ = ["SAVED", "SAVING"]
 

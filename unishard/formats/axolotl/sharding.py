@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard import registry
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import TOOL
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.sharding import combined, words_of
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.source import Source
-from unishard.keys import integer
-from unishard.meanings import Entry, Meaning, Unreadable, Verdict
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import Entry, Meaning, Unreadable, Verdict
+from unishard.mapping.key_rows import integer
+from unishard.plugins import registry
 
 __all__ = ["sharded"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from unishard.keys import integer
-from unishard.meanings import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import integer
 
 __all__ = ["BATCHES"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from unishard.meanings import Given, Undecided, Unreadable
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.mapping.entries import Given, Undecided, Unreadable
 
 __all__ = ["updates"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from unishard import registry
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.composer.fsdp_keys import ARGUMENTS
-from unishard.meanings import Entry, Meaning, Path, Verdict
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import Entry, Meaning, Path, Verdict
+from unishard.plugins import registry
 
 __all__ = ["DEEPSPEED", "engine", "trains"]
 

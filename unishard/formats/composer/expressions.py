@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle, lost, none, unlooked
+from unishard.config.shard_groups import parts
+from unishard.config.topology import Topology
 from unishard.formats.composer import groups
 from unishard.formats.composer.saving import SAVING
-from unishard.grouping import parts
-from unishard.meanings import NO_KEY, Case, Expression, Holds, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import NO_KEY, Case, Expression, Holds, Verdict
+from unishard.mapping.field_rows import idle, lost, none, unlooked
+from unishard.mapping.rules import Native
 
 __all__ = ["EXPRESSIONS"]
 

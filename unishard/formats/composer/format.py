@@ -9,6 +9,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from unishard.config.topology import Topology
 from unishard.formats.composer import shapes
 from unishard.formats.composer.engine import DEEPSPEED, engine, trains
 from unishard.formats.composer.expressions import EXPRESSIONS
@@ -19,10 +20,9 @@ from unishard.formats.composer.optimization_keys import defaults_of
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
-from unishard.keys import drops, refuses
-from unishard.meanings import AUTO, Entry, Expressed, Expression, Key, Meaning, Verdict, Word, express, interpret
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import AUTO, Entry, Expressed, Expression, Key, Meaning, Verdict, Word, express, interpret
+from unishard.mapping.key_rows import drops, refuses
+from unishard.mapping.rules import Native
 
 __all__ = ["ComposerFormat"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.keys import integer, one_of, refuses
-from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import integer, one_of, refuses
 
 __all__ = ["ARGUMENTS", "FSDP"]
 

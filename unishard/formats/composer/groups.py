@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.keys import number, text
-from unishard.meanings import Given, Meaning, Unreadable, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
+from unishard.mapping.entries import Given, Meaning, Unreadable, Verdict
+from unishard.mapping.key_rows import number, text
+from unishard.mapping.rules import Native
 
 __all__ = ["read", "unlike", "write"]
 

@@ -12,8 +12,8 @@ from unishard.formats.composer.batches import BATCHES
 from unishard.formats.composer.fsdp_keys import FSDP
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
 from unishard.formats.composer.saving import SAVED
-from unishard.keys import boolean, drops, integer, refuses
-from unishard.meanings import Given, Key, Meaning, Undecided, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Verdict
+from unishard.mapping.key_rows import boolean, drops, integer, refuses
 
 __all__ = ["KEYS", "RUN", "deferred"]
 

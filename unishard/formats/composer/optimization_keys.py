@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.formats.composer import groups
 from unishard.formats.composer.durations import updates
-from unishard.keys import boolean, drops, number, one_of
-from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, drops, number, one_of
 
 __all__ = ["OPTIMIZATION", "defaults_of"]
 

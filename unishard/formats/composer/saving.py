@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle, none, write
+from unishard.config.topology import Topology
 from unishard.formats.composer.durations import updates
-from unishard.keys import integer, number, text
-from unishard.meanings import NO_KEY, Case, Expression, Given, Key, Meaning, Undecided, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import NO_KEY, Case, Expression, Given, Key, Meaning, Undecided, Verdict
+from unishard.mapping.field_rows import idle, none, write
+from unishard.mapping.key_rows import integer, number, text
+from unishard.mapping.rules import Native
 
 __all__ = ["SAVED", "SAVING"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.meanings import Entry, Meaning, Path, Verdict
+from unishard.mapping.entries import Entry, Meaning, Path, Verdict
 
 __all__ = ["placed", "today", "together"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from unishard import registry
+from unishard.config.topology import Topology
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
-from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Undecided, express
-from unishard.rules import Native, flat, nested
-from unishard.topology import Topology
+from unishard.mapping.entries import Entry, Expressed, Expression, Key, Meaning, Undecided, express
+from unishard.mapping.rules import Native, flat, nested
+from unishard.plugins import registry
 
 __all__ = ["DeepSpeedFormat"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.formats.hf.wordlists import names
-from unishard.keys import integer
-from unishard.meanings import Unreadable
-from unishard.wording import shown
+from unishard.mapping.entries import Unreadable
+from unishard.mapping.key_rows import integer
 
 __all__ = ["VALUES"]
 

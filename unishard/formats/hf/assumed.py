@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard.meanings import NOTHING, Key
+from unishard.mapping.entries import NOTHING, Key
 
 __all__ = ["assumed"]
 

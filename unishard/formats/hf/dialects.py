@@ -9,8 +9,8 @@ from typing import Any
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.hf.wordlists import names
 from unishard.formats.sections import ARGUMENTS, SURE
-from unishard.keys import boolean, drops, refuses
-from unishard.meanings import Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Verdict
+from unishard.mapping.key_rows import boolean, drops, refuses
 
 __all__ = ["DIALECT", "around", "bare", "section_in", "wrapped"]
 

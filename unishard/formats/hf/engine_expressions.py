@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from unishard import registry
 from unishard.config import Config
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import Reading
-from unishard.meanings import AUTO, NO_KEY, SCRIPT, Case, Expressed, Expression, Verdict, Word, express
-from unishard.rules import Native, merge
-from unishard.topology import Topology
+from unishard.mapping.entries import AUTO, NO_KEY, SCRIPT, Case, Expressed, Expression, Verdict, Word, express
+from unishard.mapping.rules import Native, merge
+from unishard.plugins import registry
 
 __all__ = ["FSDP", "decided_of", "engine_of"]
 

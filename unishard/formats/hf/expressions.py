@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.expressions import unlooked
+from unishard.config.topology import Topology
 from unishard.formats.hf.engine_expressions import FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.formats.reading import Reading
-from unishard.meanings import NO_KEY, Case, Expressed, Expression, Verdict, Word, express
-from unishard.rules import Native, merge
-from unishard.topology import Topology
+from unishard.mapping.entries import NO_KEY, Case, Expressed, Expression, Verdict, Word, express
+from unishard.mapping.field_rows import unlooked
+from unishard.mapping.rules import Native, merge
 
 __all__ = ["EXPRESSIONS", "written"]
 

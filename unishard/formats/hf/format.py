@@ -6,21 +6,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unishard.config.topology import Topology
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.assumed import assumed
 from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, wrapped
 from unishard.formats.hf.expressions import EXPRESSIONS, written
 from unishard.formats.hf.keys import ENGINES, KEYS
-from unishard.formats.hf.settling import settled
+from unishard.formats.hf.precedence import settled
 from unishard.formats.hf.sharding import BOTH, FIRST, known, sharded, whole_copies
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
-from unishard.meanings import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
+from unishard.mapping.rules import Native
 
 __all__ = ["HfFormat"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.formats.hf.idle import IDLE
+from unishard.formats.hf.ignored_keys import IDLE
 from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
-from unishard.keys import listed
-from unishard.meanings import Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Verdict
+from unishard.mapping.key_rows import listed
 
 __all__ = ["ENGINES", "KEYS"]
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from unishard.formats.hf.loop import off
 from unishard.formats.reading import Reading
-from unishard.keys import number
-from unishard.meanings import Unreadable, Verdict, Word
-from unishard.rules import Native
+from unishard.mapping.entries import Unreadable, Verdict, Word
+from unishard.mapping.key_rows import number
+from unishard.mapping.rules import Native
 
 __all__ = ["Lengths", "lengths_of"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.keys import boolean, drops, integer, number, refuses, sets, text
-from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, drops, integer, number, refuses, sets, text
 
 __all__ = ["LOOP", "checkpointing", "clipping", "compute", "off"]
 

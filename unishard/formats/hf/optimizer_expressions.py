@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import write
+from unishard.config.topology import Topology
 from unishard.formats.hf.optimizing import ADAM, NO_DECAY
-from unishard.meanings import SCRIPT, Case, Expression, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import SCRIPT, Case, Expression, Verdict
+from unishard.mapping.field_rows import write
+from unishard.mapping.rules import Native
 
 __all__ = ["OPTIMIZING"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.formats.hf.wordlists import names
-from unishard.keys import number, refuses, sets
-from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.key_rows import number, refuses, sets
 
 __all__ = ["ADAM", "NO_DECAY", "OPTIMIZER", "named"]
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle, write
+from unishard.config.topology import Topology
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.loop import off
-from unishard.keys import boolean, integer, number, text
-from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.mapping.field_rows import idle, write
+from unishard.mapping.key_rows import boolean, integer, number, text
+from unishard.mapping.rules import Native
 
 __all__ = ["EPOCHS", "FOLDER", "SAVED", "SAVING", "limit", "stepped"]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.keys import integer, number
-from unishard.meanings import Given, Key, Meaning, Undecided, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import integer, number
 
 __all__ = ["SCHEDULE", "UPDATES", "updates", "warmup"]
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unishard import registry
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.hf.wordlists import names
 from unishard.formats.source import Source
-from unishard.keys import boolean
-from unishard.meanings import Entry, Meaning, Unreadable, Verdict
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import Entry, Meaning, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean
+from unishard.plugins import registry
 
 __all__ = ["BOTH", "FIRST", "combined", "known", "sharded", "whole_copies", "words_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.rules import Native
+from unishard.mapping.rules import Native
 
 __all__ = ["DEEPSPEED", "FSDP", "SWITCHES", "switched_on", "without"]
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard import registry
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
 from unishard.formats.source import Source
-from unishard.meanings import AUTO, Entry, Meaning, Undecided, Verdict
-from unishard.rules import flat, merge, nested
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import AUTO, Entry, Meaning, Undecided, Verdict
+from unishard.mapping.rules import flat, merge, nested
+from unishard.plugins import registry
 
 __all__ = ["SILENT", "Arguments", "partitioned"]
 

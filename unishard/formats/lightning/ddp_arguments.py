@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.formats.lightning.keys import left, off, optional
-from unishard.keys import integer, number, refuses
-from unishard.meanings import Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Verdict
+from unishard.mapping.key_rows import integer, number, refuses
 
 __all__ = ["DDP", "MODEL_PARALLEL"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from unishard.formats.lightning.keys import left
-from unishard.meanings import Key
+from unishard.mapping.entries import Key
 
 __all__ = ["ARGUMENTS", "OWN", "SCALING", "Leaf", "leaves_of"]
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import NO_FILES, moved_together
+from unishard.config.shard_groups import parts
+from unishard.config.topology import Topology
 from unishard.formats.lightning.precision_expressions import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
-from unishard.grouping import parts
-from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
+from unishard.mapping.field_rows import NO_FILES, moved_together
+from unishard.mapping.rules import Native
 
 __all__ = ["CLASSES", "FSDP", "strategy"]
 

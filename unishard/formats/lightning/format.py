@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from unishard.config.topology import Topology
 from unishard.formats.lightning.expressions import FSDP
 from unishard.formats.lightning.keys import BESIDE, TRAINER
 from unishard.formats.lightning.older_keys import OLDER
@@ -14,9 +15,8 @@ from unishard.formats.lightning.unwrapping import TOOL
 from unishard.formats.lightning.writing import expressed
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.source import Source
-from unishard.meanings import Expressed, Expression, Key
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import Expressed, Expression, Key
+from unishard.mapping.rules import Native
 
 __all__ = ["LightningFormat"]
 

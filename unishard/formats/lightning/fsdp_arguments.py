@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.formats.lightning.keys import left, off
 from unishard.formats.lightning.shape import built, short
-from unishard.keys import refuses
-from unishard.meanings import Given, Key, Meaning, Unreadable, Verdict
-from unishard.rules import Native
-from unishard.wording import shown
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.key_rows import refuses
+from unishard.mapping.rules import Native
 
 __all__ = ["ARGUMENTS", "OWN", "defaults"]
 

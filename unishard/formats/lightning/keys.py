@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
-from unishard.keys import boolean, integer, number, one_of
-from unishard.meanings import SCRIPT, Given, Key, Meaning, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.mapping.entries import SCRIPT, Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, integer, number, one_of
 
 __all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
 

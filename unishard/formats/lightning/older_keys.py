@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.formats.lightning.keys import TRAINER, off
-from unishard.keys import boolean, drops, refuses
-from unishard.meanings import Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Verdict
+from unishard.mapping.key_rows import boolean, drops, refuses
 
 __all__ = ["OLDER", "place_in", "strategy_in"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.meanings import Given, Meaning, Unreadable, Verdict
-from unishard.rules import Native
-from unishard.wording import shown
+from unishard.config.describe import shown
+from unishard.mapping.entries import Given, Meaning, Unreadable, Verdict
+from unishard.mapping.rules import Native
 
 __all__ = ["DEFAULT", "engine_block", "precision", "word_of"]
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.topology import Topology
 from unishard.formats.lightning.trainer_expressions import trainer
-from unishard.meanings import Case, Expression, Verdict
-from unishard.rules import Native, merge
-from unishard.topology import Topology
+from unishard.mapping.entries import Case, Expression, Verdict
+from unishard.mapping.rules import Native, merge
 
 __all__ = ["PRECISION"]
 

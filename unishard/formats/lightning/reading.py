@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.lightning.keys import BESIDE, PRECISIONS, TRAINER, UNSET
 from unishard.formats.lightning.older_keys import OLDER, place_in, strategy_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
@@ -14,9 +16,7 @@ from unishard.formats.lightning.shape import CLASS, Built, Shape, built, short
 from unishard.formats.lightning.strategies import Strategy, strategy_of
 from unishard.formats.lightning.unwrapping import TOOL, Unwrapped, entries_of
 from unishard.formats.source import Source
-from unishard.meanings import Entry, Key, Meaning, Unreadable, Verdict, interpret
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import Entry, Key, Meaning, Unreadable, Verdict, interpret
 
 __all__ = ["Document"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.formats.lightning.keys import UNSET
 from unishard.formats.lightning.shape import Built, built, short
-from unishard.keys import boolean, drops, number, sets
-from unishard.meanings import Entry, Key, Meaning, Path, Undecided, Unreadable, Verdict, interpret
-from unishard.wording import shown
+from unishard.mapping.entries import Entry, Key, Meaning, Path, Undecided, Unreadable, Verdict, interpret
+from unishard.mapping.key_rows import boolean, drops, number, sets
 
 __all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]
 

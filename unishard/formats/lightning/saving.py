@@ -8,13 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle, none, write
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.lightning.shape import Built, built, short
-from unishard.keys import integer, number, text
-from unishard.meanings import NO_KEY, Case, Entry, Expression, Meaning, Path, Undecided, Unreadable, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import NO_KEY, Case, Entry, Expression, Meaning, Path, Undecided, Unreadable, Verdict
+from unishard.mapping.field_rows import idle, none, write
+from unishard.mapping.key_rows import integer, number, text
+from unishard.mapping.rules import Native
 
 __all__ = ["SAVING", "minutes_of", "saving_entries"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from unishard.meanings import Path
+from unishard.mapping.entries import Path
 
 __all__ = ["CLASS", "Built", "Shape", "built", "short"]
 

@@ -10,7 +10,7 @@ from unishard.formats.lightning.keys import CALLBACKS
 from unishard.formats.lightning.saving import minutes_of
 from unishard.formats.lightning.shape import Shape, built, short
 from unishard.formats.reading import Reading
-from unishard.rules import Native
+from unishard.mapping.rules import Native
 
 __all__ = ["snippet"]
 

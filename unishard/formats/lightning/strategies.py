@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from unishard.config.describe import shown
 from unishard.formats.lightning.shape import Built, short
-from unishard.meanings import Unreadable
-from unishard.wording import shown
+from unishard.mapping.entries import Unreadable
 
 __all__ = ["CLASSES", "NAMES", "Strategy", "strategy_of"]
 

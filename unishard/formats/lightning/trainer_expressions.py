@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.meanings import NO_KEY, SCRIPT, Case, Expression, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.config.topology import Topology
+from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
+from unishard.mapping.rules import Native
 
 __all__ = ["MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
 

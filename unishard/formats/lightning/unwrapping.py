@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from unishard import registry
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats.lightning import deepspeed_arguments, fsdp_arguments
 from unishard.formats.lightning.ddp_arguments import DDP, MODEL_PARALLEL
@@ -15,9 +15,9 @@ from unishard.formats.lightning.keys import UNSET, off
 from unishard.formats.lightning.precision import engine_block, word_of
 from unishard.formats.lightning.strategies import Strategy
 from unishard.formats.source import open_source
-from unishard.meanings import Entry, Key, Meaning, Path, Unreadable, Verdict, interpret
-from unishard.rules import merge, nested
-from unishard.topology import Topology
+from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, Verdict, interpret
+from unishard.mapping.rules import merge, nested
+from unishard.plugins import registry
 
 __all__ = ["TOOL", "Unwrapped", "entries_of"]
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard import registry
 from unishard.config import Config, leaves
+from unishard.config.topology import Topology
 from unishard.formats.lightning.expressions import FSDP, strategy
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.trainer_expressions import MODULE, TRAINING, trainer
 from unishard.formats.reading import Reading
-from unishard.meanings import AUTO, KEPT_AUTO, NO_KEY, SCRIPT, Expressed, Expression, Verdict, Word, express
-from unishard.rules import Native, flat, merge, nested
-from unishard.topology import Topology
+from unishard.mapping.entries import AUTO, KEPT_AUTO, NO_KEY, SCRIPT, Expressed, Expression, Verdict, Word, express
+from unishard.mapping.rules import Native, flat, merge, nested
+from unishard.plugins import registry
 
 __all__ = ["expressed"]
 

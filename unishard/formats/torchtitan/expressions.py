@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle, lost, moved_together, none
+from unishard.config.shard_groups import parts
+from unishard.config.topology import Topology
 from unishard.formats.torchtitan.saving import SAVING
-from unishard.grouping import parts
-from unishard.meanings import NO_KEY, Case, Expression, Holds, Verdict
-from unishard.rules import Native
-from unishard.topology import Topology
+from unishard.mapping.entries import NO_KEY, Case, Expression, Holds, Verdict
+from unishard.mapping.field_rows import idle, lost, moved_together, none
+from unishard.mapping.rules import Native
 
 __all__ = ["EXPRESSIONS"]
 

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard import registry
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
 from unishard.formats.reading import Reading, assemble
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.formats.torchtitan.expressions import EXPRESSIONS
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.torchtitan.older import placed, today
-from unishard.formats.torchtitan.own import own_of
+from unishard.formats.torchtitan.own_tables import own_of
 from unishard.formats.torchtitan.text import toml_of
-from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Unreadable, Verdict, Word, express, interpret
-from unishard.rules import Native, flat, merge, nested
-from unishard.topology import Topology
-from unishard.wording import shown
+from unishard.mapping.entries import Entry, Expressed, Expression, Key, Meaning, Path, Unreadable, Verdict, Word, express, interpret
+from unishard.mapping.rules import Native, flat, merge, nested
+from unishard.plugins import registry
 
 __all__ = ["TorchtitanFormat"]
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.formats.torchtitan.saving import SAVED
-from unishard.keys import boolean, drops, integer, number, one_of, refuses
-from unishard.meanings import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
-from unishard.wording import shown
+from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, refuses
 
 __all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
 

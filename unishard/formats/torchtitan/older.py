@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard.meanings import Entry
+from unishard.mapping.entries import Entry
 
 __all__ = ["placed", "today"]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.expressions import idle
-from unishard.keys import boolean, drops, integer, number, one_of, text
-from unishard.meanings import NO_KEY, Case, Expression, Given, Key, Meaning, Verdict
-from unishard.rules import Native, merge
-from unishard.topology import Topology
+from unishard.config.topology import Topology
+from unishard.mapping.entries import NO_KEY, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.mapping.field_rows import idle
+from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, text
+from unishard.mapping.rules import Native, merge
 
 __all__ = ["SAVED", "SAVING"]
 

@@ -7,18 +7,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unishard import registry
 from unishard.config import Config, leaves, value_at
+from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import Reading, assemble, default_of
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
 from unishard.loading.document import from_mapping
-from unishard.loading.findings import dotted, findings_of
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
-from unishard.meanings import Entry, Expressed, Expression, Key, Meaning, Path, Undecided, Verdict, Word
-from unishard.rules import Native, flat, merge, nested
-from unishard.topology import Topology
+from unishard.loading.validation import dotted, findings_of
+from unishard.mapping.entries import Entry, Expressed, Expression, Key, Meaning, Path, Undecided, Verdict, Word
+from unishard.mapping.rules import Native, flat, merge, nested
+from unishard.plugins import registry
 from unishard.version import __version__
 
 __all__ = ["UnishardFormat"]

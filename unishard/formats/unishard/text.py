@@ -10,7 +10,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from unishard.config import Section
 from unishard.formats.reading import Reading
-from unishard.rules import Native
+from unishard.mapping.rules import Native
 
 __all__ = ["plain", "text_of"]
 

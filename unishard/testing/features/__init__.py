@@ -8,7 +8,9 @@ from unishard.testing.cells import Feature
 from unishard.testing.features import (
     access,
     accumulation,
+    activation_checkpointing,
     combinations,
+    conditional,
     evaluation,
     lora,
     models,
@@ -16,9 +18,7 @@ from unishard.testing.features import (
     optimizers,
     plain,
     precision,
-    recomputation,
     sharding,
-    units,
 )
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
@@ -34,8 +34,8 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "offload": offload.FEATURES,
     "precision": precision.FEATURES,
     "models": models.FEATURES,
-    "recomputation": recomputation.FEATURES,
-    "units": units.FEATURES,
+    "recomputation": activation_checkpointing.FEATURES,
+    "units": conditional.FEATURES,
     "combinations": combinations.FEATURES,
 }
 """Features by area, in the order of the table."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from unishard.rules import merge
+from unishard.mapping.rules import merge
 from unishard.testing.cells import STRATEGIES, Feature
-from unishard.testing.features import lora, units
+from unishard.testing.features import conditional, lora
 from unishard.testing.models import MODELS
 
 __all__ = ["FEATURES"]
 
-_EXPERTS, _TOWER = units.FEATURES
+_EXPERTS, _TOWER = conditional.FEATURES
 _LORA, _BF16_BASE = lora.FEATURES[:2]
 _GROUPS = {"sharding": {"group_size": 2}}
 

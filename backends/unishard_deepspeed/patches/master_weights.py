@@ -1,0 +1,46 @@
+"""The masters of DeepSpeed's optimizers, and which parameters they belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from unishard_deepspeed.flat_master_weights import Piece
+from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.patches.optimizer_kind import Kind
+
+__all__ = ["link_states_again", "master_tensors", "pieces_of_masters"]
+
+
+def master_tensors(optimizer: Any, inner: Inner, kind: Kind) -> list[Tensor]:
+    """The live masters on this rank: flat partitions, or whole tensors at stage 0."""
+    return list(optimizer.fp32_partitioned_groups_flat) if kind == "stage-3" else inner.masters
+
+
+def pieces_of_masters(optimizer: Any, inner: Inner, kind: Kind) -> dict[Tensor, list[Piece]]:
+    """Of each master on this rank, where the parameters lie in it."""
+    if kind == "stage-0":
+        return {master: [Piece(parameter, 0, parameter.numel())] for parameter, master in inner.whole.items()}
+    pieces: dict[Tensor, list[Piece]] = {}
+    masters = master_tensors(optimizer, inner, kind)
+    for parameter in inner.trained:
+        if kind == "stage-3":
+            group, start, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]  # runtime/zero/stage3.py
+        else:
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # utils/tensor_fragment.py
+            if mapping is None:
+                continue  # it lies in other ranks' parts
+            group, start, numel = mapping.param_group_index, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+        if numel:
+            pieces.setdefault(masters[group], []).append(Piece(parameter, start, numel))
+    return pieces
+
+
+def link_states_again(optimizer: Any, kind: Kind) -> None:
+    """DeepSpeed looks for the optimizer's state after its first update alone; let it look after the next one too.
+
+    (_lazy_init_hp_params_optimizer_state in runtime/zero/stage_1_and_2.py and bf16_optimizer.py; stage 3 looks whenever it is asked)
+    """
+    if kind in ("stages-1-2", "bf16-stage-1"):
+        optimizer._hp_optimizer_states_linked = False

@@ -1,0 +1,240 @@
+"""How gradients and masters are reached in DeepSpeed's engines, and how a window is dropped.
+
+| engine                          | gradients, once they are reduced                | masters                            |
+|---------------------------------|-------------------------------------------------|------------------------------------|
+| stage 0, the bare torch one     | whole, `.grad`                                  | the parameters                     |
+| stage 0, FP16_UnfusedOptimizer  | whole, `.grad`, by default in fp32              | whole, `fp32_groups`               |
+| stage 1, BF16_Optimizer         | whole, `fp32_groups_gradients`                  | flat partitions                    |
+| stages 1 and 2                  | flat partitions, `averaged_gradients`           | flat partitions                    |
+| the same, offloaded             | flat partitions, `.grad` of the masters         | flat partitions, in host memory    |
+| stage 3                         | one part of each parameter, padded at the end   | one part of each parameter, padded |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unishard.distributed.shards import Part
+from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.patches.optimizer_kind import Kind
+
+__all__ = [
+    "already_reduced",
+    "clear_offloaded",
+    "drop_gradients",
+    "gradient_parts",
+    "low_precision_copy",
+    "master_part",
+    "measure_offloaded",
+    "reduce_gradients",
+]
+
+
+# -- reducing before the step ---------------------------------------------------------------------------------------------------------
+
+
+def reduce_gradients(engine: Any) -> None:
+    """What `engine.step()` does first (runtime/engine.py, step): reduce at stages 0 and 1, finish the window at 2 and 3. Collective.
+
+    At stage 0 every parameter has a gradient.
+    """
+    engine._running_engine_step = True  # is_gradient_accumulation_boundary() answers with it
+    try:
+        if engine.zero_optimization_partition_gradients():
+            engine.optimizer.finalize_gradient_accumulation_boundary()
+        else:
+            engine.allreduce_gradients()
+    finally:
+        engine._running_engine_step = False
+
+
+@contextmanager
+def already_reduced(engine: Any) -> Iterator[None]:
+    """Inside, `engine.step()` does not do it again."""
+    optimizer, reduces = engine.optimizer, engine.enable_backward_allreduce
+    finishes = hasattr(optimizer, "finalize_gradient_accumulation_boundary")
+    own = vars(optimizer).get("finalize_gradient_accumulation_boundary")  # `average_between_groups`
+    engine.enable_backward_allreduce = False
+    if finishes:
+        optimizer.finalize_gradient_accumulation_boundary = lambda: None
+    try:
+        yield
+    finally:
+        engine.enable_backward_allreduce = reduces
+        if own is not None:
+            optimizer.finalize_gradient_accumulation_boundary = own
+        elif finishes:
+            del optimizer.finalize_gradient_accumulation_boundary
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------------------------
+
+
+def gradient_parts(engine: Any, inner: Inner, kind: Kind) -> dict[nn.Parameter, Part]:
+    """What this rank holds of each reduced gradient. A trainable parameter that was not used has zeros."""
+    optimizer = engine.optimizer
+    if kind == "stage-3":  # runtime/zero/stage3.py
+        return {parameter: _stage_3_part(parameter, _stage_3_gradient(optimizer, parameter)) for parameter in inner.trained}
+    if kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
+        return _partitioned_gradients(optimizer, inner)
+    if kind == "bf16-stage-1":  # runtime/bf16_optimizer.py
+        return _whole_fp32_gradients(optimizer)
+    parts = {}
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            parts[parameter] = Part(parameter.shape, parameter.grad)
+    return parts
+
+
+def _stage_3_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    values: Tensor = optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)[0]
+    return values
+
+
+def _stage_3_part(parameter: Any, padded: Tensor) -> Part:
+    start = min(padded.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)  # runtime/zero/partition_parameters.py
+    values = padded.detach().view(-1)[: parameter.ds_numel - start]
+    return Part(parameter.ds_shape, values, start, parameter.ds_process_group)
+
+
+def _partitioned_gradients(optimizer: Any, inner: Inner) -> dict[nn.Parameter, Part]:
+    ranks = optimizer.dp_process_group
+    parts = {parameter: _nothing_of(parameter, ranks) for parameter in inner.trained}
+    for index, group in enumerate(optimizer.params_in_partition):
+        if optimizer.cpu_offload:
+            stretches = [_offloaded_gradient(optimizer, parameter) for parameter in group]
+        else:
+            # As in get_grad_norm_direct: padding between parameters is marked, padding at the end has no parameter.
+            stretches = [values for values in optimizer.averaged_gradients[index] if not getattr(values, "_zero_padding", False)]
+        for parameter, values in zip(group, stretches, strict=False):
+            parts[parameter] = Part(parameter.shape, values.detach().view(-1), _start_of(parameter), ranks)
+    return parts
+
+
+def _offloaded_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    group, _, start, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    values: Tensor = optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, numel)
+    return values
+
+
+def _start_of(parameter: Any) -> int:
+    start: int = parameter._hp_mapping.lp_fragment_address.start  # utils/tensor_fragment.py
+    return start
+
+
+def _nothing_of(parameter: nn.Parameter, ranks: Any, dtype: torch.dtype = torch.float32) -> Part:
+    return Part(parameter.shape, torch.empty(0, dtype=dtype, device=parameter.device), 0, ranks)
+
+
+def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
+    """Every rank averages all of them; only those that count as present enter the norm, and all are applied."""
+    parts = {}
+    for index, group in enumerate(optimizer.bf16_groups):
+        optimizer.fp32_groups_has_gradients[index] = [True] * len(group)  # an unused one is zero and adds nothing
+        for parameter, values in zip(group, optimizer.fp32_groups_gradients[index], strict=True):
+            parts[parameter] = Part(parameter.shape, values.view(parameter.shape))
+    return parts
+
+
+def measure_offloaded(optimizer: Any, inner: Inner, kind: Kind) -> None:
+    """Take the norms of offloaded gradients again, and whether all are finite: DeepSpeed does it when they arrive, before an edit."""
+    if kind == "stage-3":  # runtime/zero/stage3.py
+        for parameter in inner.trained:
+            values = _stage_3_gradient(optimizer, parameter)
+            optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = optimizer._constant_buffered_norm2(values)
+    elif kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
+        optimizer.local_overflow = False
+        for group in optimizer.params_in_partition:
+            for parameter in group:
+                values = _offloaded_gradient(optimizer, parameter)
+                optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = values.double().norm(2)
+                optimizer.update_offload_overflow_tracker(values)
+
+
+# -- masters --------------------------------------------------------------------------------------------------------------------------
+
+
+def master_part(optimizer: Any, inner: Inner | None, parameter: Any, kind: Kind) -> Part:
+    """What this rank holds of a master; of a parameter that was frozen in `prepare`, or without optimizer, of the parameter itself."""
+    if kind == "stage-3":
+        if inner is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
+            return _stage_3_part(parameter, parameter.ds_tensor)
+        return _stage_3_part(parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
+    if inner is not None and kind == "stage-0":
+        return Part(parameter.shape, inner.whole.get(parameter, parameter.detach()))
+    if inner is not None and hasattr(parameter, "_hp_mapping"):
+        if parameter._hp_mapping is None:  # all of it belongs to other ranks
+            return _nothing_of(parameter, optimizer.dp_process_group, inner.masters[0].dtype)
+        return Part(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
+    return Part(parameter.shape, parameter.detach())
+
+
+def low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None:
+    """Bring what the model computes with up to a master that was edited; every rank has the whole value."""
+    if kind != "stage-3":
+        parameter.data.copy_(value)
+        return
+    part = _stage_3_part(parameter, parameter.ds_tensor.data)
+    part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
+    if parameter.data.numel() == parameter.ds_numel:  # gathered now
+        parameter.data.copy_(value)
+
+
+# -- forgetting a window --------------------------------------------------------------------------------------------------------------
+
+
+def drop_gradients(engine: Any, kind: Kind) -> None:
+    """Forget all gradients, as `optimizer.step()` does after an overflow, and how many backward calls there were."""
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    engine._unmanaged_backward_count = 0
+    if kind == "stage-3":
+        _drop_stage_3(optimizer)
+    elif kind == "stages-1-2":
+        _drop_partitioned(optimizer)
+    elif kind == "bf16-stage-1":
+        optimizer.zero_grad()
+
+
+def _drop_stage_3(optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer._pre_step()
+    optimizer._partition_all_parameters()
+    optimizer.grad_partitions_flat_buffer.zero_()
+    optimizer.averaged_gradients = {}
+    optimizer.reset_cpu_buffers()
+
+
+def _drop_partitioned(optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer.micro_step_id = -1  # INITIAL_MICRO_STEP_ID
+    optimizer._offload_accumulated_param_ids = set()
+    optimizer._epilogue_ran_this_backward = False
+    for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        for index in gradients:
+            gradients[index] = None
+    optimizer.reset_cpu_buffers()
+
+
+def clear_offloaded(optimizer: Any, kind: Kind) -> None:
+    """Offloaded gradients are overwritten only where a parameter was used; without this the rest is applied again in every update.
+
+    (runtime/zero/stage_1_and_2.py, _finalize_cpu_offload_gradient_accumulation; runtime/zero/stage3.py,
+    _finalize_offload_gradient_accumulation; neither is in the norm.) Stage 2 also keeps the sums, to which it adds the gradient of a
+    parameter that the first micro-batch of a window does not use (async_accumulate_grad_in_cpu_via_gpu), and after an update that was
+    left out the averages, so that all that follow are left out as well.
+    """
+    for master in optimizer.fp32_partitioned_groups_flat if kind == "stage-3" else optimizer.single_partition_of_fp32_groups:
+        if master.grad is not None:
+            master.grad.zero_()
+    if kind == "stages-1-2":
+        optimizer.averaged_gradients.clear()
+        for total in optimizer.accumulated_grads_in_cpu.values():
+            total.zero_()

@@ -1,0 +1,50 @@
+"""What a DeepSpeed engine really holds, read off its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.patches.optimizer_kind import Kind
+
+__all__ = ["MasterFacts", "parameter_bytes", "units"]
+
+
+class MasterFacts:
+    """Formats and number of elements of the masters on this rank, which stay as they were made."""
+
+    def __init__(self, kind: Kind, inner: Inner) -> None:
+        masters = _local_parts(inner.trained) if kind == "stage-3" else inner.masters
+        self.dtypes = frozenset(str(master.dtype).removeprefix("torch.") for master in masters)
+        self.numel = sum(master.numel() for master in masters)
+
+
+def _local_parts(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    from deepspeed.utils import safe_get_local_fp32_param
+
+    return [torch.empty_like(safe_get_local_fp32_param(parameter), device="meta") for parameter in parameters]
+
+
+def units(engine: Any) -> tuple[str, ...]:
+    """Names of the modules whose parameters stage 3 gathers together; no other stage reads the flag (utils/z3_leaf_module.py)."""
+    if engine.zero_optimization_stage() != 3:
+        return ()
+    from deepspeed.utils import get_z3_leaf_modules
+
+    leaves = set(get_z3_leaf_modules(engine.module))
+    return tuple(name for name, module in engine.module.named_modules() if module in leaves)
+
+
+def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of parameters on this rank: what is gathered, and this rank's own part, `ds_tensor` (DeepSpeed's page on ZeRO)."""
+    return sum(tensor.numel() * tensor.element_size() for parameter in parameters for tensor in _held(parameter))
+
+
+def _held(parameter: nn.Parameter) -> Iterator[Tensor]:
+    yield parameter.data
+    if hasattr(parameter, "ds_tensor"):
+        yield parameter.ds_tensor

@@ -1,0 +1,135 @@
+"""From a whole model and the native config to a running engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from unishard.config import Config, Sharding
+from unishard.config.topology import Topology
+from unishard.distributed import process_group
+from unishard.engine.model.units import Unit, find_units, find_whole
+from unishard.errors import BackendError
+from unishard.plugins.backend import Engine, OptimizerBuilder
+from unishard_fsdp import options, sharding
+from unishard_fsdp.conditional import WholeParameters
+from unishard_fsdp.ddp import Averaging, replicated
+from unishard_fsdp.ddp_engine import DDPEngine
+from unishard_fsdp.fsdp_engine import FSDPEngine
+from unishard_fsdp.inference import FSDPUntrainedEngine
+from unishard_fsdp.patches import PATCHES
+
+__all__ = ["build"]
+
+_SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+"""The argument of DistributedDataParallel; torch 2.13 gave it another name."""
+
+
+def build(
+    model: nn.Module,
+    cfg: Config,
+    native: options.Options,
+    topology: Topology,
+    units: Sequence[Unit],
+    optimizer: OptimizerBuilder | None,
+) -> Engine:
+    """Shard a model in place and build its engine. Collective.
+
+    The optimizer is built last: `fully_shard` replaces the parameters by their shards.
+    """
+    device = process_group.device_of(topology)
+    if optimizer is None:
+        sharding.apply_fully_shard(model, units, device, cast(options.FullyShard, native), frozen=cfg)
+        return FSDPUntrainedEngine(cfg, model, device)
+    if isinstance(native, options.DistributedDataParallel):
+        return _replicated(model, cfg, native, device, optimizer)
+    left_out = find_whole(model, cfg.sharding)
+    _require(native, patched=bool(left_out), mixed=cfg.precision.compute != "fp32")
+    if isinstance(native, options.Replicate):
+        sharding.apply_replicate(model, find_units(model, Sharding(whole_units=cfg.sharding.whole_units)), device, native)
+    else:
+        sharding.apply_fully_shard(model, units, device, native)
+    whole = WholeParameters([parameter for unit in left_out for parameter in unit.module.parameters()], device)
+    return FSDPEngine(cfg, model, optimizer(_named(model)), device, native=native, root=cast(FSDPModule, model), whole=whole)
+
+
+def _require(native: options.FullyShard | options.Replicate, *, patched: bool, mixed: bool) -> None:
+    """Refuse, before anything is changed, what this torch cannot do.
+
+    Args:
+        native: What runs.
+        patched: Whether the model has units that a rank may leave out.
+        mixed: Whether gradients are summed in another dtype than they are computed in.
+
+    Raises:
+        BackendError: A private name that the run needs is gone, or a setting is newer than this torch.
+    """
+    if patched:
+        PATCHES["whole-units"].require()
+        if mixed and native.requires_gradient_sync == "last_micro_batch":
+            PATCHES["late-gradients"].require()
+    if native.reduce_scatter_unused_params and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise BackendError(
+            f"native.fsdp.reduce_scatter_unused_params needs torch 2.13 or newer, and this is torch {torch.__version__}; remove it, and "
+            "name the classes that a rank may leave out in sharding.whole_units"
+        )
+
+
+def _replicated(
+    model: nn.Module, cfg: Config, native: options.DistributedDataParallel, device: torch.device, optimizer: OptimizerBuilder
+) -> DDPEngine:
+    sharding.load(model, (), device)
+    if native.whole_units:
+        # A rank that happens to have used all of them in a step is no sign that it always will (torch 2.13, reducer.cpp).
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
+
+    def wrap(averaging: Averaging) -> DistributedDataParallel:
+        return replicated(
+            averaging,
+            module=model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            init_sync=False,  # `load` has sent everything
+            bucket_cap_mb=native.bucket_cap_mb,  # torch 2.13 multiplies it by 2**20 and rounds
+            find_unused_parameters=native.find_unused_parameters or bool(native.whole_units),
+            static_graph=native.static_graph,
+            gradient_as_bucket_view=native.gradient_as_bucket_view,
+            **{_SYNCS_BUFFERS: native.forward_sync_buffers},
+        )
+
+    built = optimizer(_named(model))
+    if not native.zero_redundancy_optimizer:
+        return DDPEngine(cfg, model, built, device, native=native, wrap=wrap)
+    built = _in_parts(built)
+    owned = [parameter for group in built.optim.param_groups for parameter in group["params"]]
+    return DDPEngine(cfg, model, built, device, native=native, wrap=wrap, owned=owned)
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _in_parts(optimizer: Any) -> Any:
+    """A ZeroRedundancyOptimizer around a copy of an optimizer that has no state yet, on this rank's parameters."""
+    with warnings.catch_warnings():
+        # Importing it runs code that nobody here uses through torch's own deprecated torch.jit (torch 2.13).
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def part(groups: list[dict[str, Any]], **unused: Any) -> Any:
+        own = object.__new__(type(optimizer))
+        vars(own).update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
+        vars(own).pop("step", None)  # a scheduler has put one there that is bound to `optimizer`
+        return own
+
+    # About `optimizer` itself, which its copy steps for (torch 2.13, optim/lr_scheduler.py).
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`", UserWarning)
+    # The very dicts of the groups, so that a scheduler made on the optimizer goes on writing the learning rates of this one.
+    return ZeroRedundancyOptimizer(list(optimizer.param_groups), optimizer_class=part)  # type: ignore[arg-type]  # torch only calls it

@@ -1,0 +1,40 @@
+"""What is computed twice to save memory, and what is compiled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from unishard.config.aliases import Spellings
+from unishard.config.section import Section, refuse
+
+__all__ = ["ActivationCheckpointing", "Compile"]
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+Word = Annotated[Literal["none", "full", "selective"], Spellings()]
+
+ActivationCheckpointing = Annotated[Word | list[str], BeforeValidator(_lower)]
+
+
+class Compile(Section):
+    """`torch.compile`, in place: no module or parameter changes its name."""
+
+    shorthand: ClassVar[tuple[str, ...]] = ("mode",)
+
+    mode: Annotated[Literal["none", "per_block", "full"], BeforeValidator(_lower), Spellings()] = Field(default="none")
+    """`per_block` compiles each of the model's repeated blocks, which share their code, so that it is compiled once; `full`
+    compiles the whole model, with a graph break wherever the engine gathers a unit."""
+    backend: str = Field(default="inductor")
+    """torch.compile's backend: `inductor` makes kernels (on the CPU it needs a C++ compiler), `aot_eager` and `eager` only
+    trace, which helps to find what cannot be traced."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.mode == "none" and "backend" in self.model_fields_set:
+            refuse([("backend", "has no meaning when nothing is compiled; remove it or set compile.mode to per_block")])
+        return self

@@ -1,0 +1,40 @@
+"""How many ranks share one copy of the training state. Imports no engine and no torch."""
+
+from __future__ import annotations
+
+from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.errors import ConfigError, Problem
+
+__all__ = ["check_groups", "parts"]
+
+
+def parts(cfg: Config, topology: Topology) -> int:
+    """Ranks that share one copy: one with `no_shard`, a group with the hybrid strategies, all of them otherwise."""
+    if cfg.sharding.strategy == "no_shard":
+        return 1
+    if not cfg.sharding.hybrid:
+        return topology.world_size
+    return cfg.sharding.group_size or topology.local_world_size
+
+
+def check_groups(cfg: Config, topology: Topology) -> None:
+    """Check that the groups of a hybrid strategy fit the ranks.
+
+    Raises:
+        ConfigError: `sharding.group_size`, given or taken from the node, does not divide the ranks, or a group is a single rank.
+    """
+    if not cfg.sharding.hybrid:
+        return
+    world, size = topology.world_size, parts(cfg, topology)
+    said = f"is {size}" if cfg.sharding.group_size else f"is left out, and a node has {size} rank{'s' if size > 1 else ''}"
+    if world % size:
+        fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
+        instead = f"write one of {', '.join(fitting)}" if fitting else "choose full_shard"
+        raise ConfigError(
+            [Problem("sharding.group_size", f"{said}, which does not divide {world} rank{'s' if world > 1 else ''}; {instead}")]
+        )
+    if size == 1 < world:
+        raise ConfigError(
+            [Problem("sharding.group_size", f"{said}, so that nothing would be sharded; write 2 or more, or choose full_shard or no_shard")]
+        )

@@ -1,0 +1,181 @@
+"""The one process group of a run, the same for both engines, and its clean end."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import hashlib
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unishard.config.topology import Topology, rendezvous
+from unishard.distributed import devices
+from unishard.errors import RankMismatchError
+from unishard.patches import CORE_PATCHES
+
+__all__ = [
+    "TIMEOUT",
+    "agree",
+    "borrow_group",
+    "device_of",
+    "device_of_numbers",
+    "ended_by",
+    "ensure",
+    "give_back",
+    "host_group",
+    "shutdown",
+]
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a collective may wait for a rank that is late, over gloo and over NCCL; torch then ends the process with its own report."""
+
+_failed = False
+"""Whether an error has ended an engine: this rank may have left collectives that others wait in, or wait in some itself."""
+
+
+def device_of(topology: Topology) -> torch.device:
+    """Where this rank computes: its own CUDA device where there is one, else the CPU."""
+    return torch.device("cuda", devices.choose(topology, shared=True)) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_of_numbers() -> torch.device:
+    """Where a few numbers must lie to travel over the default process group: in host memory, unless the group has NCCL only."""
+    return torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
+
+
+def ensure(topology: Topology) -> Topology:
+    """Start the default process group, or join the one that the caller has started. Collective.
+
+    CUDA ranks get `cpu:gloo,cuda:nccl`, so that tensors of either kind may travel, and their device becomes the current one; CPU
+    ranks get gloo. A plain `python script.py` becomes a group of one without touching the network.
+
+    Returns:
+        The ranks of the group that is really there.
+
+    Raises:
+        ConfigError: The launcher's environment does not say where the ranks meet, or a rank has no CUDA device of its own.
+    """
+    cuda, started = torch.cuda.is_available(), dist.is_initialized()
+    if cuda:
+        torch.cuda.set_device(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
+    if started:
+        return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size())
+    meet: dict[str, Any] = {"init_method": rendezvous(topology)}
+    if topology.launcher == "python":
+        meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    # No `device_id`: where one is bound, a rank outside a new gloo group of some ranks waits for ever in a split of NCCL's
+    # communicator, to which the ranks inside never come (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, timeout=TIMEOUT, **meet
+    )
+    atexit.register(shutdown)
+    if cuda and topology.world_size > 1:
+        devices.refuse_shared(torch.cuda.current_device())
+    return topology
+
+
+_host_groups: dict[Any, dist.ProcessGroup] = {}
+
+
+_spare_groups: dict[Any, list[dist.ProcessGroup]] = {}
+"""Of each default group, those that were given back."""
+
+
+def host_group() -> dist.ProcessGroup:
+    """All ranks, over gloo, for the main thread. Collective at first."""
+    world = dist.group.WORLD
+    if world not in _host_groups:
+        _host_groups.clear()
+        _host_groups[world] = dist.new_group(backend="gloo")
+    return _host_groups[world]
+
+
+def borrow_group() -> dist.ProcessGroup:
+    """All ranks, over gloo, for one other thread alone, since two that share a group mix up their messages. Collective.
+
+    Ranks borrow and give back in the same order, so that they mean the same group.
+    """
+    world = dist.group.WORLD
+    spare = _spare_groups.get(world)
+    return spare.pop() if spare else dist.new_group(backend="gloo")
+
+
+def give_back(group: dist.ProcessGroup, world: Any) -> None:
+    """Keep a borrowed group for the next who asks: destroying it could cut off a rank that still reads its last message.
+
+    Args:
+        group: From `borrow_group`; nobody uses it any more.
+        world: The default group at that time.
+    """
+    if dist.is_initialized() and world is dist.group.WORLD:
+        _spare_groups.setdefault(world, []).append(group)
+
+
+def agree(facts: dict[str, Any], what: str) -> None:
+    """Check that all ranks hold the same facts. Collective; only a digest travels unless they differ.
+
+    Args:
+        facts: Values by name, compared by their `repr`.
+        what: What the facts describe, for the message.
+
+    Raises:
+        RankMismatchError: On every rank, naming each fact that differs and who holds which value.
+    """
+    world = dist.get_world_size()
+    texts = {name: repr(value) for name, value in facts.items()}
+    digests: list[Any] = [None] * world
+    dist.all_gather_object(digests, hashlib.sha256(repr(texts).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, texts)
+    differing = []
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name, "nothing") for theirs in everyone]
+        if len(set(values)) > 1:
+            differing.append(f"{name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values[:8])))
+    raise RankMismatchError(f"ranks hold different {what}; start every rank with the same:\n" + "\n".join(differing[:20]))
+
+
+def ended_by(error: BaseException | None) -> None:
+    """Remember what ended an engine: after an error, `shutdown` does not wait for ranks that may never come."""
+    global _failed
+    _failed = _failed or not (error is None or isinstance(error, SystemExit | GeneratorExit))
+
+
+def shutdown() -> None:
+    """Destroy the process group so that the interpreter ends cleanly. Safe to call twice.
+
+    A gloo worker thread that drops the last reference to a finished collective while the interpreter finalises aborts the
+    process (pytorch issues 38228 and 190489, torch 2.13). Letting those threads run once, with the GIL released, after the
+    last collective and before finalisation starts prevents it.
+
+    After an error NCCL's communicators are aborted: destroying them first waits for the collectives that are under way.
+    """
+    global _failed
+    if not dist.is_initialized():
+        return
+    _host_groups.clear()
+    _spare_groups.clear()
+    gc.collect()
+    time.sleep(0.1)
+    # The interpreter keeps here what it has printed as unhandled, before it runs what is registered with atexit.
+    failed, _failed = _failed or getattr(sys, "last_value", None) is not None, False
+    if failed and "nccl" in dist.get_backend_config():
+        _abort()
+    else:
+        dist.destroy_process_group()
+
+
+def _abort() -> None:
+    """Abort all communicators, or only those of the default group where torch has no function for all of them."""
+    if CORE_PATCHES["abort-all-groups"].works:
+        dist.distributed_c10d._abort_process_group()
+    elif dist.group.WORLD is not None:
+        dist.group.WORLD.abort()

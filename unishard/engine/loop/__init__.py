@@ -1,0 +1,1 @@
+"""The loop: batches, the order of calls, evaluation, lockstep, which parameters train."""

@@ -1,0 +1,1 @@
+"""The model before it is sharded: units, dtypes, materialization, compilation, activation checkpointing."""

@@ -1,0 +1,114 @@
+"""`torch.compile` of a model's forward, in place.
+
+Only `forward` is compiled, never `__call__`: the engines' hooks on the same module run as they do without compilation, and no
+`_orig_mod` appears in any name.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+
+from unishard import config
+from unishard.config import Config
+from unishard.engine.loop.kv_cache import all_empty, caches_in, without_cache
+from unishard.engine.model.units import Unit, find_blocks
+from unishard.errors import ConfigError, ModelError, Problem
+
+__all__ = ["apply", "find"]
+
+_logger = logging.getLogger("unishard")
+
+
+def find(model: nn.Module, cfg: Config) -> list[Unit]:
+    """The modules to compile: the blocks, or the model itself.
+
+    Raises:
+        ConfigError: torch has no such backend; lists those that it has.
+        ModelError: The model has no blocks, or is compiled already.
+    """
+    if cfg.compile.mode == "none":
+        return []
+    known = torch.compiler.list_backends(exclude_tags=())
+    if cfg.compile.backend not in known:
+        common = ", ".join(torch.compiler.list_backends())
+        raise ConfigError([Problem("compile.backend", f"torch has no backend {cfg.compile.backend!r}; choose one of {common}")])
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise ModelError(f"compile: {name or 'the model'} is compiled already (module.compile()); do so here or there, not twice")
+    return [Unit("", model)] if cfg.compile.mode == "full" else find_blocks(model, cfg.sharding, "compile")
+
+
+def apply(modules: Sequence[Unit], cfg: config.Compile) -> None:
+    """Compile what modules do in `forward`, at the first call."""
+    for unit in modules:
+        _limits().files |= {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(unit.module).__mro__}
+        unit.module.forward = Compiled(unit.module.forward, cfg.backend, block=cfg.mode == "per_block")
+
+
+class Compiled:
+    """A compiled function that a copy of its module compiles anew, instead of calling the module it was copied from.
+
+    A block is compiled without a key-value cache. Each layer has its own place in the cache, so that torch makes a graph for each,
+    and from the ninth on none (torch 2.13, `torch.compiler.config.recompile_limit`). In training the models of transformers hand
+    an empty one to each block, which is left out; without gradients, as in `generate`, the block then runs as it was written.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: str, *, block: bool) -> None:
+        self._function = function
+        self._backend = backend
+        self._block = block
+        self._run = torch.compile(function, backend=backend, fullgraph=False, dynamic=None)
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caches = caches_in(args, kwargs) if self._block else ()
+        if caches and not torch.is_grad_enabled():
+            return self._function(*args, **kwargs)
+        if caches and all_empty(caches):
+            args, kwargs = without_cache(args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        return Compiled(copy.deepcopy(self._function, memo), self._backend, block=self._block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Compiled, block=self._block), (self._function, self._backend)
+
+
+class _Limits(logging.Handler):
+    """Says in our words that torch has stopped compiling a function of a model, which it says itself in a dozen lines, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.files: set[str | None] = set()
+        """Where the classes of compiled modules and their bases stand; an engine's own functions are no concern of the user's."""
+        self._told: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        if not str(record.msg).startswith("torch._dynamo hit config.") or len(arguments) < 4:
+            return
+        limit, number, function, reason = map(str, arguments[:4])
+        if function in self._told or not any(file and file in function for file in self.files):
+            return
+        self._told.add(function)
+        _logger.warning(
+            "torch.compile has made %s graphs of %s and runs its other calls without compilation, which is slower; the last graph was "
+            "needed because of %s; give batches of one shape, set compile to none, or raise torch.compiler.config.%s",
+            *(number, function, " ".join(reason.partition("\n")[0].split()), limit),
+        )
+
+
+@cache
+def _limits() -> _Limits:
+    found = _Limits()
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(found)
+    return found

@@ -1,0 +1,189 @@
+"""Loads transformers models so that no rank ever holds a whole one: safetensors are read tensor by tensor, when `prepare` shards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unishard.config import Config, expect_config
+from unishard.config.topology import Topology
+from unishard.distributed import process_group
+from unishard.engine.model.init import without_data
+from unishard.engine.model.materialization import set_reader
+from unishard.errors import ModelError
+
+__all__ = ["from_pretrained"]
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> nn.Module:
+    """A transformers model whose parameters are read from safetensors when `prepare` shards them. Collective.
+
+    Until then its parameters are on the meta device, on every rank; its buffers have their data. `prepare` lets rank 0 read one
+    unit (on DeepSpeed one parameter) after the other and sends it, so every rank needs the files' index and rank 0 the files.
+    Parameters are fp32 whatever the files hold, since those that are trained become the master weights; `prepare(train=False)`
+    casts them to `precision.compute`. Names in the files are changed as `cls.from_pretrained` would; ties are those of the config.
+
+    Args:
+        cls: A class of transformers with a head or without, such as `LlamaForCausalLM`; not an Auto class.
+        path: Folder with `config.json` and `model.safetensors`, or several files and their index, as `save_pretrained` writes.
+        cfg: What will run.
+        kwargs: Changes of the model's config, such as `attn_implementation="eager"`.
+
+    Returns:
+        The model, in evaluation mode as `cls.from_pretrained` leaves it: call `engine.train()`.
+
+    Raises:
+        ConfigError: `cfg` is no config.
+        ModelError: `cls` is no such class, there are no safetensors, tensors are missing, left over or of another shape, or the
+            class makes its parameters from several tensors of its files.
+    """
+    expect_config(cfg)
+    process_group.ensure(Topology.from_environment())
+    folder = Path(path)
+    model = _empty(cls, folder, kwargs)
+    files = _files(folder)
+    tensors = _shapes(folder, files)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    sources = _sources(model, tensors, folder)
+    given = {id(parameters[name]) for name in sources if name in parameters}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in given] + [
+        name for name in buffers if name not in sources
+    ]
+    _refuse_gaps(model, folder, missing, sorted(sources.keys() - parameters.keys() - buffers.keys()))
+    for name, key in sources.items():
+        read = partial(_read, folder / files[key], key)
+        target = parameters.get(name, buffers.get(name))
+        if target is not None and tensors[key] != tuple(target.shape):
+            raise ModelError(
+                f"{folder}: {key} has the shape {tensors[key]}, and {name} of {cls.__name__} has {tuple(target.shape)}; "
+                "load it with the config that it was saved with"
+            )
+        if name in parameters:
+            set_reader(parameters[name], read)
+        elif name in buffers:
+            buffers[name].copy_(read())
+    return model.eval()
+
+
+def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
+    """The model without data, its weights tied."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.initialization import no_init_weights
+    except ModuleNotFoundError as error:
+        raise ModelError(f"from_pretrained needs {error.name}, which is not installed; pip install 'unishard[hf]'") from error
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise ModelError(
+            f"from_pretrained needs a model class of transformers, such as LlamaForCausalLM, got {getattr(cls, '__name__', cls)!r}; build "
+            "any other model inside unishard.init(cfg), loading its weights there on rank 0"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: there is no config.json; pass a folder that save_pretrained has written")
+    built: Any = cls
+    config = built.config_class.from_pretrained(folder, **kwargs)
+    named = config.dtype
+    # Made in fp32, whatever format the config names: that of the files. Buffers are then as in training from scratch.
+    with without_data(), no_init_weights():
+        model: Any = built._from_config(config, dtype=torch.float32)
+    # As cls.from_pretrained leaves them: an export without a dtype has that of the files, and their tokenizer.
+    model.config.dtype = named
+    model.config._name_or_path = model.name_or_path = str(folder)
+    model.tie_weights()
+    return model  # type: ignore[no-any-return]
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    from safetensors import safe_open
+
+    if (folder / _INDEX).is_file():
+        files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+        absent = sorted({name for name in files.values() if not (folder / name).is_file()})
+        if absent:
+            raise ModelError(f"{folder}: the index names {', '.join(absent)}, which is not there; copy the whole folder")
+        return files
+    if (folder / _SINGLE).is_file():
+        with safe_open(folder / _SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), _SINGLE)
+    pickles = sorted(found.name for found in folder.glob("*.bin"))
+    if pickles:
+        raise ModelError(
+            f"{folder} holds {', '.join(pickles[:3])} and no safetensors, and loading a pickle runs what is in it; convert it once where "
+            "you trust it: cls.from_pretrained(path).save_pretrained(other_path)"
+        )
+    raise ModelError(f"{folder}: there is neither {_SINGLE} nor {_INDEX}; pass a folder that save_pretrained has written")
+
+
+def _shapes(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in sorted(set(files.values())):
+        with safe_open(folder / name, framework="pt") as file:
+            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    return shapes
+
+
+def _sources(model: Any, keys: Iterable[str], folder: Path) -> dict[str, str]:
+    """The tensor in the files for each name in the model, by transformers' own rules; names that it passes over are left out."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    state = model.state_dict()
+    rename: Callable[..., tuple[str, str | None]] = partial(
+        rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=state
+    )
+    ignored = _ignored(model)
+    sources: dict[str, str] = {}
+    for key in keys:
+        name, converted = rename(key, renamings, converters)
+        if name not in state and key in state:
+            name, converted = rename(key, [], [])
+        if converted is not None and name in state:
+            raise ModelError(
+                f"{folder}: transformers makes {name} of {type(model).__name__} from several tensors or by an operation on them ({key}); "
+                "load it inside unishard.init(cfg) with cls.from_pretrained, which needs the whole model on rank 0"
+            )
+        if name in state or not any(re.search(pattern, name) for pattern in ignored):
+            sources[name] = key
+    return sources
+
+
+def _ignored(model: Any) -> list[str]:
+    """Names that a file may have and nobody needs (transformers 5.23, modeling_utils.py, _adjust_missing_and_unexpected_keys)."""
+    return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+
+
+def _refuse_gaps(model: nn.Module, folder: Path, missing: list[str], unexpected: list[str]) -> None:
+    allowed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    problems = [
+        f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+        for what, names in (("not in the files", missing), ("in the files alone", unexpected))
+        if names
+    ]
+    if problems:
+        note = " (transformers would initialise some of them anew)" if missing and allowed else ""
+        raise ModelError(
+            f"{folder} does not hold a {type(model).__name__}: {'; '.join(problems)}{note}; load it with the class that saved it, or, "
+            "for a new head, inside unishard.init(cfg) with cls.from_pretrained, which needs the whole model on rank 0"
+        )
+
+
+def _read(file: Path, key: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(key)  # type: ignore[no-any-return]

@@ -1,0 +1,218 @@
+"""What is wrong with a document, in a person's words instead of the validator's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, NamedTuple, get_args
+
+from pydantic import ConfigDict, ValidationError, create_model
+from pydantic.fields import FieldInfo
+from pydantic_core.core_schema import ErrorType
+from ruamel.yaml import YAML
+
+from unishard.config import CROSS_FIELD, Config, Section, items_of
+from unishard.config.describe import choices, expected, shown, type_in_words
+from unishard.loading.origins import Keys, Place
+
+__all__ = ["Finding", "dotted", "findings_of", "unknown"]
+
+_BUILT_IN = frozenset(get_args(ErrorType))
+_CLOSE, _VERY_CLOSE = 0.7, 0.8
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "training.gradient_clipping",
+    "clip_grad_norm": "training.gradient_clipping",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "train_batch_size": "training.global_batch_size",
+    "batch_size": "training.micro_batch_size",
+    "zero_optimization": "sharding.strategy",
+    "sharding_strategy": "sharding.strategy",
+    "stage": "sharding.strategy",
+    "mixed_precision": "precision.compute",
+    "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "initial_scale_power": "precision.initial_loss_scale",
+    "loss_scale_window": "precision.loss_scale_growth_interval",
+    "growth_interval": "precision.loss_scale_growth_interval",
+    "init_scale": "precision.initial_loss_scale",
+    "param_dtype": "precision.compute",
+    "reduce_dtype": "precision.reduce",
+    "buffer_dtype": "precision.buffers",
+    "grad_accum_dtype": "precision.accumulate",
+    "communication_data_type": "precision.reduce",
+    "cpu_offload": "offload",
+    "engine": "backend",
+}
+"""What other tools call a field, and where it is here."""
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong, and where."""
+
+    path: Keys
+    what: str
+    place: Place | None = None
+    """Where it was written; None for the place of its path."""
+    of_value: bool = False
+    """Whether the value alone is at fault, so that an override of it mends it."""
+
+
+def dotted(path: Keys) -> str:
+    """A path as people write it: ``sharding.units[0]``."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+
+
+def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
+    """One finding for each field that the schema refuses."""
+    seen = set()
+    for raw in error.errors(include_url=False):
+        if raw["type"] == CROSS_FIELD:
+            for name, what in raw["ctx"]["problems"]:
+                yield Finding((*raw["loc"], *name.split(".")), what)
+            continue
+        if raw["type"] == "default_factory_not_called":
+            continue  # a default that depends on a field beside it, which has a finding of its own
+        path, kind = _resolve(raw["loc"])
+        # A default that follows another field, which is wrong itself and has a finding of its own.
+        if path in seen or raw["type"] == "default_factory_not_called":
+            continue
+        seen.add(path)
+        if kind is None:
+            yield Finding(path, unknown(path[:-1], str(path[-1])))
+        elif raw["type"] not in _BUILT_IN:
+            yield Finding(path, raw["msg"])
+        else:
+            yield Finding(path, _mismatch(kind, _given(data, path)))
+
+
+def _resolve(loc: Keys) -> tuple[Keys, FieldInfo | type[Section] | None]:
+    """The path of the field that a location of the validator lies in, and the field, the section, or None if there is none."""
+    section: type[Section] = Config
+    depth = 0
+    while depth < len(loc):
+        field = section.model_fields.get(str(loc[depth]))
+        depth += 1
+        if field is None:
+            return loc[:depth], None
+        if (item := items_of(field.annotation)) and depth < len(loc):
+            section, depth = item, depth + 1
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            section = field.annotation
+        else:
+            return loc[:depth], field
+    return loc, section
+
+
+def _given(data: Any, path: Keys) -> Any:
+    """What the document holds at a path, shorthands expanded."""
+    section: Any = Config
+    for name in path:
+        data = data[name]
+        section = section if isinstance(name, int) else section.model_fields[name].annotation
+        item = items_of(section)
+        if item is None and isinstance(section, type) and issubclass(section, Section):
+            data = section.expand(data)
+        section = item or section
+    return data
+
+
+def _mismatch(kind: FieldInfo | type[Section], value: Any) -> str:
+    if not isinstance(kind, FieldInfo):
+        if value is None:
+            return f"is empty; write fields below it ({', '.join(kind.model_fields)}) or remove it"
+        return f"must be {type_in_words(kind)}, got {_got(value)}"
+    hint = _hint(kind, value)
+    return f"must be {expected(kind)}, got {_got(value, words=bool(choices(kind.annotation)))}" + (f"; {hint}" if hint else "")
+
+
+def _got(value: Any, *, words: bool = False) -> str:
+    match value:
+        case str():
+            return shown(value) + ("" if words else " (text)")
+        case list():
+            return f"{shown(value)} (a list)"
+        case Mapping():
+            return f"{shown(value)} (a mapping)"
+    return shown(value)
+
+
+def _hint(field: FieldInfo, value: Any) -> str:
+    """What to write instead, when the intention can be read."""
+    if isinstance(value, str):
+        near = get_close_matches(value.lower(), choices(field.annotation), 1, _CLOSE)
+        if near:
+            return f"did you mean {near[0]!r}?"
+    kind: Any = field.annotation
+    probe = create_model("Probe", __config__=ConfigDict(strict=True), value=(kind, field))
+    for candidate, advice in _readings(value):
+        try:
+            probe.model_validate({"value": candidate})
+        except ValidationError:
+            continue
+        return advice
+    return "write a value or remove the line" if value is None else ""
+
+
+def _readings(value: Any) -> Iterator[tuple[Any, str]]:
+    """What a value may have been meant to be."""
+    match value:
+        case None:
+            yield "none", "write none"
+        case float() if value.is_integer():
+            yield int(value), f"write {int(value)}"
+        case str():
+            word = value.strip().lower()
+            for number in (int, float):
+                try:
+                    meant = number(word)
+                except ValueError:
+                    continue
+                if not math.isfinite(meant):
+                    continue
+                # Python reads digits of every script as numbers, YAML only ASCII's.
+                yield meant, f"write {word} without quotes" if _in_yaml(word) == meant else f"write {shown(meant)}"
+            if word in ("true", "yes", "on"):
+                yield True, "write true"
+            if word in ("false", "no", "off"):
+                yield False, "write false"
+            if word in ("none", "null", ""):
+                yield None, "write null"
+            yield [value], f"write [{value}]"
+
+
+def _in_yaml(word: str) -> Any:
+    return YAML(typ="safe", pure=True).load(word)
+
+
+def unknown(section: Keys, name: str) -> str:
+    """That a section has no such field, and which one may be meant."""
+    kind: Any = Config
+    for key in section:
+        if not isinstance(key, int):
+            kind = kind.model_fields[key].annotation
+            kind = items_of(kind) or kind
+    word, paths = name.lower(), list(_paths(Config))
+    meant = get_close_matches(word, kind.model_fields, 1, _CLOSE) if any(isinstance(key, int) for key in section) else []
+    if not meant:
+        meant = [path for path in paths if path.rpartition(".")[2] == word]
+    if not meant and word in _ELSEWHERE:
+        here = _ELSEWHERE[word].rpartition(".")[2]
+        meant = [here if here in kind.model_fields else _ELSEWHERE[word]]
+    if not meant:
+        meant = get_close_matches(word, kind.model_fields, 1, _CLOSE)
+    if not meant:
+        near = get_close_matches(word, [path.rpartition(".")[2] for path in paths], 1, _VERY_CLOSE)
+        meant = [path for path in paths if path.rpartition(".")[2] in near]
+    if not meant:
+        return f"unknown field; known here: {', '.join(kind.model_fields)}"
+    return f"unknown field; did you mean {' or '.join(map(repr, meant))}?"
+
+
+def _paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _paths(field.annotation, f"{prefix}{name}.")

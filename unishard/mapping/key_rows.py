@@ -1,0 +1,177 @@
+"""Makes the usual rows of a format's table of keys, and reads the values that people write in configs of other tools.
+
+Those tools take text for numbers and YAML 1.1's words for booleans, so these readers do as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.config.describe import shown
+from unishard.mapping.entries import AUTO, NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
+
+__all__ = ["boolean", "drops", "integer", "listed", "number", "one_of", "own", "refuses", "sets", "text"]
+
+Convert = Callable[[Any], Any]
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def boolean(value: Any) -> bool:
+    """True or false, also as a word or as 0 and 1.
+
+    Raises:
+        Unreadable: It is something else.
+    """
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word not in _BOOLEANS:
+        raise Unreadable(f"must be true or false, got {shown(value)}; write one of the two")
+    return _BOOLEANS[word]
+
+
+def number(low: float = -math.inf, high: float = math.inf) -> Convert:
+    """Reads a finite number in these bounds, also from text such as `1e-5`."""
+
+    def convert(value: Any) -> float:
+        found = _float(value)
+        if found is None or not low <= found <= high:
+            raise Unreadable(f"must be a number{_bounds(low, high)}, got {shown(value)}; write one")
+        return found
+
+    return convert
+
+
+def integer(low: float = -math.inf, high: float = math.inf) -> Convert:
+    """Reads a whole number in these bounds, also from text and from a float such as 5e8."""
+
+    def convert(value: Any) -> int:
+        found = _float(value)
+        if found is None or found != int(found) or not low <= found <= high:
+            raise Unreadable(f"must be a whole number{_bounds(low, high)}, got {shown(value)}; write one")
+        try:
+            return int(found if isinstance(value, float) else value)  # digits beyond a float's stay
+        except ValueError:  # text such as 5e8
+            return int(found)
+
+    return convert
+
+
+def _float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _bounds(low: float, high: float) -> str:
+    if math.isfinite(low) and math.isfinite(high):
+        return f" from {low:g} to {high:g}"
+    words = [f"{word} {limit:g}" for word, limit in (("of at least", low), ("of at most", high)) if math.isfinite(limit)]
+    return f" {words[0]}" if words else ""
+
+
+def text(value: Any) -> str:
+    """Text that is not empty.
+
+    Raises:
+        Unreadable: It is something else.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise Unreadable(f"must be text, got {shown(value)}; write some")
+    return value
+
+
+def listed(value: Any) -> list[str]:
+    """A list of names, also from text with commas between them.
+
+    Raises:
+        Unreadable: It is something else, or names nothing.
+    """
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise Unreadable(f"must be a list of names, got {shown(value)}; write [A, B]")
+    found = [name.strip() for name in names if name.strip()]
+    if not found:
+        raise Unreadable("must name something; remove the key or write a name")
+    return found
+
+
+def one_of(words: Mapping[str, Any]) -> Convert:
+    """Reads one of these words, in any case, as the value that stands beside it."""
+
+    def convert(value: Any) -> Any:
+        word = str(value).strip().lower()
+        if word not in words:
+            raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them")
+        return words[word]
+
+    return convert
+
+
+def sets(
+    field: str,
+    convert: Convert,
+    verdict: Verdict = Verdict.EXACT,
+    note: str = "",
+    *,
+    auto: str = "",
+    silent: Any = NOTHING,
+    kept: bool = False,
+) -> Key:
+    """A key that decides one field.
+
+    Args:
+        field: Dotted path.
+        convert: The field's value from the key's.
+        verdict: How well the field says it.
+        note: How it differs.
+        auto: Who decides the value of `"auto"`; empty where the key knows no such word.
+        silent: What the tool assumes where a document does not have the key.
+        kept: Whether the key is repeated where the document is written in its own format again.
+    """
+
+    def read(value: Any, given: Given) -> Meaning:
+        if auto and value == AUTO:
+            return Meaning(Verdict.UNDECIDED, f"the value comes from {auto}", {field: Undecided(auto)})
+        return Meaning(verdict, note, {field: convert(value)}, kept=kept)
+
+    return Key(read, field, verdict, note, silent)
+
+
+def drops(why: str, *, silent: Any = NOTHING) -> Key:
+    """A key that concerns a launcher, a log, or files alone. It is repeated where the document is written in its own format again."""
+    return Key(lambda value, given: Meaning(Verdict.DROPPED, why, kept=True), "", Verdict.DROPPED, why, silent)
+
+
+def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
+    """A key for something that cannot be had.
+
+    Args:
+        why: The reason, and after a semicolon what instead.
+        off: Whether a value switches it off, so that nothing is lost.
+    """
+
+    def read(value: Any, given: Given) -> Meaning:
+        if off is not None and off(value):
+            return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Verdict.REFUSED, why)
+
+    return Key(read, "", Verdict.REFUSED, why)
+
+
+def own(key: str, convert: Convert, verdict: Verdict, note: str) -> Key:
+    """A key for a setting that only one engine has.
+
+    Args:
+        key: The setting, dotted, after the engine's name: `deepspeed.zero_optimization.sub_group_size`.
+        convert: Its value from the key's.
+        verdict: What is lost where another engine runs: `dropped` for what is about time, memory or logs alone.
+        note: Why.
+    """
+    return Key(lambda value, given: Meaning(verdict, note, native={key: convert(value)}), "", verdict, note)

@@ -1,0 +1,54 @@
+"""Which versions were tested: of Python, and of the packages that decide how a backend trains. Imports no engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from unishard.patches import version_of
+from unishard.plugins.backend import Backend
+
+__all__ = ["PYTHONS", "is_tested", "span", "tested", "warn_if_untested"]
+
+PYTHONS = ("3.11", "3.12", "3.13")
+"""Versions of Python that were tested, oldest first; older ones than the first are refused by pip."""
+
+_logger = logging.getLogger("unishard")
+_said: set[str] = set()
+"""What this process has warned of, so that a second model does not repeat it."""
+
+
+def is_tested(version: str, versions: Iterable[str]) -> bool:
+    """Whether a version begins with one of those that were tested, number by number: 2.11.1 with 2.11, but not 2.1."""
+    numbers = version.partition("+")[0].split(".")
+    return any(numbers[: len(prefix)] == prefix for prefix in (one.split(".") for one in versions))
+
+
+def tested(backends: Iterable[Backend]) -> dict[str, tuple[str, ...]]:
+    """The versions of each package that every one of these backends that names it was tested on, oldest first."""
+    found: dict[str, tuple[str, ...]] = {}
+    for backend in backends:
+        for package, versions in backend.tested.items():
+            found[package] = tuple(one for one in found.get(package, versions) if one in versions)
+    return found
+
+
+def span(versions: Sequence[str]) -> str:
+    """Tested versions in a few words: `2.11 to 2.13`, or each of them where some between are missing."""
+    last = [int(version.rpartition(".")[2]) for version in versions]
+    if len(versions) > 1 and last == list(range(last[0], last[0] + len(last))):
+        return f"{versions[0]} to {versions[-1]}"
+    return ", ".join(versions) or "none"
+
+
+def warn_if_untested(backend: Backend, rank: int) -> None:
+    """Log one line on rank 0 if a package that decides how a backend trains has a version that was not tested."""
+    odd = [
+        f"{package} {version} was not tested with backend {backend.name} (tested: {span(versions)})"
+        for package, versions in backend.tested.items()
+        if not is_tested(version := version_of(package), versions)
+    ]
+    message = "; ".join(odd)
+    if message and rank == 0 and message not in _said:
+        _said.add(message)
+        _logger.warning("%s; `unishard doctor` checks what it needs of this environment", message)

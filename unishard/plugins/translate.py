@@ -1,0 +1,75 @@
+"""From a config to one engine's own config, checked against the number of ranks. Imports no engine and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unishard.config import Config, expect_config
+from unishard.config.shard_groups import check_groups
+from unishard.config.topology import Topology
+from unishard.errors import BackendError, ConfigError, Problem
+from unishard.mapping.rules import Translation
+from unishard.plugins import registry
+
+__all__ = ["check_batch", "translate"]
+
+
+def translate(cfg: Config, *, backend: str | None = None, topology: Topology | None = None) -> Translation:
+    """Translate a config into an engine's own.
+
+    Args:
+        cfg: What to run.
+        backend: The engine; left out, `cfg.backend`.
+        topology: The ranks; left out, one.
+
+    Returns:
+        The native config and the report, one line for each field. Fields that are not supported stand in the report;
+        `Translation.check` turns them into an error.
+
+    Raises:
+        BackendError: There is no backend of the name that was passed.
+        ConfigError: The config names no installed backend, its batch sizes contradict each other, its groups do not fit the
+            ranks, or `native` holds a key that the backend refuses.
+    """
+    expect_config(cfg)
+    topology = topology or Topology()
+    problems = [problem for path, name in (("backend", cfg.backend), *_sections(cfg)) if (problem := _unknown(path, name))]
+    if problems:
+        raise ConfigError(problems)
+    check_batch(cfg, topology.world_size)
+    check_groups(cfg, topology)
+    return registry.get(backend or cfg.backend).translate(cfg, topology)
+
+
+def _sections(cfg: Config) -> Iterator[tuple[str, str]]:
+    for name in cfg.native:
+        yield f"native.{name}", name
+
+
+def _unknown(path: str, name: str) -> Problem | None:
+    try:
+        registry.get(name)
+    except BackendError as error:
+        return Problem(path, str(error))
+    return None
+
+
+def check_batch(cfg: Config, world_size: int) -> int:
+    """The global batch size on this number of ranks.
+
+    Raises:
+        ConfigError: The config states another one.
+    """
+    training = cfg.training
+    product = training.micro_batch_size * training.gradient_accumulation_steps * world_size
+    if training.global_batch_size not in (None, product):
+        raise ConfigError(
+            [
+                Problem(
+                    "training.global_batch_size",
+                    f"is {training.global_batch_size}, but micro_batch_size {training.micro_batch_size} x gradient_accumulation_steps "
+                    f"{training.gradient_accumulation_steps} x {world_size} ranks is {product}; write {product} or leave it out",
+                )
+            ]
+        )
+    return product

@@ -1,0 +1,1 @@
+"""The generated pages: MAPPING.md, docs/schema.md, docs/formats.md and others."""
