@@ -145,10 +145,10 @@ def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     module, topology = build(model), ensure(unishard.Topology.from_environment())
     device, deepspeed = device_of(topology), start.load(topology)
     units = [unit.name for unit in find_units(module, cfg.sharding)]
-    settings = building.adapted(unishard.translate(cfg, topology=topology).native, module, units)
+    settings = building.completed(unishard.translate(cfg, topology=topology).native, module, units)
     settings["gradient_clipping"] = CLIP
     optimizer = factory(cfg.optimizer, module)(module.to(device).named_parameters())
-    with start.hushed():
+    with start.quiet():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     if cfg.sharding.strategy == "full_shard":
         reduce_units_by_parameter(engine.optimizer, list(module.parameters()))  # else the engines would differ, not only the loops

@@ -18,21 +18,21 @@ from unishard.distributed.process_group import device_of
 from unishard.engine.model import materialization
 from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.model.inputs import cast_inputs
-from unishard.engine.model.units import find_units, find_whole
+from unishard.engine.model.units import find_conditional, find_units
 from unishard.plugins.backend import Engine, OptimizerBuilder
 from unishard_deepspeed import sharding, start
-from unishard_deepspeed.conditional import WholeUnits
+from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.engine import DeepSpeedTrainingEngine
 from unishard_deepspeed.fp32_weights import put_right
-from unishard_deepspeed.inference import DeepSpeedUntrainedEngine
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.inference import DeepSpeedInferenceEngine
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.building import allow_fp16, forget_groups, keeping_groups
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require_for
 from unishard_deepspeed.patches.reduction import reduce_units_by_parameter
 from unishard_deepspeed.patches.updates import average_between_groups
 from unishard_deepspeed.replica_groups import replicas_of
 
-__all__ = ["adapted", "build"]
+__all__ = ["build", "completed"]
 
 
 def build(
@@ -51,38 +51,38 @@ def build(
     deepspeed = start.load(topology)
     start.require_files(cfg)
     device, formats, kind = device_of(topology), cfg.precision, kind_of(cfg)
-    settings, replicas = adapted(native, model, units), replicas_of(cfg, topology, device.type)
+    settings, replicas = completed(native, model, units), replicas_of(cfg, topology, device.type)
     require_for(cfg, device.type, trains=optimizer is not None, units=bool(units), groups=replicas is not None)
     if formats.compute == "fp16":
         allow_fp16()
     if optimizer is None:
         sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=False)
-        with start.hushed():
+        with start.quiet():
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
             forget_groups()
-        return DeepSpeedUntrainedEngine(cfg, engine, device, _casting(model, cfg, units))
-    left_out = find_whole(model, cfg.sharding)  # now, while parameters have their sizes
+        return DeepSpeedInferenceEngine(cfg, engine, device, _casting(model, cfg, units))
+    left_out = find_conditional(model, cfg.sharding)  # now, while parameters have their sizes
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if kind == "stage-3":
         materialization.stand_in(model.parameters(), device)  # an optimizer refuses the meta device, and the shapes of parts
-        inner = Inner(optimizer(named))
+        inner = InnerOptimizer(optimizer(named))
         originals = sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=True)
     else:
         materialization.materialize([*model.parameters(), *model.buffers()], device)
         broadcast([*model.parameters(), *model.buffers()])
-        inner = Inner(optimizer(named))
+        inner = InnerOptimizer(optimizer(named))
         # DeepSpeed puts low tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
         originals = [(parameter, parameter.data) for _, parameter in named] if formats.compute != formats.master else []
     if kind == "stage-0":
         settings["gradient_clipping"] = 0.0  # by a norm that is discarded, or of rounded gradients; see TorchClipping
-    with start.hushed(), keeping_groups(inner.optimizer) if kind != "stage-0" else nullcontext():
+    with start.quiet(), keeping_groups(inner.optimizer) if kind != "stage-0" else nullcontext():
         engine, *_ = deepspeed.initialize(model=model, optimizer=inner.optimizer, config=settings, dist_init_required=False, mpu=replicas)
     if replicas is not None:
         forget_groups()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
     put_right(cfg, inner, originals)
-    whole = WholeUnits(engine, left_out, units, kind)
+    whole = ConditionalModules(engine, left_out, units, kind)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)
     whole.reduce_last()
@@ -99,7 +99,7 @@ def _casting(model: nn.Module, cfg: Config, units: Sequence[str]) -> list[Remova
     return cast_inputs([model, *(model.get_submodule(name) for name in names)], DTYPES[cfg.precision.compute])
 
 
-def adapted(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:
+def completed(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:
     """The JSON with what only the model and the machine can say: names of units, sizes, whether memory can be page-locked."""
     native = copy.deepcopy(native)
     zero = native["zero_optimization"]

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from unishard.config import Config
 from unishard.engine.optim.grad_norm import norm_of
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 from unishard_deepspeed.patches.updates import clip_to, divide_gradients, making_every_update
@@ -31,7 +31,7 @@ class Clipping(Protocol):
         ...
 
 
-def clipping_of(cfg: Config, engine: Any, inner: Inner) -> Clipping:
+def clipping_of(cfg: Config, engine: Any, inner: InnerOptimizer) -> Clipping:
     """What suits the optimizer that a DeepSpeed engine runs.
 
     Args:
@@ -82,7 +82,7 @@ class TorchClipping:
     moe/utils.py, split_params_grads_into_shared_and_expert_params).
     """
 
-    def __init__(self, cfg: Config, engine: Any, inner: Inner) -> None:
+    def __init__(self, cfg: Config, engine: Any, inner: InnerOptimizer) -> None:
         self._engine = engine
         self._inner = inner
         self._kind = kind_of(cfg)

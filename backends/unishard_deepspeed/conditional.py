@@ -11,10 +11,10 @@ from unishard.engine.model.units import Unit
 from unishard_deepspeed.patches.optimizer_kind import Kind
 from unishard_deepspeed.patches.reduction import drop, gather, reduce_last, without_gathering
 
-__all__ = ["WholeUnits"]
+__all__ = ["ConditionalModules"]
 
 
-class WholeUnits:
+class ConditionalModules:
     """The whole units of a model that DeepSpeed runs. Each method is collective."""
 
     def __init__(self, engine: Any, whole: Sequence[Unit], units: Sequence[str], kind: Kind) -> None:

@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Config
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard.engine import TrainingEngine
 from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.errors import CheckpointError
 from unishard.plugins.backend import Placement
 from unishard_deepspeed.clipping import clipping_of
-from unishard_deepspeed.conditional import WholeUnits
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.conditional import ConditionalModules
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import OptimizerState
 from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 from unishard_deepspeed.patches.state import copy_masters, find_states, keep_parts_alone
-from unishard_deepspeed.placement import MasterFacts, parameter_bytes, units
-from unishard_deepspeed.shards import Access
-from unishard_deepspeed.stale_gradients import Stale
-from unishard_deepspeed.unused_parameters import Unused
+from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
+from unishard_deepspeed.shards import Shards
+from unishard_deepspeed.stale_gradients import StaleGradients
+from unishard_deepspeed.unused_parameters import UnusedParameters
 
 __all__ = ["DeepSpeedTrainingEngine"]
 
@@ -34,20 +34,26 @@ class DeepSpeedTrainingEngine(TrainingEngine):
     """unishard's loop around a `DeepSpeedEngine`."""
 
     def __init__(
-        self, cfg: Config, engine: Any, inner: Inner, device: torch.device, hooks: Sequence[RemovableHandle], whole: WholeUnits
+        self,
+        cfg: Config,
+        engine: Any,
+        inner: InnerOptimizer,
+        device: torch.device,
+        hooks: Sequence[RemovableHandle],
+        whole: ConditionalModules,
     ) -> None:
         super().__init__(cfg, engine.module, engine.optimizer, device)
         self._engine = engine
         self._inner = inner
         self._kind = kind_of(cfg)
-        self._masters = MasterFacts(self._kind, inner)
+        self._masters = MasterWeights(self._kind, inner)
         self._clipping = clipping_of(cfg, engine, inner)
-        self._access = Access(cfg, engine, inner)
+        self._access = Shards(cfg, engine, inner)
         self._hooks = hooks
         """On the model; they go with the engine."""
         self._whole = whole
-        self._stale = Stale(cfg, engine.optimizer)
-        self._unused = Unused(cfg, engine.optimizer, inner, device, self._stale.broken)
+        self._stale = StaleGradients(cfg, engine.optimizer)
+        self._unused = UnusedParameters(cfg, engine.optimizer, inner, device, self._stale.broken)
         self._state = OptimizerState(engine.optimizer, inner, self._unused.masters, self._access, self._kind)
         self._forward_is_collective = engine.zero_optimization_stage() == 3
         # Before DeepSpeed's own hooks on the outputs, which some stages fail in when a backward is not the engine's.
@@ -98,12 +104,12 @@ class DeepSpeedTrainingEngine(TrainingEngine):
         self._unused.find()
         self._access.reduce()
 
-    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Part | None:
+    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
         if create:
             self._unused.take_up(parameter)
         return None if parameter in self._unused.left_out else self._access.gradient(parameter)
 
-    def _master_part(self, parameter: nn.Parameter) -> Part:
+    def _master_part(self, parameter: nn.Parameter) -> Shard:
         return self._access.master(parameter)
 
     def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
@@ -132,7 +138,7 @@ class DeepSpeedTrainingEngine(TrainingEngine):
             )
         keep_parts_alone(self._optimizer, self._kind)
 
-    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
         return self._state.parts(parameter)
 
     def _make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:

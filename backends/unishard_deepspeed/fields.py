@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unishard.config import Config
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 
 __all__ = [
@@ -121,5 +121,5 @@ def place(cfg: Config, device: str) -> dict[str, Any] | None:
 def global_batch(cfg: Config, topology: Topology) -> dict[str, Any]:
     """Samples of one update, as DeepSpeed counts them."""
     training = cfg.training
-    ranks = parts(cfg, topology) if cfg.sharding.hybrid else topology.world_size
+    ranks = shard_group_size(cfg, topology) if cfg.sharding.hybrid else topology.world_size
     return {"train_batch_size": training.micro_batch_size * training.gradient_accumulation_steps * ranks}

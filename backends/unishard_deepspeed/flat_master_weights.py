@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Masters", "Piece"]
+__all__ = ["FlatMasterWeights", "FlatShard"]
 
 
-class Piece(NamedTuple):
+class FlatShard(NamedTuple):
     """Where a parameter lies in a master."""
 
     parameter: nn.Parameter
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     """Elements of it in this rank's part."""
 
 
-class Masters:
+class FlatMasterWeights:
     """Swaps, during `optimizer.step`, a flat master for views of the pieces that are to move.
 
     A flat master has one step count and one set of moments, so it can only move as a whole. It is split when for the first time
@@ -33,7 +33,7 @@ class Masters:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, find: Callable[[], Mapping[Tensor, Sequence[Piece]]], settle: Callable[[], None]
+        self, optimizer: torch.optim.Optimizer, find: Callable[[], Mapping[Tensor, Sequence[FlatShard]]], settle: Callable[[], None]
     ) -> None:
         """Watch an optimizer.
 
@@ -47,12 +47,12 @@ class Masters:
         self._optimizer = optimizer
         self._find = find
         self._settle = settle
-        self._split: dict[Tensor, list[tuple[Piece, Tensor]]] = {}
+        self._split: dict[Tensor, list[tuple[FlatShard, Tensor]]] = {}
         self._stepping: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
     @cached_property
-    def pieces(self) -> Mapping[Tensor, Sequence[Piece]]:
+    def pieces(self) -> Mapping[Tensor, Sequence[FlatShard]]:
         """What each master on this rank consists of."""
         return self._find()
 
@@ -61,7 +61,7 @@ class Masters:
         for hook in self._hooks:
             hook.remove()
 
-    def stepped(self, master: Tensor, piece: Piece) -> tuple[Tensor, int]:
+    def stepped(self, master: Tensor, piece: FlatShard) -> tuple[Tensor, int]:
         """The tensor that the optimizer steps and keeps state of, and where a piece lies in it: the master, or a view of it."""
         for each, view in self._split.get(master, ()):
             if each is piece:
@@ -107,7 +107,7 @@ class Masters:
             view.grad = None if master.grad is None else master.grad.narrow(0, piece.start, piece.numel)
         return [view for _, view in moving]
 
-    def _view(self, master: Tensor, piece: Piece) -> Tensor:
+    def _view(self, master: Tensor, piece: FlatShard) -> Tensor:
         """A piece with the state that it has had as a part of the whole."""
         view = master.detach().narrow(0, piece.start, piece.numel)
         for key, value in self._optimizer.state.get(master, {}).items():

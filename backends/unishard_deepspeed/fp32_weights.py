@@ -11,13 +11,13 @@ from torch.nn.functional import pad
 
 from unishard.config import Config
 from unishard_deepspeed import fields
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 
 __all__ = ["put_right"]
 
 
 @torch.no_grad()
-def put_right(cfg: Config, inner: Inner, originals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+def put_right(cfg: Config, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     """After `deepspeed.initialize`: copy fp32 weights into the masters, and undo what stage 0 has done.
 
     Stage 0 with masters steps once when it is built (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Config
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard.engine.inference import UntrainedEngine
 from unishard.plugins.backend import Placement
 from unishard_deepspeed.patches import shards
@@ -18,10 +18,10 @@ from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import require
 from unishard_deepspeed.placement import parameter_bytes, units
 
-__all__ = ["DeepSpeedUntrainedEngine"]
+__all__ = ["DeepSpeedInferenceEngine"]
 
 
-class DeepSpeedUntrainedEngine(UntrainedEngine):
+class DeepSpeedInferenceEngine(UntrainedEngine):
     """Gathers a unit for its forward and drops it afterwards."""
 
     def __init__(self, cfg: Config, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle]) -> None:
@@ -44,7 +44,7 @@ class DeepSpeedUntrainedEngine(UntrainedEngine):
             param_bytes=parameter_bytes(self._module.parameters()),
         )
 
-    def _master_part(self, parameter: nn.Parameter) -> Part:
+    def _master_part(self, parameter: nn.Parameter) -> Shard:
         require("masters", "stage-3")
         return shards.master_part(self._engine.optimizer, None, parameter, "stage-3")
 

@@ -7,10 +7,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Inner"]
+__all__ = ["InnerOptimizer"]
 
 
-class Inner:
+class InnerOptimizer:
     """Whose parameters an optimizer was built for, and which masters DeepSpeed has put in their place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard.engine.optim.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
-from unishard_deepspeed.flat_master_weights import Masters, Piece
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind
 from unishard_deepspeed.patches.state import forget_states, groups_of_masters
-from unishard_deepspeed.shards import Access
+from unishard_deepspeed.shards import Shards
 
 __all__ = ["OptimizerState"]
 
@@ -23,7 +23,7 @@ __all__ = ["OptimizerState"]
 class OptimizerState:
     """Reads the state in parts, and makes it anew."""
 
-    def __init__(self, optimizer: Any, inner: Inner, masters: Masters, access: Access, kind: Kind) -> None:
+    def __init__(self, optimizer: Any, inner: InnerOptimizer, masters: FlatMasterWeights, access: Shards, kind: Kind) -> None:
         """Remember where to look.
 
         Args:
@@ -45,11 +45,11 @@ class OptimizerState:
         return groups_of_masters(self._optimizer, self._inner, self._kind)
 
     @cached_property
-    def _places(self) -> dict[nn.Parameter, tuple[Tensor, Piece]]:
+    def _places(self) -> dict[nn.Parameter, tuple[Tensor, FlatShard]]:
         """Where each parameter lies."""
         return {piece.parameter: (master, piece) for master, pieces in self._masters.pieces.items() for piece in pieces}
 
-    def parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+    def parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """What this rank holds of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty where it holds nothing."""
         held = self._access.master(parameter)
         if parameter not in self._places or not held.values.numel():
@@ -60,7 +60,7 @@ class OptimizerState:
         # At stage 3 a piece ends in padding, which is no part of the parameter.
         stretches = {key: value if held.group is None else value.narrow(0, start, held.values.numel()) for key, value in tensors.items()}
         found = {key: held._replace(values=values) for key, values in stretches.items()}
-        return found | {key: Part(torch.Size(()), number) for key, number in numbers.items()}
+        return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
 
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """Forget all state and make that of some parameters anew; the others have none, as before their first update."""

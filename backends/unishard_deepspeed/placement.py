@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
-__all__ = ["MasterFacts", "parameter_bytes", "units"]
+__all__ = ["MasterWeights", "parameter_bytes", "units"]
 
 
-class MasterFacts:
+class MasterWeights:
     """Formats and number of elements of the masters on this rank, which stay as they were made."""
 
-    def __init__(self, kind: Kind, inner: Inner) -> None:
+    def __init__(self, kind: Kind, inner: InnerOptimizer) -> None:
         masters = _local_parts(inner.trained) if kind == "stage-3" else inner.masters
         self.dtypes = frozenset(str(master.dtype).removeprefix("torch.") for master in masters)
         self.numel = sum(master.numel() for master in masters)

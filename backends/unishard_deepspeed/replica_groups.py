@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from unishard.config import Config
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 
 __all__ = ["Replicas", "replicas_of"]
@@ -61,7 +61,7 @@ class Replicas:
 
 def replicas_of(cfg: Config, topology: Topology, device: str) -> Replicas | None:
     """The groups that a config asks for; None where all ranks share one copy. Collective."""
-    size = parts(cfg, topology)
+    size = shard_group_size(cfg, topology)
     if not cfg.sharding.hybrid or size == topology.world_size:
         return None
     shape = (topology.world_size // size, size)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unishard.config import Config
 from unishard.distributed.broadcast import broadcast
-from unishard.engine.inference import to_compute_format
+from unishard.engine.inference import cast_to_compute
 from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.model.materialization import materialize
 from unishard_deepspeed import start
@@ -50,7 +50,7 @@ def partition(
         Where the compute format is not that of the masters: each trainable parameter, and this rank's part of its master weight,
         from which the masters must be set, since DeepSpeed makes them from what was rounded.
     """
-    with start.hushed():
+    with start.quiet():
         deepspeed.init_distributed(dist_init_required=False)  # takes up the group that is there, as `initialize` does
     group = None if replicas is None else replicas.get_data_parallel_group()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -65,7 +65,7 @@ def partition(
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
             parameter.data = parameter.data.contiguous()
             if not train:
-                to_compute_format([parameter], cfg)
+                cast_to_compute([parameter], cfg)
             whole = parameter.data.view(-1)
             if low and parameter.is_floating_point():
                 parameter.data = parameter.data.to(DTYPES[cfg.precision.compute])
@@ -74,7 +74,7 @@ def partition(
                 originals.append((parameter, whole[size * rank :][:size].clone()))
             del whole
         sizes = [parameter.numel() for parameter in parameters]
-        with start.hushed():
+        with start.quiet():
             init = deepspeed.zero.Init(
                 module=nn.ParameterList(parameters), config_dict_or_path=settings, data_parallel_group=group, mpu=replicas, **shared
             )

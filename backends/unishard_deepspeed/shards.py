@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from unishard.config import Config
-from unishard.distributed.shards import Part
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard.distributed.shards import Shard
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches import shards
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 
-__all__ = ["Access", "give_gradients"]
+__all__ = ["Shards", "give_gradients"]
 
 
 def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -29,15 +29,15 @@ def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
-class Access:
+class Shards:
     """What a window's gradients and the masters are made of, on every stage."""
 
-    def __init__(self, cfg: Config, engine: Any, inner: Inner) -> None:
+    def __init__(self, cfg: Config, engine: Any, inner: InnerOptimizer) -> None:
         self._engine = engine
         self._inner = inner
         self._kind = kind_of(cfg)
         self._offloads = cfg.offload.optimizer != "none"
-        self._gradients: dict[nn.Parameter, Part] | None = None
+        self._gradients: dict[nn.Parameter, Shard] | None = None
         """Of the window that is at its end."""
 
     @torch.no_grad()
@@ -54,11 +54,11 @@ class Access:
         self._finish_copies()
         self._gradients = shards.gradient_parts(self._engine, self._inner, self._kind)
 
-    def gradient(self, parameter: nn.Parameter) -> Part | None:
+    def gradient(self, parameter: nn.Parameter) -> Shard | None:
         """After `reduce`: this rank's part of a gradient."""
         return None if self._gradients is None else self._gradients.get(parameter)
 
-    def master(self, parameter: nn.Parameter) -> Part:
+    def master(self, parameter: nn.Parameter) -> Shard:
         """This rank's part of a master.
 
         Raises:

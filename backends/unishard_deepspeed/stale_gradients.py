@@ -11,10 +11,10 @@ from unishard_deepspeed.patches.optimizer_kind import kind_of
 from unishard_deepspeed.patches.shards import clear_offloaded
 from unishard_deepspeed.patches.updates import clear_stale_gradients
 
-__all__ = ["Stale"]
+__all__ = ["StaleGradients"]
 
 
-class Stale:
+class StaleGradients:
     """What of the last window is left in an optimizer.
 
     Which parameters the next window uses is not known before it. So all is zeroed after each update, where DeepSpeed has the names

@@ -22,7 +22,7 @@ from unishard.errors import BackendError
 from unishard.patches import version_of
 from unishard_deepspeed.patches.building import compile_nothing, leave_process_group
 
-__all__ = ["OLDEST", "hushed", "load", "require_files"]
+__all__ = ["OLDEST", "load", "quiet", "require_files"]
 
 OLDEST = (0, 19, 8)
 """The first version that adds up in fp32 what stage 2 reduces in bf16 and fp16 (runtime/zero/stage_1_and_2.py)."""
@@ -49,7 +49,7 @@ def load(topology: Topology) -> ModuleType:
     _require_version()
     device = device_of(topology)
     _say_where(device, topology)
-    with hushed():
+    with quiet():
         import deepspeed
         from deepspeed.accelerator import get_accelerator
     if get_accelerator().device_name() != device.type:
@@ -107,7 +107,7 @@ def require_files(cfg: Config) -> None:
     """
     if cfg.offload.params != "nvme":
         return
-    with hushed():
+    with quiet():
         from deepspeed.accelerator import get_accelerator
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -126,7 +126,7 @@ def require_files(cfg: Config) -> None:
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Drop what DeepSpeed prints while it builds an engine, and deprecations inside the modules that it imports so late."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -11,23 +11,23 @@ from torch import Tensor
 
 from unishard.config import Config
 from unishard.patches import Patch
-from unishard_deepspeed.flat_master_weights import Masters, Piece
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.patches.master_weights import link_states_again, pieces_of_masters
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 
-__all__ = ["Unused"]
+__all__ = ["UnusedParameters"]
 
 
-class Unused:
+class UnusedParameters:
     """Watches which parameters get a gradient in an accumulation window, and keeps the optimizer from moving the others.
 
     Costs a call of `set.add` for each gradient, and in each update one all-reduce of a byte for each parameter, which goes on beside
     DeepSpeed's own work until the optimizer steps. While every parameter is used, no private name is.
     """
 
-    def __init__(self, cfg: Config, optimizer: Any, inner: Inner, device: torch.device, broken: Sequence[Patch] = ()) -> None:
+    def __init__(self, cfg: Config, optimizer: Any, inner: InnerOptimizer, device: torch.device, broken: Sequence[Patch] = ()) -> None:
         """Watch an engine.
 
         Args:
@@ -44,7 +44,7 @@ class Unused:
         patch = PATCHES.get(f"unused-{self._kind}")
         self._early = bool(broken) or not (patch is None or patch.works)
         """Whether the answer may be an error, which is not for the middle of DeepSpeed's step."""
-        self.masters = Masters(inner.optimizer, self._pieces, self._settle)
+        self.masters = FlatMasterWeights(inner.optimizer, self._pieces, self._settle)
         self._used: set[Tensor] = set()
         self._begun = self._gap = False
         self._found = False
@@ -56,7 +56,7 @@ class Unused:
             for parameter in inner.trained
         ]
 
-    def _pieces(self) -> Mapping[Tensor, Sequence[Piece]]:
+    def _pieces(self) -> Mapping[Tensor, Sequence[FlatShard]]:
         return pieces_of_masters(self._optimizer, self._inner, self._kind)
 
     @property

@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from unishard.config import Config, Sharding
 from unishard.config.topology import Topology
 from unishard.distributed import process_group
-from unishard.engine.model.units import Unit, find_units, find_whole
+from unishard.engine.model.units import Unit, find_conditional, find_units
 from unishard.errors import BackendError
 from unishard.plugins.backend import Engine, OptimizerBuilder
 from unishard_fsdp import options, sharding
-from unishard_fsdp.conditional import WholeParameters
+from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.ddp import Averaging, replicated
 from unishard_fsdp.ddp_engine import DDPEngine
 from unishard_fsdp.fsdp_engine import FSDPEngine
-from unishard_fsdp.inference import FSDPUntrainedEngine
+from unishard_fsdp.inference import FSDPInferenceEngine
 from unishard_fsdp.patches import PATCHES
 
 __all__ = ["build"]
@@ -48,16 +48,16 @@ def build(
     device = process_group.device_of(topology)
     if optimizer is None:
         sharding.apply_fully_shard(model, units, device, cast(options.FullyShard, native), frozen=cfg)
-        return FSDPUntrainedEngine(cfg, model, device)
+        return FSDPInferenceEngine(cfg, model, device)
     if isinstance(native, options.DistributedDataParallel):
         return _replicated(model, cfg, native, device, optimizer)
-    left_out = find_whole(model, cfg.sharding)
+    left_out = find_conditional(model, cfg.sharding)
     _require(native, patched=bool(left_out), mixed=cfg.precision.compute != "fp32")
     if isinstance(native, options.Replicate):
         sharding.apply_replicate(model, find_units(model, Sharding(whole_units=cfg.sharding.whole_units)), device, native)
     else:
         sharding.apply_fully_shard(model, units, device, native)
-    whole = WholeParameters([parameter for unit in left_out for parameter in unit.module.parameters()], device)
+    whole = ConditionalParameters([parameter for unit in left_out for parameter in unit.module.parameters()], device)
     return FSDPEngine(cfg, model, optimizer(_named(model)), device, native=native, root=cast(FSDPModule, model), whole=whole)
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["WholeParameters"]
+__all__ = ["ConditionalParameters"]
 
 
-class WholeParameters:
+class ConditionalParameters:
     """The sharded parameters of whole units. One that no rank has used in a window has no gradient, as in plain torch."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:

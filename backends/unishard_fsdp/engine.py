@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.config import Config
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard.engine import TrainingEngine
 from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.plugins.backend import Placement
 from unishard_fsdp.clipping import local, scale, total_norm
 from unishard_fsdp.optimizer_state import OptimizerState
-from unishard_fsdp.shards import part_of
+from unishard_fsdp.shards import shard_of
 
 __all__ = ["TorchEngine"]
 
@@ -82,7 +82,7 @@ class TorchEngine(TrainingEngine):
     def _settle_state(self) -> None:
         """Nothing is gathered, unless a subclass gathers."""
 
-    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
         return self._state.parts(parameter)
 
     def _make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
@@ -105,15 +105,15 @@ class TorchEngine(TrainingEngine):
     def _finish_gradients(self) -> None:
         """Backward has reduced them: its last one in a window always does."""
 
-    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Part | None:
+    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
         if parameter.grad is None:
             if not create:
                 return None
             parameter.grad = torch.zeros_like(parameter)
-        return part_of(parameter.grad)
+        return shard_of(parameter.grad)
 
-    def _master_part(self, parameter: nn.Parameter) -> Part:
-        return part_of(parameter)
+    def _master_part(self, parameter: nn.Parameter) -> Shard:
+        return shard_of(parameter)
 
     def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """There is one copy, unless a subclass keeps another."""

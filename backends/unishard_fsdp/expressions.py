@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.mapping.field_rows import NO_FILES, moved_together
@@ -34,7 +34,7 @@ def _mesh(cfg: Config, topology: Topology) -> Native:
     """The axes, the number of groups left out where the ranks are not known."""
     if not cfg.sharding.hybrid:
         return {} if _sharded(cfg) else {"mesh": {"replicate": topology.world_size, "shard": 1}}
-    group = parts(cfg, topology)
+    group = shard_group_size(cfg, topology)
     if group == 1:
         return {}
     groups, rest = divmod(topology.world_size, group)

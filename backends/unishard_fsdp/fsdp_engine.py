@@ -17,12 +17,12 @@ from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.model.inputs import cast_inputs
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
-from unishard_fsdp.conditional import WholeParameters
+from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.engine import TorchEngine
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import OnHost
 from unishard_fsdp.patches import PATCHES
-from unishard_fsdp.unreduced_gradients import Unreduced
+from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
 __all__ = ["FSDPEngine"]
 
@@ -46,7 +46,7 @@ class FSDPEngine(TorchEngine):
         *,
         native: options.FullyShard | options.Replicate,
         root: FSDPModule,
-        whole: WholeParameters,
+        whole: ConditionalParameters,
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._root = root
@@ -62,7 +62,7 @@ class FSDPEngine(TorchEngine):
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self._averages_late = averages_late(native)
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
-        self._unreduced = Unreduced(self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late)
+        self._unreduced = UnreducedGradients(self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late)
         self._whole = whole
         if whole.parameters:
             from unishard_fsdp.patches.conditional import fill_unused

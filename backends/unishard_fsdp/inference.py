@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard.engine.inference import UntrainedEngine
 from unishard.plugins.backend import Placement
 from unishard_fsdp.clipping import local
 from unishard_fsdp.generation import gathering_in_generate
-from unishard_fsdp.shards import part_of
+from unishard_fsdp.shards import shard_of
 
-__all__ = ["FSDPUntrainedEngine"]
+__all__ = ["FSDPInferenceEngine"]
 
 
-class FSDPUntrainedEngine(UntrainedEngine):
+class FSDPInferenceEngine(UntrainedEngine):
     """Gathers a unit for its forward, drops it afterwards, and has nothing to reduce."""
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,9 +40,9 @@ class FSDPUntrainedEngine(UntrainedEngine):
             param_bytes=sum(local(parameter).nbytes for parameter in self._module.parameters()),
         )
 
-    def _master_part(self, parameter: nn.Parameter) -> Part:
+    def _master_part(self, parameter: nn.Parameter) -> Shard:
         self._at_rest()
-        return part_of(parameter)
+        return shard_of(parameter)
 
     def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
         self._at_rest()  # what is gathered was made from the old values

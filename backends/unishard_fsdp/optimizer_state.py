@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard.engine.optim.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard_fsdp.clipping import local
-from unishard_fsdp.shards import part_of
+from unishard_fsdp.shards import shard_of
 
 __all__ = ["OptimizerState"]
 
@@ -30,18 +30,18 @@ class OptimizerState:
         self._groups = {held: group for group in optimizer.param_groups for held in group["params"]}
 
     @torch.no_grad()
-    def parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+    def parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """What this rank holds of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty where it holds nothing."""
         held = self._stepped.get(parameter, parameter)
         state = self._optimizer.state.get(held)
         if not state:
             return {}
         tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[held], held, state)
-        place = part_of(parameter)
+        place = shard_of(parameter)
         found = {
             key: place._replace(values=local(value) if place.group is None else local(value).view(-1)) for key, value in tensors.items()
         }
-        return found | {key: Part(torch.Size(()), number) for key, number in numbers.items()}
+        return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
 
     @torch.no_grad()
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:

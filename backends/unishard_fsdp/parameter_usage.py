@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Usage"]
+__all__ = ["ParameterUsage"]
 
 
-class Usage:
+class ParameterUsage:
     """Watches the gathered parameters of sharded modules. Costs a call of `set.add` for each gradient."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

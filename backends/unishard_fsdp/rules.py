@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from unishard.config import Config
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.mapping.rules import SAVING, Fit, Native, Rule, When, idle, loop
 from unishard_fsdp.loop_rules import LOOP
@@ -74,14 +74,14 @@ def _timing(cfg: Config, topology: Topology) -> Native:
 
 def _groups(cfg: Config, topology: Topology) -> int:
     """Groups that hold a copy each, where the strategy is hybrid."""
-    return topology.world_size // parts(cfg, topology) if cfg.sharding.hybrid else 1
+    return topology.world_size // shard_group_size(cfg, topology) if cfg.sharding.hybrid else 1
 
 
 def _mesh(cfg: Config, topology: Topology) -> Native:
     if form_of(cfg) != "fully_shard":
         return {}
     groups = _groups(cfg, topology)
-    return {"mesh": {"replicate": groups, "shard": parts(cfg, topology)} if groups > 1 else None}
+    return {"mesh": {"replicate": groups, "shard": shard_group_size(cfg, topology)} if groups > 1 else None}
 
 
 def _compute(cfg: Config) -> Native:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from unishard.config import Config
 from unishard.distributed.broadcast import broadcast
-from unishard.engine.inference import to_compute_format
+from unishard.engine.inference import cast_to_compute
 from unishard.engine.model.materialization import materialize
 from unishard.engine.model.units import Unit
 from unishard.errors import ModelError
@@ -51,7 +51,7 @@ def load(
         materialize(own, device)
         broadcast(own)
         if frozen is not None:
-            to_compute_format(own, frozen)
+            cast_to_compute(own, frozen)
         del own[:]
         if apply is not None:
             _keep_attributes(apply, module)

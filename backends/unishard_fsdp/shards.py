@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard_fsdp.clipping import local
 
-__all__ = ["part_of"]
+__all__ = ["shard_of"]
 
 
-def part_of(tensor: Tensor) -> Part:
+def shard_of(tensor: Tensor) -> Shard:
     """What this rank holds of a parameter or a gradient. Call it under `no_grad`.
 
     `fully_shard` divides dim 0 by the formula of `torch.chunk`; on a mesh of two axes each row of replicas makes its own whole.
@@ -22,5 +22,5 @@ def part_of(tensor: Tensor) -> Part:
             if placement.is_shard(0) and mesh.size(axis) > 1:
                 rows = -(-len(tensor) // mesh.size(axis)) * mesh.get_local_rank(axis)
                 start = min(rows, len(tensor)) * tensor.shape[1:].numel()
-                return Part(tensor.shape, tensor.to_local().view(-1), start, mesh.get_group(axis))
-    return Part(tensor.shape, local(tensor))
+                return Shard(tensor.shape, tensor.to_local().view(-1), start, mesh.get_group(axis))
+    return Shard(tensor.shape, local(tensor))

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from unishard.errors import BackendError
-from unishard_fsdp.parameter_usage import Usage
+from unishard_fsdp.parameter_usage import ParameterUsage
 from unishard_fsdp.patches import PATCHES
 
 if TYPE_CHECKING:
     from unishard.patches import Patch
 
-__all__ = ["Unreduced"]
+__all__ = ["UnreducedGradients"]
 
 _LATE = PATCHES["late-gradients"]
 _HYBRID = PATCHES["hybrid-accumulation"]
 
 
-class Unreduced:
+class UnreducedGradients:
     """Follows accumulation windows, and patches FSDP2 for the modules that need it, not before they do.
 
     Micro-batches that use the same parameters need nothing. Where one leaves out a part of a module, the gradients of that module come in
@@ -41,7 +41,7 @@ class Unreduced:
         self._watches = waits and mixed and _LATE.needed
         self._between_groups = between_groups and _HYBRID.needed
         self._begun = False
-        self._usage: Usage | None = None
+        self._usage: ParameterUsage | None = None
 
     @property
     def patch(self) -> Patch | None:
@@ -62,7 +62,7 @@ class Unreduced:
         if self._between_groups:
             self._mend(self._modules)
         elif self._watches:
-            self._usage = Usage(self._modules)
+            self._usage = ParameterUsage(self._modules)
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:

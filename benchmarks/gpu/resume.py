@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.gpu.report import Report
 from unishard.testing import resuming
-from unishard.testing.resuming import Pair, Run
+from unishard.testing.resuming import Pair, ResumedRun
 from unishard.testing.tolerances import TOLERANCES
 
 __all__ = ["pairs", "run"]
@@ -17,8 +17,8 @@ def pairs(device: str) -> list[Pair]:
     """
     found = []
     for precision in ("fp32", "bf16", "fp16") if device == "cuda" else ("bf16",):
-        full = [Run(backend, "full_shard", 1, precision) for backend in resuming.BACKENDS]
-        part = [Run(backend, "shard_grad_op", 1, precision) for backend in resuming.BACKENDS]
+        full = [ResumedRun(backend, "full_shard", 1, precision) for backend in resuming.BACKENDS]
+        part = [ResumedRun(backend, "shard_grad_op", 1, precision) for backend in resuming.BACKENDS]
         found += [Pair(full[0], full[1]), Pair(full[1], full[0])]
         if device == "cuda":
             found += [Pair(part[0], full[1]), Pair(part[1], full[0]), *(Pair(run, run) for run in full)]

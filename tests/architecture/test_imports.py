@@ -46,9 +46,9 @@ def test_other_commands(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("verb", ["list", "inspect"])
 def test_looking_at_checkpoints(verb: str, tmp_path: Path) -> None:
-    from unishard.checkpoint.manifest import Manifest, ModelFacts
+    from unishard.checkpoint.manifest import Manifest, ModelRecord
 
-    model = ModelFacts(class_name="M", fingerprint="", numel=0)
+    model = ModelRecord(class_name="M", fingerprint="", numel=0)
     facts = Manifest(written="", versions={}, step=1, world_size=1, model=model, files={}, tensors={})
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "manifest.json").write_text(facts.model_dump_json())

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from unishard.checkpoint import directory
 from unishard.checkpoint.hashing import hexadecimal
-from unishard.checkpoint.lazy_shards import stretch_of
-from unishard.checkpoint.manifest import FileFacts, Manifest, ModelFacts, TensorFacts
+from unishard.checkpoint.lazy_shards import lazy_shard_of
+from unishard.checkpoint.manifest import FileFacts, Manifest, ModelRecord, TensorFacts
 from unishard.checkpoint.writing import write
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 
-MODEL = ModelFacts(class_name="Tiny", fingerprint="0" * 16, numel=81)
+MODEL = ModelRecord(class_name="Tiny", fingerprint="0" * 16, numel=81)
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def stamp(step: int) -> str:
 def store(folder: Path, held: dict[str, Tensor] | None = None, step: int = 30, **facts: Any) -> Manifest:
     """Write a real checkpoint into a folder."""
     held = tensors() if held is None else held
-    written = write(folder, {name: stretch_of(Part(value.shape, value)) for name, value in held.items()}, ties={"b": "a.weight"})
+    written = write(folder, {name: lazy_shard_of(Shard(value.shape, value)) for name, value in held.items()}, ties={"b": "a.weight"})
     assert written is not None
     said = {
         "written": stamp(step),

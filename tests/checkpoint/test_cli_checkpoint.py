@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from stored import save, store, tensors
 from typer.testing import CliRunner, Result
 
-from unishard.checkpoint.manifest import Group, LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.checkpoint.manifest import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.cli import app
 from unishard.cli import checkpoint as commands
 from unishard.cli.bar import bar
@@ -45,8 +45,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         optimizer=OptimizerFacts(
             class_name="AdamW",
             groups=[
-                Group(names=["a.weight"], options={"lr": 0.001, "weight_decay": 0.1, "foreach": None}),
-                Group(names=["scale"], options={"lr": 0.002, "weight_decay": 0.0}),
+                GroupRecord(names=["a.weight"], options={"lr": 0.001, "weight_decay": 0.1, "foreach": None}),
+                GroupRecord(names=["scale"], options={"lr": 0.002, "weight_decay": 0.0}),
             ],
         ),
         schedule=ScheduleFacts(updates=29),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unishard.checkpoint.manifest import Group, Manifest, ModelFacts, OptimizerFacts, TensorFacts
+from unishard.checkpoint.manifest import GroupRecord, Manifest, ModelRecord, OptimizerFacts, TensorFacts
 from unishard.checkpoint.matching import Wanted, fit
 from unishard.errors import CheckpointError
 
@@ -21,8 +21,8 @@ def saved():
         versions={},
         step=3,
         world_size=1,
-        model=ModelFacts(class_name="Model", fingerprint="0" * 16, numel=32),
-        optimizer=OptimizerFacts(class_name="AdamW", groups=[Group(names=list(SHAPES), options={})]),
+        model=ModelRecord(class_name="Model", fingerprint="0" * 16, numel=32),
+        optimizer=OptimizerFacts(class_name="AdamW", groups=[GroupRecord(names=list(SHAPES), options={})]),
         files={},
         tensors={name: TensorFacts(shape=shape, dtype="float32", hash="0" * 16) for name, shape in tensors.items()},
     )

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from unishard.checkpoint import direct_file
-from unishard.checkpoint.direct_file import BUFFER, Output
+from unishard.checkpoint.direct_file import BUFFER, DirectFile
 
 LENGTHS = [[0], [1], [4095, 1], [4096], [4097], [BUFFER], [BUFFER - 1, 2], [7, 3 * BUFFER, 5 * BUFFER + 4096, 1]]
 
 
 def written(path: Path, lengths: list[int]) -> bytes:
     pieces = [os.urandom(length) for length in lengths]
-    with Output(path) as file:
+    with DirectFile(path) as file:
         for piece in pieces:
             file.write(memoryview(piece))
     whole = b"".join(pieces)
@@ -95,7 +95,7 @@ def test_what_stops_the_writing_is_not_hidden_by_what_was_under_way(tmp_path: Pa
     refusing(monkeypatch, errno.ENOSPC, 0)
 
     def interrupted() -> None:
-        with Output(tmp_path / "file") as file:
+        with DirectFile(tmp_path / "file") as file:
             file.write(bytes(BUFFER))
             raise KeyboardInterrupt
 

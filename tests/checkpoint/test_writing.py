@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from unishard.checkpoint import writing
 from unishard.checkpoint.hashing import hash_of
-from unishard.checkpoint.lazy_shards import Stretch, stretch_of
+from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
 from unishard.checkpoint.summary import summary_of
-from unishard.checkpoint.tensor_reader import Target, Tensors
-from unishard.distributed.shards import Part
+from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
+from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
 
 WHOLE = {
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(writing, "BUFFER", 24)
     monkeypatch.setattr(writing, "CHUNK", 64)  # so that these tensors have many chunks
     written = writing.write(
-        tmp_path / "here", {name: stretch_of(Part(value.shape, value)) for name, value in WHOLE.items()}, ties={"b": "a.weight"}
+        tmp_path / "here", {name: lazy_shard_of(Shard(value.shape, value)) for name, value in WHOLE.items()}, ties={"b": "a.weight"}
     )
     assert written is not None
     for name, (size, crc) in written.files.items():
@@ -60,19 +60,19 @@ def test_any_stretch_is_read(folder: Path) -> None:
     flat = WHOLE["model.a.weight"].reshape(-1)
     for begin in range(0, 231, 13):
         target = torch.full((231 - begin,), torch.nan, dtype=torch.float64)
-        tensors.read([Target("model.a.weight", begin, target)])
+        tensors.read([ReadRequest("model.a.weight", begin, target)])
         assert torch.equal(target, flat[begin:].double())
 
 
 def test_missing_elements_are_refused(tmp_path: Path) -> None:
     value = torch.arange(10.0)
-    half = Stretch(value.shape, value.dtype, 0, 5, lambda begin, end: value[begin:end])
+    half = LazyShard(value.shape, value.dtype, 0, 5, lambda begin, end: value[begin:end])
     with pytest.raises(CheckpointError, match=r"no rank holds all or a part of model\.a"):
         writing.write(tmp_path / "here", {"model.a": half})
 
 
 def test_a_tensor_that_nobody_holds_is_refused(tmp_path: Path) -> None:
-    nothing = Stretch(torch.Size((10,)), torch.float32, 0, 0, lambda begin, end: torch.empty(0))
+    nothing = LazyShard(torch.Size((10,)), torch.float32, 0, 0, lambda begin, end: torch.empty(0))
     with pytest.raises(CheckpointError, match=r"no rank holds all or a part of model\.a"):
         writing.write(tmp_path / "here", {"model.a": nothing})
 
@@ -87,7 +87,7 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-2000])
     tensors = Tensors(folder)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: .* cannot be read"):
-        tensors.read([Target(name, 0, torch.empty(value.numel())) for name, value in WHOLE.items()])
+        tensors.read([ReadRequest(name, 0, torch.empty(value.numel())) for name, value in WHOLE.items()])
 
 
 def test_norms_are_those_of_all_parameters_together_and_of_each_kind_of_state(tmp_path: Path) -> None:
@@ -98,6 +98,6 @@ def test_norms_are_those_of_all_parameters_together_and_of_each_kind_of_state(tm
         "optim.state.a.exp_avg": torch.tensor([6.0, 8.0]),
         "optim.state.a.step": torch.tensor(7.0),
     }
-    written = writing.write(tmp_path / "here", {name: stretch_of(Part(value.shape, value)) for name, value in tensors.items()})
+    written = writing.write(tmp_path / "here", {name: lazy_shard_of(Shard(value.shape, value)) for name, value in tensors.items()})
     assert written is not None
     assert summary_of(written, ["buffer"])["norms"] == {"parameters": 5.0, "exp_avg": 10.0}

@@ -108,7 +108,7 @@ def test_offloaded_gradients_have_arrived_before_they_are_read_or_dropped(monkey
     monkeypatch.setattr(shards.parts, "drop_gradients", lambda *_: calls.append("drop"))
     sections = {"training": {"micro_batch_size": 1}, "offload": {"optimizer": offload}}
     cfg = Config.model_validate({"backend": "deepspeed", "sharding": "shard_grad_op", **sections})
-    window = shards.Access(cfg, SimpleNamespace(optimizer=None), None)
+    window = shards.Shards(cfg, SimpleNamespace(optimizer=None), None)
     window.reduce()
     window.drop()
     between = ["synchronize"] if waits else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unishard_fsdp.parameter_usage import Usage
+from unishard_fsdp.parameter_usage import ParameterUsage
 
 
 class Pair(nn.Module):
@@ -20,7 +20,7 @@ class Pair(nn.Module):
         return (self.sometimes(out) if both else out).sum()
 
 
-def micro_batch(usage: Usage, model: nn.Module, both: bool) -> list[nn.Module]:
+def micro_batch(usage: ParameterUsage, model: nn.Module, both: bool) -> list[nn.Module]:
     loss = model(both)
     usage.partly_used()  # as the engine does, before each backward
     loss.backward()
@@ -29,7 +29,7 @@ def micro_batch(usage: Usage, model: nn.Module, both: bool) -> list[nn.Module]:
 
 def test_a_layer_that_is_left_out_makes_its_module_partly_used_until_the_window_ends() -> None:
     model = Pair()
-    usage = Usage([model])
+    usage = ParameterUsage([model])
     assert usage.not_entered() == [model]
     assert micro_batch(usage, model, False) == [model]
     assert usage.not_entered() == []
@@ -41,7 +41,7 @@ def test_a_layer_that_is_left_out_makes_its_module_partly_used_until_the_window_
 def test_what_is_unfrozen_later_is_followed_from_then_on() -> None:
     model = Pair()
     model.sometimes.requires_grad_(False)
-    usage = Usage([model])
+    usage = ParameterUsage([model])
     assert micro_batch(usage, model, True) == []
     usage.forget()
     model.sometimes.requires_grad_(True)

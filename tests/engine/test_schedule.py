@@ -12,7 +12,7 @@ from transformers import (
 
 from unishard.config import Scheduler
 from unishard.engine.optim.schedule import Schedule
-from unishard_deepspeed.start import hushed
+from unishard_deepspeed.start import quiet
 
 
 def optimizer(lr: float = 0.1) -> torch.optim.Optimizer:
@@ -75,7 +75,7 @@ def test_a_constant_schedule_leaves_a_rate_that_the_user_sets() -> None:
 @pytest.mark.parametrize("climb", ["log", "linear"])
 def test_equals_deepspeed(climb: str) -> None:
     """As DeepSpeed's engine drives its schedules: made before the first update, stepped after each."""
-    with hushed():
+    with quiet():
         from deepspeed.runtime import lr_schedules
 
     warm = {"warmup_steps": 4, "warmup_type": climb, "warmup_start_ratio": 0.25, "delay_steps": 1}

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from unishard.checkpoint import keys, manifest, writing
 from unishard.checkpoint.hashing import hexadecimal
-from unishard.checkpoint.lazy_shards import Stretch, stretch_of
-from unishard.distributed.shards import Part
+from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
+from unishard.distributed.shards import Shard
 from unishard.export.models import assets_of
 from unishard.export.sources import tensors_of
 
 
-def stretches_of(module: nn.Module) -> dict[str, Stretch]:
+def stretches_of(module: nn.Module) -> dict[str, LazyShard]:
     """As an engine that shards nothing holds them: each tensor once, under its first name."""
     first = {id(tensor): name for name, tensor in reversed(tensors_of(module).items())}
-    return {name: stretch_of(Part(tensor.shape, tensor)) for name, tensor in tensors_of(module).items() if first[id(tensor)] == name}
+    return {name: lazy_shard_of(Shard(tensor.shape, tensor)) for name, tensor in tensors_of(module).items() if first[id(tensor)] == name}
 
 
-def cut(tensors: Mapping[str, Stretch], rank: int, world: int, whole: tuple[str, ...] = ()) -> dict[str, Stretch]:
+def cut(tensors: Mapping[str, LazyShard], rank: int, world: int, whole: tuple[str, ...] = ()) -> dict[str, LazyShard]:
     """What one of several ranks holds: cut anywhere, within rows; some tensors whole on every rank."""
     out = {}
     for index, (name, stretch) in enumerate(tensors.items()):
@@ -52,7 +52,7 @@ def checkpoint(folder: Path, module: nn.Module, assets: bool = True) -> Path:
         versions={},
         step=1,
         world_size=1,
-        model=manifest.ModelFacts(class_name=type(module).__name__, fingerprint="", numel=1),
+        model=manifest.ModelRecord(class_name=type(module).__name__, fingerprint="", numel=1),
         files={name: manifest.FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in files.items()},
         tensors={
             name: manifest.TensorFacts(shape=list(written.shapes[name]), dtype=written.dtypes[name], hash=hexadecimal(each))

@@ -15,18 +15,18 @@ from safetensors.torch import load
 from unishard.engine.model import dtypes
 from unishard.errors import CheckpointError
 from unishard.export.file_sizes import missing, share
-from unishard.export.plan import DTYPES, Entry, File, bytes_of, index_of, plan
+from unishard.export.plan import DTYPES, ExportedTensor, File, bytes_of, index_of, plan
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
 _NAMES = st.text('abc.019-é"\\', min_size=1, max_size=8)
 ENTRIES = st.dictionaries(
     _NAMES, st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(_DTYPES)), min_size=1, max_size=9
-).map(lambda found: [Entry(name, name, shape, dtype) for name, (shape, dtype) in found.items()])
+).map(lambda found: [ExportedTensor(name, name, shape, dtype) for name, (shape, dtype) in found.items()])
 
 
 @given(ENTRIES, st.integers(1, 200), st.randoms(use_true_random=False))
 def test_files_hold_every_tensor_once_aligned_and_in_any_order_of_the_entries_alike(
-    entries: list[Entry], most: int, chance: random.Random
+    entries: list[ExportedTensor], most: int, chance: random.Random
 ) -> None:
     files = plan(entries, "model", most)
     assert sorted(place.entry for file in files for place in file.places) == sorted(entries, key=lambda entry: entry.name)
@@ -48,7 +48,7 @@ def assert_is_safetensors(file: File) -> None:
 
 
 def test_layers_stay_in_the_order_of_their_numbers_and_a_large_tensor_has_a_file_of_its_own() -> None:
-    entries = [Entry(f"layers.{number}.weight", "", (1000 if number == 2 else 10,), torch.float32) for number in (10, 1, 2, 9)]
+    entries = [ExportedTensor(f"layers.{number}.weight", "", (1000 if number == 2 else 10,), torch.float32) for number in (10, 1, 2, 9)]
     files = plan(entries, "model", 100)
     assert [[place.entry.name for place in file.places] for file in files] == [
         ["layers.1.weight"],
@@ -76,7 +76,7 @@ def test_other_sizes_are_refused(size: int | str) -> None:
 
 def test_a_dtype_that_the_files_do_not_have_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"a is torch\.complex128"):
-        plan([Entry("a", "a", (1,), torch.complex128)], "model", None)
+        plan([ExportedTensor("a", "a", (1,), torch.complex128)], "model", None)
 
 
 def test_words_are_those_of_the_config() -> None:

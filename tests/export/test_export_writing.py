@@ -17,7 +17,7 @@ import torch
 from exporting import adapted, checkpoint, contents, cut, stretches_of, tensors_in, tiny
 from torch import nn
 
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError, RankMismatchError
 from unishard.export import online, writing
 from unishard.export.offline import export_checkpoint
@@ -190,7 +190,7 @@ def test_memory_is_that_of_a_few_blocks_and_each_element_is_read_once(tmp_path: 
         return given.read(begin, end)
 
     tracemalloc.start()
-    export(tmp_path / "out", model, {"weight": Stretch(given.shape, given.dtype, given.start, given.end, counted)}, dtype="bf16")
+    export(tmp_path / "out", model, {"weight": LazyShard(given.shape, given.dtype, given.start, given.end, counted)}, dtype="bf16")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert max(end - begin for begin, end in read) * 4 <= 1 << 16

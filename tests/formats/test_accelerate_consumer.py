@@ -130,9 +130,9 @@ def test_the_plugin_of_deepspeed_holds_what_was_meant(folder, strategy, stage, c
 
 @pytest.fixture(scope="module")
 def deepspeed_config():
-    from unishard_deepspeed.start import hushed
+    from unishard_deepspeed.start import quiet
 
-    with pytest.MonkeyPatch.context() as environment, hushed():
+    with pytest.MonkeyPatch.context() as environment, quiet():
         environment.setenv("DS_ACCELERATOR", "cpu")
         import deepspeed
 

@@ -14,9 +14,9 @@ from unishard.mapping.entries import Unreadable
 from unishard.mapping.rules import merge, nested
 from unishard.plugins import registry
 from unishard_deepspeed.arguments import accepted
-from unishard_deepspeed.start import hushed
+from unishard_deepspeed.start import quiet
 
-with hushed(), warnings.catch_warnings():
+with quiet(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from deepspeed.runtime.config import DeepSpeedConfig
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -107,7 +107,7 @@ def test_a_config_keeps_its_meaning_for_deepspeed(document, through):
 
 
 def test_every_key_of_deepspeed_has_a_row():
-    with hushed():
+    with quiet():
         from deepspeed.runtime import constants
         from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config

@@ -14,14 +14,14 @@ from unishard.config.topology import Topology
 from unishard.formats import translating
 from unishard.formats.lightning import FORMAT
 from unishard.formats.lightning.keys import TRAINER
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Item, Outcome
 from unishard.mapping.entries import Verdict
 
 BLOCK = "torch.nn.modules.transformer.TransformerEncoderLayer"
 
 
-def read(document: dict[str, Any], *overrides: str) -> Reading:
+def read(document: dict[str, Any], *overrides: str) -> ReadDocument:
     return translating.read(document, "lightning", overrides)
 
 
@@ -507,7 +507,7 @@ def test_what_fsdp_does_not_have_becomes_the_nearest_and_says_so(name: str, shar
 
 def test_a_backend_that_lightning_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = read({"strategy": "fsdp"})
-    other = Reading(
+    other = ReadDocument(
         **{name: getattr(reading, name) for name in reading.__slots__} | {"config": reading.config.model_copy(update={"backend": "third"})}
     )
     found = FORMAT.write(other, Topology())

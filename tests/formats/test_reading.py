@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from unishard import ConfigError, Topology
-from unishard.formats.reading import Reading, assemble, default_of
+from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import open_source
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
 from unishard.mapping.entries import Entry, Meaning, Undecided, Verdict
@@ -18,11 +18,11 @@ def entry(key: str, value: Any = 1, assumed: bool = False, native: dict[str, Any
     return Entry(tuple(key.split(".")), value, Meaning(fields=said, native=native or {}), assumed)
 
 
-def put(*entries: Entry, overrides: tuple[str, ...] = ()) -> Reading:
+def put(*entries: Entry, overrides: tuple[str, ...] = ()) -> ReadDocument:
     return assemble("some", open_source({}), entries, overrides=overrides, topology=Topology())
 
 
-def notes(reading: Reading) -> dict[str, str]:
+def notes(reading: ReadDocument) -> dict[str, str]:
     return {one.key: one.meaning.note for one in reading.entries if one.meaning.verdict is Verdict.REFUSED}
 
 

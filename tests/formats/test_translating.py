@@ -8,7 +8,7 @@ import pytest
 
 from unishard import ConfigError, Topology
 from unishard.formats import Item, Outcome, catalog, translate
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source, open_source
 from unishard.mapping.entries import Case, Entry, Expressed, Expression, Key, Meaning, Verdict, express, interpret
 from unishard.mapping.key_rows import boolean, drops, integer, number, own, refuses, sets
@@ -52,15 +52,15 @@ class Toy:
     }
     held = True
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         entries = interpret(self.keys, source.data, tool=self.tool, ignores_unknown=lambda key: key.startswith("x"))
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         document, words = express(self.expressions, reading.config, topology, set(reading.undecided))
         return Expressed(document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words)
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         return str(document)
 
 

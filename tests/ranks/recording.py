@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import unishard
-from unishard.testing.models import Output
+from unishard.testing.models import MlpOutput
 
 WINDOWS = 3
 """DDP arranges its buckets again in the second, DeepSpeed's stage 3 learns the order of modules in the first: the third is as all later."""
@@ -50,12 +50,12 @@ class Countable(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(8, 4)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Output:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> MlpOutput:
         hidden = self.inp(x)
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(hidden)
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 INPUT, BLOCK, HEAD = 40, 280, 36

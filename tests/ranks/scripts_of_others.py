@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from unishard.config.topology import Topology
 from unishard.distributed.process_group import ensure
-from unishard_deepspeed.start import hushed, load
+from unishard_deepspeed.start import load, quiet
 
 STEPS, MORE = 3, 2
 """Before the checkpoint, and after it."""
@@ -68,7 +68,7 @@ def engine_of(deepspeed, model, stage, precision, groups, **config):
         config["bf16"] = {"enabled": True}
     if precision == "bf16+fp32":  # a wrapper of its own (DeepSpeed 0.19.8, runtime/bf16_optimizer.py)
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    with hushed():
+    with quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, groups), config=config)
     return engine
 
@@ -139,7 +139,7 @@ def load_universal(cells, root):
     for cell in cells:
         stage, precision, groups = cell
         engine = engine_of(deepspeed, Model(), stage, precision, groups, checkpoint={"load_universal": True})
-        with hushed():
+        with quiet():
             engine.load_checkpoint(f"{root}/{stage}-{precision}-{groups}")
         steps = engine.global_steps
         seen[cell] = steps, trained(engine, range(STEPS, STEPS + MORE), topology.rank, precision)

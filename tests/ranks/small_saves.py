@@ -15,8 +15,8 @@ import torch.distributed as dist
 import unishard
 from unishard.checkpoint import direct_file, directory, finding, manifest, writing
 from unishard.checkpoint.background import Background
-from unishard.checkpoint.lazy_shards import Stretch
-from unishard.checkpoint.manifest import ModelFacts
+from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.checkpoint.manifest import ModelRecord
 from unishard.checkpoint.saving import Retention, Snapshot, save
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import damaged
@@ -73,11 +73,11 @@ def snapshot(step: int, version: int, rank: int) -> Snapshot:
             continue
         flat, half = values.reshape(-1), divided.get(name, 0) // WORLD
         begin, end = (rank * half, (rank + 1) * half) if half else (0, flat.numel())
-        stretches[name] = Stretch(values.shape, values.dtype, begin, end, lambda first, last, flat=flat: flat[first:last])
+        stretches[name] = LazyShard(values.shape, values.dtype, begin, end, lambda first, last, flat=flat: flat[first:last])
     facts = {
         "versions": {"unishard": "0"},
         "world_size": WORLD,
-        "model": ModelFacts(class_name="Tiny", fingerprint="0" * 16, numel=101),
+        "model": ModelRecord(class_name="Tiny", fingerprint="0" * 16, numel=101),
         "buffers": [],
         "state": {"version": version},
     }

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.models import MODELS, Output
+from unishard.testing.models import MODELS, MlpOutput
 
 BACKENDS = ("fsdp", "deepspeed")
 EXTRAS = {
@@ -318,7 +318,7 @@ class Kinds(nn.Module):
         for block in self.blocks:
             hidden = hidden + block(hidden).tanh()
         logits = self.head(hidden + self.sometimes(hidden) if both else hidden)
-        return Output(functional.cross_entropy(logits.float(), x), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), x), logits)
 
 
 def kinds(*place):

@@ -18,7 +18,7 @@ import unishard
 from unishard.checkpoint import finding, manifest, writing
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.testing import RankFailure, run_ranks
-from unishard.testing.models import Output, mlp
+from unishard.testing.models import MlpOutput, mlp
 
 BACKENDS = ("fsdp", "deepspeed")
 everywhere = pytest.mark.parametrize("backend", BACKENDS)
@@ -53,7 +53,7 @@ class Model(nn.Module):
         self.seen += 1 + my_rank()
         hidden = functional.dropout(functional.gelu(self.again(self.mid(self.inp(x)))), 0.3, self.training)
         logits = self.out(hidden) * self.gain
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 STATE = {"epoch": 3, "best": float("inf"), "names": ["a", "b"], "counts": {7: (1, 2)}, "ema": torch.arange(5.0), "raw": b"\x00\xff"}

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 import unishard
 from unishard.checkpoint import finding, manifest
 from unishard.engine.state import snapshot
-from unishard.testing.models import Output, mlp
+from unishard.testing.models import MlpOutput, mlp
 
 BACKENDS = ("fsdp", "deepspeed")
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
@@ -238,7 +238,7 @@ class Grown(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.out(x)
-        return Output(functional.cross_entropy(logits, labels), logits)
+        return MlpOutput(functional.cross_entropy(logits, labels), logits)
 
 
 def grown(backend, root):

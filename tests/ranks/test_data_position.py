@@ -21,7 +21,7 @@ from unishard.checkpoint.user_state import pack, unpack
 from unishard.data import position
 from unishard.data.batches import windows
 from unishard.data.loader import ShareLoader
-from unishard.data.position import Reading
+from unishard.data.position import LoaderPass
 from unishard.data.sampler import ShareSampler
 from unishard.errors import DataError
 from unishard.testing import run_ranks
@@ -89,7 +89,7 @@ def run(
         done = [position.resume(loader, since.positions, len(since.positions), rank, world) for rank, loader in enumerate(loaders)]
     epochs: list[list[list[int]]] = []
     for _ in range(loaders[0].epoch, EPOCHS):
-        readings = [Reading(loader, batches, accumulate if drop_window else 1) for loader, batches in zip(loaders, done, strict=True)]
+        readings = [LoaderPass(loader, batches, accumulate if drop_window else 1) for loader, batches in zip(loaders, done, strict=True)]
         done = [0] * world
         epochs.append([])
         for turn in zip(*(windows(reading, repeat(accumulate), CPU, drop=drop_window, enter=None) for reading in readings), strict=True):
@@ -154,7 +154,7 @@ class Stop(NamedTuple):
     random: Any
 
 
-def epoch_of_others(reading: Reading, window: int) -> tuple[list[list[int]], list[Stop]]:
+def epoch_of_others(reading: LoaderPass, window: int) -> tuple[list[list[int]], list[Stop]]:
     """Samples of each update, with a number that the model has drawn; and where everything was after it."""
     seen: list[list[int]] = []
     stops: list[Stop] = []
@@ -170,8 +170,8 @@ def epoch_of_others(reading: Reading, window: int) -> tuple[list[list[int]], lis
 def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(workers, window):
     torch.manual_seed(0)
     loader = foreign(0, 2, workers)
-    first, stops = epoch_of_others(Reading(loader, 0, window), window)
-    second, _ = epoch_of_others(Reading(loader, 0, window), window)
+    first, stops = epoch_of_others(LoaderPass(loader, 0, window), window)
+    second, _ = epoch_of_others(LoaderPass(loader, 0, window), window)
     assert first != second
     for updates, stop in ((1, stops[0]), (2, stops[1]), (len(stops), stops[-1])):
         fresh = foreign(0, 2, workers)
@@ -179,7 +179,7 @@ def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(workers, window)
         saved = unpack(json.loads(json.dumps(value)), tensors.__getitem__)
         torch.set_rng_state(stop.random)
         done = position.resume(fresh, [saved, saved], 2, 0, 2)
-        rest = Reading(fresh, done, window)
+        rest = LoaderPass(fresh, done, window)
         assert len(rest) == 7 - (updates * window if updates < len(stops) else 0)
         seen, _ = epoch_of_others(rest, window)
         assert seen == (first[updates:] if updates < len(stops) else second), f"stopped after {updates} updates"
@@ -188,7 +188,7 @@ def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(workers, window)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_loader_of_others_is_refused_where_it_cannot_go_on():
     loader = unishard.dataloader(range(8), config("fsdp"))
-    theirs, ours = Reading(foreign(0, 2, 0), 0, 1).position(), Reading(loader, 0, 1).position()
+    theirs, ours = LoaderPass(foreign(0, 2, 0), 0, 1).position(), LoaderPass(loader, 0, 1).position()
     with pytest.raises(DataError, match="StatefulDataLoader was read by 2 ranks and cannot be continued by 4"):
         position.resume(foreign(0, 4, 0), [theirs, theirs], 2, 0, 4)
     with pytest.raises(DataError, match=r"a unishard\.dataloader, but training goes on with a StatefulDataLoader"):

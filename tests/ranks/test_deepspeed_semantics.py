@@ -12,7 +12,7 @@ from unishard.config.topology import Topology
 from unishard.distributed.process_group import ensure
 from unishard.formats import translate
 from unishard.testing.models import batch, mlp
-from unishard_deepspeed.start import hushed, load
+from unishard_deepspeed.start import load, quiet
 
 WORLD, WINDOW, UPDATES = 2, 2, 10
 STAGES = (0, 1, 2, 3)
@@ -29,7 +29,7 @@ def raw(document):
     topology = ensure(Topology.from_environment())
     deepspeed = load(topology)
     model = mlp()
-    with hushed():
+    with quiet():
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=json.loads(document))
     seen = []
     for inputs in micro_batches(topology.rank):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import unishard
 from unishard.engine.optim.optimizer_state import StateSpec
-from unishard.testing.models import Output, mlp
+from unishard.testing.models import MlpOutput, mlp
 from unishard_deepspeed.patches.master_weights import master_tensors
 from unishard_deepspeed.patches.optimizer_kind import kind_of
 
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
     def forward(self, x, labels):
         logits = self.out(functional.gelu(self.late(self.inp(x)))) * self.gain
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 def in_groups(params):

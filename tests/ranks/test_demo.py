@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.status import Status
 
 from unishard.demo import DemoError, demo, run_demo, training
-from unishard.demo.curves import Gap, Run
+from unishard.demo.curves import CurveGap, Run
 from unishard.errors import BackendError
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
@@ -208,5 +208,5 @@ def test_a_missing_script_is_told_with_where_it_was_looked_for(monkeypatch: pyte
 
 
 def test_the_gap_is_the_largest_relative_one() -> None:
-    gap = Gap.between(run("a", [4.0, 2.0, 1.0]), run("b", [4.4, 2.0, 0.8]))
+    gap = CurveGap.between(run("a", [4.0, 2.0, 1.0]), run("b", [4.4, 2.0, 0.8]))
     assert (gap.step, gap.absolute, gap.relative) == (3, pytest.approx(0.2), pytest.approx(0.2))

@@ -11,8 +11,8 @@ from playing import STRATEGIES, config, my_rank, play, values
 from torch import nn
 
 import unishard
-from unishard.checkpoint.lazy_shards import stretch_of
-from unishard.distributed.shards import Part
+from unishard.checkpoint.lazy_shards import lazy_shard_of
+from unishard.distributed.shards import Shard
 from unishard.export.online import export
 from unishard.export.sources import sources_of, tensors_of
 from unishard.testing.features.lora import lora
@@ -51,8 +51,8 @@ def held(engine):
     found = {}
     for name, tensor in tensors_of(engine.module).items():
         if sources_of(engine.module)[name] == name:
-            part = engine._master_part(tensor) if isinstance(tensor, nn.Parameter) else Part(tensor.shape, tensor)
-            found[name] = stretch_of(part)
+            part = engine._master_part(tensor) if isinstance(tensor, nn.Parameter) else Shard(tensor.shape, tensor)
+            found[name] = lazy_shard_of(part)
     return found
 
 
@@ -87,7 +87,7 @@ def expected():
     for name, make in MODELS.items():
         model = make()
         tensors = tensors_of(model)
-        first = {source: stretch_of(Part(tensors[source].shape, tensors[source])) for source in sources_of(model).values()}
+        first = {source: lazy_shard_of(Shard(tensors[source].shape, tensors[source])) for source in sources_of(model).values()}
         export(Path(FOLDER) / name, model, first, dtype="bf16", max_shard_size="30KB")
         found[name] = files(Path(FOLDER) / name)
     return found

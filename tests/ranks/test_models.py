@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.models import Output, mlp
+from unishard.testing.models import MlpOutput, mlp
 
 BACKENDS = ("fsdp", "deepspeed")
 PLACED = ("no_shard", "shard_grad_op", "full_shard")
@@ -97,7 +97,7 @@ class Classifier(nn.Module):
 
     def forward(self, x, labels):
         logits = self.head(self.body(x).mean(1))
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 class Stage(nn.Module):
@@ -122,7 +122,7 @@ class Convolutional(nn.Module):
 
     def forward(self, x, labels):
         logits = self.head(self.stages(x).mean((2, 3)))
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 class Layer(nn.Module):
@@ -183,7 +183,7 @@ class ByMicroBatch(nn.Module):
     def forward(self, **batch):
         parts = zip(*(value.split(SIZE) for value in batch.values()), strict=True)
         losses = [self.model(**dict(zip(batch, part, strict=True))).loss for part in parts]
-        return Output(torch.stack(losses).mean(), losses[0])
+        return MlpOutput(torch.stack(losses).mean(), losses[0])
 
 
 FAMILIES = {
@@ -275,7 +275,7 @@ class Positioned(nn.Module):
         for layer in self.layers:
             x = layer(x + self.table, positions=Positions(self.table, 0.5), more={"tables": [self.table]})
         logits = self.head(x.mean(1))
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 class Attending(Layer):
@@ -324,7 +324,7 @@ class Borrowing(nn.Module):
 
     def forward(self, input_ids, labels):
         logits = functional.linear(self.layers(self.wte(input_ids)), self.wte.weight)
-        return Output(functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), logits)
+        return MlpOutput(functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), logits)
 
 
 UNITS = {"auto": "auto", "blocks": ["Layer"]}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.models import Output, mlp
+from unishard.testing.models import MlpOutput, mlp
 from unishard_deepspeed.patches.master_weights import master_tensors
 from unishard_deepspeed.patches.optimizer_kind import kind_of
 
@@ -177,7 +177,7 @@ class Sometimes(nn.Module):
 
     def forward(self, x, second):
         logits = self.parts[0](x) + (self.parts[1](x) if second else 0.0)
-        return Output(logits.square().mean(), logits)
+        return MlpOutput(logits.square().mean(), logits)
 
 
 def unused(backend, place, precision):

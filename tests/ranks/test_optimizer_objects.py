@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 import unishard
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
-from unishard.testing.models import MODELS, Output, mlp
+from unishard.testing.models import MODELS, MlpOutput, mlp
 
 BACKENDS = ("fsdp", "deepspeed")
 UPDATES = 4
@@ -123,7 +123,7 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         total = self.weight.sum() + self.bias.sum()
-        return Output(total * 0.0 + x.sum() * 0.0, torch.stack([self.weight.mean(), self.bias.mean()]))
+        return MlpOutput(total * 0.0 + x.sum() * 0.0, torch.stack([self.weight.mean(), self.bias.mean()]))
 
 
 def only_decay(backend, strategy, name):

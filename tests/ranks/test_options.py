@@ -18,7 +18,7 @@ from torch.nn import functional
 import unishard
 from unishard.testing import conformance, oracle
 from unishard.testing.conformance import TOLERANCES, Tolerance
-from unishard.testing.models import Output, batch, mlp
+from unishard.testing.models import MlpOutput, batch, mlp
 
 BACKENDS = ("fsdp", "deepspeed")
 PRECISIONS = ("fp32", "bf16")
@@ -252,7 +252,7 @@ class Routing(nn.Module):
         for part in self.parts:
             x = part(x, routed)
         logits = self.head(x)
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 def routing():

@@ -15,7 +15,7 @@ from torch.nn import functional
 import unishard
 from unishard.plugins import registry
 from unishard.testing import oracle
-from unishard.testing.models import Mlp, Output, llama, mlp
+from unishard.testing.models import Mlp, MlpOutput, llama, mlp
 
 BACKENDS = ("fsdp", "deepspeed")
 
@@ -111,7 +111,7 @@ class Branching(nn.Module):
         logits = self.always(x) if branch != "alone" else 0.0
         if branch:
             logits = logits + self.sometimes[1](self.sometimes[0](x))
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 def unused_parameters(backend, strategy):

@@ -19,7 +19,7 @@ from torch.nn import functional
 import unishard
 from unishard.distributed import process_group
 from unishard.engine.loop.call_order import Phase
-from unishard.testing.models import Output
+from unishard.testing.models import MlpOutput
 from unishard_deepspeed.patches import PATCHES
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
@@ -37,7 +37,7 @@ class Branching(nn.Module):
     def forward(self, x, both=True):
         hidden = self.blocks[1](self.blocks[0](x))
         logits = self.head(hidden) + (self.sometimes(hidden) if both else 0.0)
-        return Output(functional.cross_entropy(logits.float(), torch.arange(4)), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), torch.arange(4)), logits)
 
 
 def prepared(strategy, precision="fp32", whole=(), **sections):

@@ -16,7 +16,7 @@ import unishard
 from unishard.patches import CORE_PATCHES
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
-from unishard.testing.models import Output, mlp
+from unishard.testing.models import MlpOutput, mlp
 from unishard_fsdp.patches import PATCHES
 
 PACKAGES = ("torch.distributed.fsdp", "torch.nn.parallel.distributed", "torch._C._distributed_c10d")
@@ -96,7 +96,7 @@ class Branching(nn.Module):
 
     def forward(self, x, both):
         logits = self.head(self.pair(x, both))
-        return Output(functional.cross_entropy(logits.float(), torch.arange(len(x))), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), torch.arange(len(x))), logits)
 
 
 def branching(strategy, precision="fp32", **sharding):

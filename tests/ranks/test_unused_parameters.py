@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.testing.models import Output
+from unishard.testing.models import MlpOutput
 
 
 def micro_batches():
@@ -28,7 +28,7 @@ class Branching(nn.Module):
 
     def forward(self, x, labels, both):
         logits = self.always(x) + (self.sometimes(x) if both else 0.0)
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 def unused(backend, strategy, native):

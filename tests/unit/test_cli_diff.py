@@ -9,15 +9,15 @@ from running import TINY, Terminal, plain, run
 
 from unishard.cli.diff import diff
 from unishard.formats import compare
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.loading import Origins, Place
+from unishard.loading import Origin, Origins
 from unishard.mapping.entries import Entry, Meaning, Undecided
 
 
-def reading(*entries: Entry) -> Reading:
+def reading(*entries: Entry) -> ReadDocument:
     """What a file of another tool says."""
-    return assemble("other", Source("o.json", {}, Origins(Place("o.json"))), entries)
+    return assemble("other", Source("o.json", {}, Origins(Origin("o.json"))), entries)
 
 
 def says(field: str, value: object, *, assumed: bool = False) -> Entry:

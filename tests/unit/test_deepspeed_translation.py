@@ -295,10 +295,10 @@ sys.exit(bool({"torch", "deepspeed"} & sys.modules.keys()))
 
 @pytest.fixture(scope="module")
 def deepspeed() -> Any:
-    from unishard_deepspeed.start import hushed
+    from unishard_deepspeed.start import quiet
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with hushed():
+    with quiet():
         import deepspeed
 
         return deepspeed

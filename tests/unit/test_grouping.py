@@ -8,7 +8,7 @@ import pytest
 
 import unishard
 from unishard import ConfigError, Topology
-from unishard.config.shard_groups import check_groups, parts
+from unishard.config.shard_groups import check_groups, shard_group_size
 
 NODES = Topology(world_size=8, local_world_size=4)
 
@@ -29,7 +29,7 @@ NODES = Topology(world_size=8, local_world_size=4)
 def test_ranks_that_share_a_copy(sharding: Any, topology: Topology, expected: int) -> None:
     cfg = unishard.load({"sharding": sharding})
     check_groups(cfg, topology)
-    assert parts(cfg, topology) == expected
+    assert shard_group_size(cfg, topology) == expected
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import blocks_of
 from unishard.errors import CheckpointError
 
-__all__ = ["Comparison", "Fact", "Gap", "compare", "to_read"]
+__all__ = ["Comparison", "Fact", "TensorDifference", "compare", "to_read"]
 
 _INCIDENTAL = {"written", "versions", "files", "tensors", "norms", "crc32"}
 """When and with what it was written, how its files are divided, and what follows from the tensors."""
@@ -35,7 +35,7 @@ class Fact(NamedTuple):
     b: Any
 
 
-class Gap(NamedTuple):
+class TensorDifference(NamedTuple):
     """How far apart two tensors of the same shape are."""
 
     name: str
@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
     """Tensors that A does not have."""
     forms: list[Fact]
     """Tensors of another shape or dtype."""
-    values: list[Gap]
+    values: list[TensorDifference]
     """Tensors of the same shape and dtype with another hash."""
     tensors: int
     """How many there are under the same names."""
@@ -134,7 +134,7 @@ def _changed(a: Manifest, b: Manifest) -> list[str]:
     ]
 
 
-def _gap(name: str, a: Tensors, b: Tensors, advance: Advance) -> Gap:
+def _gap(name: str, a: Tensors, b: Tensors, advance: Advance) -> TensorDifference:
     forms = [(stretch.shape, stretch.dtype) for stretch in (a.stretch(name), b.stretch(name))]
     if forms[0] != forms[1]:
         raise CheckpointError(f"{a.folder}, {b.folder}: {name} is not what the manifests say; see `unishard checkpoint verify`")
@@ -146,7 +146,7 @@ def _gap(name: str, a: Tensors, b: Tensors, advance: Advance) -> Gap:
             differing, numel = differing + count, numel + x.numel()
             largest = torch.maximum(largest, gaps)  # keeps nan
         advance(one.nbytes)
-    return Gap(name, differing, numel, *largest.tolist())
+    return TensorDifference(name, differing, numel, *largest.tolist())
 
 
 def _between(x: Tensor, y: Tensor) -> tuple[int, Tensor]:

@@ -163,7 +163,7 @@ def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
         versions={**contents.versions, "unishard": __version__, "python": platform.python_version()},
         step=contents.step,
         world_size=contents.world_size,
-        model=manifest.ModelFacts(
+        model=manifest.ModelRecord(
             class_name=contents.model,
             fingerprint=manifest.fingerprint_of(shapes),
             numel=sum(shape.numel() for name, shape in shapes.items() if name not in contents.buffers),

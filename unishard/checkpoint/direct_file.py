@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["BUFFER", "Output"]
+__all__ = ["BUFFER", "DirectFile"]
 
 BUFFER = 1 << 22
 """Bytes that are written at once: Linux takes much larger ones more slowly."""
@@ -30,7 +30,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 """Not there on every system; without it files take the usual way."""
 
 
-class Output:
+class DirectFile:
     """What has been written is on the disk when the block ends without an error.
 
     Attributes:
@@ -89,7 +89,7 @@ class Output:
                 if error.errno != errno.EINVAL or not _through_the_cache(self._file):
                     raise
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> DirectFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -26,7 +26,7 @@ from unishard.checkpoint.finding import (
     LATEST,
     LEFT_OVER,
     STEP,
-    Found,
+    FoundCheckpoint,
     age_of,
     checkpoints,
     entries,
@@ -42,7 +42,7 @@ from unishard.errors import CheckpointError
 
 __all__ = [
     "LATEST",
-    "Found",
+    "FoundCheckpoint",
     "begin",
     "checkpoints",
     "clean",

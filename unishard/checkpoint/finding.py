@@ -14,7 +14,7 @@ __all__ = [
     "LATEST",
     "LEFT_OVER",
     "STEP",
-    "Found",
+    "FoundCheckpoint",
     "age_of",
     "checkpoints",
     "entries",
@@ -34,7 +34,7 @@ STEP = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint."""
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A complete checkpoint."""
 
     path: Path
@@ -52,7 +52,7 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / manifests.FILE).is_file()
 
 
-def checkpoints(root: Path) -> list[Found]:
+def checkpoints(root: Path) -> list[FoundCheckpoint]:
     """The complete checkpoints, by ascending step. A root that is not there has none.
 
     Raises:
@@ -61,7 +61,7 @@ def checkpoints(root: Path) -> list[Found]:
     named = {int(match[1]): root / entry for entry in entries(root) if (match := STEP.fullmatch(entry))}
     found = {old.step: old.path for old in set_aside(root)}
     found |= {step: path for step, path in named.items() if is_checkpoint(path)}
-    return [Found(found[step], step) for step in sorted(found)]
+    return [FoundCheckpoint(found[step], step) for step in sorted(found)]
 
 
 def incomplete(root: Path) -> list[str]:
@@ -125,10 +125,10 @@ def _other(where: Path) -> str:
     return "name the folder of `checkpoint.dir`, or one checkpoint in it"
 
 
-def set_aside(root: Path) -> list[Found]:
+def set_aside(root: Path) -> list[FoundCheckpoint]:
     """The complete checkpoints that were about to be replaced by others of their steps."""
     matches = [match for match in map(LEFT_OVER.fullmatch, entries(root)) if match and match["kind"] == "old"]
-    return [Found(root / match[0], int(match["step"])) for match in matches if is_checkpoint(root / match[0])]
+    return [FoundCheckpoint(root / match[0], int(match["step"])) for match in matches if is_checkpoint(root / match[0])]
 
 
 def entries(root: Path) -> list[str]:
@@ -154,7 +154,7 @@ def _named(root: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def age_of(found: Found) -> tuple[str, int] | None:
+def age_of(found: FoundCheckpoint) -> tuple[str, int] | None:
     """Sorts by when checkpoints were written; None where the manifest cannot be read."""
     try:
         return manifests.read(found.path).written, found.step

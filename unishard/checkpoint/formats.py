@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unishard.checkpoint.manifest import Group, LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.checkpoint.manifest import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
 
 if TYPE_CHECKING:
-    from unishard.checkpoint.lazy_shards import Stretch
+    from unishard.checkpoint.lazy_shards import LazyShard
 
 __all__ = ["Advance", "CheckpointFormat", "Contents", "optimizer_of", "plain"]
 
@@ -23,7 +23,7 @@ Advance = Callable[[int], None]
 class Contents:
     """A whole checkpoint as one process sees it: its facts, and its tensors before anything of them is read."""
 
-    stretches: Mapping[str, Stretch]
+    stretches: Mapping[str, LazyShard]
     """Every tensor under its name in a checkpoint of unishard (`unishard.checkpoint.keys`), each of them whole."""
     step: int
     """Accumulation windows that had ended."""
@@ -84,7 +84,7 @@ def optimizer_of(groups: Iterable[tuple[Iterable[str], Mapping[str, Any]]], keys
         keys: Of the optimizer's state, such as `exp_avg`.
     """
     facts = [
-        Group(names=list(names), options={key: value for key, value in options.items() if key != "params" and plain(value)})
+        GroupRecord(names=list(names), options={key: value for key, value in options.items() if key != "params" and plain(value)})
         for names, options in groups
     ]
     decoupled = facts[0].options.get("decoupled_weight_decay", True) if facts else True

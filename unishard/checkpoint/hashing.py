@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 
 __all__ = ["MASK", "hash_of", "hashes", "hexadecimal"]
 
@@ -63,7 +63,7 @@ def hash_of(values: Tensor, start: int = 0) -> int:
     return (total + _sum(body.view(torch.int64), (begin + head) // _WORD)) & MASK if words else total & MASK
 
 
-def hashes(parts: Mapping[str, Part], device: torch.device) -> dict[str, int]:
+def hashes(parts: Mapping[str, Shard], device: torch.device) -> dict[str, int]:
     """Of each whole, from what the ranks hold of it: one all-reduce for each group of ranks. Collective.
 
     Args:

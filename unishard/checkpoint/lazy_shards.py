@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 
-__all__ = ["Stretch", "stretch_of"]
+__all__ = ["LazyShard", "lazy_shard_of"]
 
 
-class Stretch(NamedTuple):
+class LazyShard(NamedTuple):
     """What somebody (a rank, a file) holds of a tensor. Nothing is read until `read` is called."""
 
     shape: torch.Size
@@ -27,8 +27,8 @@ class Stretch(NamedTuple):
     """The elements from one place of the flattened whole to another, both within the stretch: flat, contiguous, on any device."""
 
 
-def stretch_of(part: Part) -> Stretch:
+def lazy_shard_of(part: Shard) -> LazyShard:
     """What this rank holds of a live tensor. The memory is read when it is written to a file, not now."""
     flat = part.values.detach().reshape(-1)
     start = 0 if part.group is None else part.start
-    return Stretch(part.shape, flat.dtype, start, start + flat.numel(), lambda begin, end: flat[begin - start : end - start])
+    return LazyShard(part.shape, flat.dtype, start, start + flat.numel(), lambda begin, end: flat[begin - start : end - start])

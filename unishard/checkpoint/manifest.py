@@ -16,10 +16,10 @@ from unishard.errors import CheckpointError
 __all__ = [
     "FILE",
     "FileFacts",
-    "Group",
+    "GroupRecord",
     "LossScaleFacts",
     "Manifest",
-    "ModelFacts",
+    "ModelRecord",
     "OptimizerFacts",
     "ScheduleFacts",
     "TensorFacts",
@@ -59,7 +59,7 @@ class TensorFacts(_Facts):
     """`unishard.checkpoint.hashing`, 16 hexadecimal digits: the same however the tensor was divided."""
 
 
-class ModelFacts(_Facts):
+class ModelRecord(_Facts):
     """The model."""
 
     class_name: str
@@ -70,7 +70,7 @@ class ModelFacts(_Facts):
     """Elements of all parameters, each counted once."""
 
 
-class Group(_Facts):
+class GroupRecord(_Facts):
     """One parameter group of the optimizer."""
 
     names: list[str]
@@ -84,7 +84,7 @@ class OptimizerFacts(_Facts):
 
     class_name: str
     """Its class."""
-    groups: list[Group]
+    groups: list[GroupRecord]
     """In its order."""
 
 
@@ -125,7 +125,7 @@ class Manifest(_Facts):
     """Ranks that wrote it."""
     config: dict[str, Any] | None = None
     """The config that ran; None where the checkpoint was converted from another tool's."""
-    model: ModelFacts
+    model: ModelRecord
     """The model."""
     ties: dict[str, str] = {}
     """Other names of a parameter, to the one under which it is stored."""

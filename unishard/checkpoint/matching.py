@@ -10,7 +10,7 @@ from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import Manifest
 from unishard.errors import CheckpointError
 
-__all__ = ["Fit", "Wanted", "fit"]
+__all__ = ["Match", "Wanted", "fit"]
 
 _SHOWN = 8
 
@@ -24,7 +24,7 @@ class Wanted(NamedTuple):
     """Keys of the others, such as a step count."""
 
 
-class Fit(NamedTuple):
+class Match(NamedTuple):
     """What is to be read."""
 
     model: tuple[str, ...]
@@ -35,7 +35,7 @@ class Fit(NamedTuple):
     """What does not fit and was left out."""
 
 
-def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mapping[str, Wanted], *, strict: bool) -> Fit:
+def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mapping[str, Wanted], *, strict: bool) -> Match:
     """Compare the tensors of a checkpoint with those that run.
 
     Args:
@@ -57,7 +57,7 @@ def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mappi
             + "\n".join(problems[:_SHOWN])
             + more
         )
-    return Fit(tuple(model_names), states, tuple(problems))
+    return Match(tuple(model_names), states, tuple(problems))
 
 
 def _model(manifest: Manifest, wanted: Mapping[str, Sequence[int]], problems: list[str]) -> Iterable[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from unishard.checkpoint import directory
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.writing import Written, write
@@ -31,7 +31,7 @@ class Snapshot(NamedTuple):
 
     step: int
     """Accumulation windows that have ended; the name of the checkpoint."""
-    stretches: Mapping[str, Stretch]
+    stretches: Mapping[str, LazyShard]
     """What this rank holds of each tensor."""
     ties: Mapping[str, str]
     """Other names of parameters, to those under which they are stored."""

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.intervals import runs
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["Target", "Tensors"]
+__all__ = ["ReadRequest", "Tensors"]
 
 
-class Target(NamedTuple):
+class ReadRequest(NamedTuple):
     """Memory that wants a stretch of a tensor."""
 
     name: str
@@ -72,7 +72,7 @@ class Tensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._chunks)
 
-    def stretch(self, name: str) -> Stretch:
+    def stretch(self, name: str) -> LazyShard:
         """A whole tensor, to be read when and where it is needed.
 
         Raises:
@@ -82,11 +82,11 @@ class Tensors:
 
         def read(begin: int, end: int) -> Tensor:
             values = torch.empty(end - begin, dtype=self.dtypes[name])
-            self.read([Target(name, begin, values)])
+            self.read([ReadRequest(name, begin, values)])
             return values
 
         shape = self.shapes[name]
-        return Stretch(shape, self.dtypes[name], 0, shape.numel(), read)
+        return LazyShard(shape, self.dtypes[name], 0, shape.numel(), read)
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor in host memory."""
@@ -94,7 +94,7 @@ class Tensors:
         return stretch.read(0, stretch.end).view(stretch.shape)
 
     @torch.no_grad()
-    def read(self, targets: Iterable[Target], progress: Callable[[int], None] = lambda read: None) -> None:
+    def read(self, targets: Iterable[ReadRequest], progress: Callable[[int], None] = lambda read: None) -> None:
         """Fill memory. Each chunk of the files that is needed is read once, in the order of the files.
 
         Args:
@@ -104,7 +104,7 @@ class Tensors:
         Raises:
             CheckpointError: There is no such tensor, or a file is missing, too short or damaged.
         """
-        wanted: dict[_Chunk, list[tuple[Target, int, int, int]]] = {}
+        wanted: dict[_Chunk, list[tuple[ReadRequest, int, int, int]]] = {}
         for target in targets:
             filled = 0
             for chunk in self._of(target.name):
@@ -170,7 +170,7 @@ class Tensors:
         return values.reshape(-1)
 
 
-def _common(chunk: _Chunk, target: Target) -> Iterator[tuple[int, int, int]]:
+def _common(chunk: _Chunk, target: ReadRequest) -> Iterator[tuple[int, int, int]]:
     """What a chunk has of what is wanted: where in the chunk, where in the target, how much."""
     begin, end = target.start, target.start + target.values.numel()
     if chunk.sizes and 0 not in chunk.sizes:

@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from unishard.checkpoint import dcp, keys
-from unishard.checkpoint.direct_file import BUFFER, Output
+from unishard.checkpoint.direct_file import BUFFER, DirectFile
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.intervals import boxes
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.metadata import FILE
 from unishard.checkpoint.records import envelope_of
 from unishard.errors import CheckpointError
@@ -68,7 +68,7 @@ class Written(NamedTuple):
 
 def write(
     folder: Path,
-    stretches: Mapping[str, Stretch],
+    stretches: Mapping[str, LazyShard],
     *,
     ties: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -136,7 +136,7 @@ def _cause(error: BaseException) -> str:
 class _Planner(DefaultSavePlanner):
     """Says which boxes this rank holds; the base class divides what several ranks hold, and checks that nothing is missing."""
 
-    def __init__(self, stretches: Mapping[str, Stretch]) -> None:
+    def __init__(self, stretches: Mapping[str, LazyShard]) -> None:
         super().__init__()
         self._stretches = stretches
 
@@ -171,7 +171,7 @@ def _start(item: WriteItem) -> int:
     return sum(offset * math.prod(data.size[dim + 1 :]) for dim, offset in enumerate(data.chunk.offsets))
 
 
-def _items(name: str, stretch: Stretch) -> list[WriteItem]:
+def _items(name: str, stretch: LazyShard) -> list[WriteItem]:
     length = max(1, CHUNK // stretch.dtype.itemsize)
     # Cut at multiples of the length, so that all who hold the same elements cut them alike.
     cuts = [stretch.start, *range((stretch.start // length + 1) * length, stretch.end, length), stretch.end]
@@ -217,7 +217,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
         results: list[WriteResult] = []
-        with Output(Path(self.path) / name) as file:
+        with DirectFile(Path(self.path) / name) as file:
             for item in plan.items:
                 begin = file.size
                 self._put(file, item, planner.resolve_data(item).detach().cpu())
@@ -227,7 +227,7 @@ class _Writer(FileSystemWriter):
         future.set_result(results)
         return future
 
-    def _put(self, file: Output, item: WriteItem, values: Tensor) -> None:
+    def _put(self, file: DirectFile, item: WriteItem, values: Tensor) -> None:
         """Write one record. All that is to be known of the data is found block by block, while a processor's cache still has it."""
         before, after = envelope_of(values)
         name, start, flat = item.index.fqn, _start(item), values.reshape(-1)

@@ -15,10 +15,10 @@ from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import Manifest, TensorFacts
 from unishard.cli.report import value_of
 
-__all__ = ["Kind", "bytes_of", "facts_of", "groups_of", "kinds_of", "local", "place_of", "size", "size_of"]
+__all__ = ["TensorKind", "bytes_of", "facts_of", "groups_of", "kinds_of", "local", "place_of", "size", "size_of"]
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """All tensors of one kind, those that share their elements counted once."""
 
     name: str
@@ -114,14 +114,14 @@ def _rate(rate: Any) -> str:
     return f"{rate:.6g}" if isinstance(rate, float) else str(rate)
 
 
-def kinds_of(manifest: Manifest) -> list[Kind]:
+def kinds_of(manifest: Manifest) -> list[TensorKind]:
     """The tensors, counted by kind."""
     kinds: dict[str, list[TensorFacts]] = defaultdict(list)
     for name, facts in manifest.tensors.items():
         if keys.parameter_of(name) not in manifest.ties:
             kinds[_kind(name, manifest)].append(facts)
     return [
-        Kind(
+        TensorKind(
             name,
             len(facts),
             sum(math.prod(each.shape) for each in facts),

@@ -15,7 +15,7 @@ from unishard.errors import UnishardError
 from unishard.mapping.entries import Verdict
 
 if TYPE_CHECKING:
-    from unishard.formats.surveying import Found, Unreadable
+    from unishard.formats.surveying import FoundConfig, UnreadableConfig
 
 __all__ = ["migrate"]
 
@@ -40,21 +40,21 @@ def migrate(
     passed over.
     """
     from unishard.formats import catalog
-    from unishard.formats.surveying import Found, Unreadable, survey
+    from unishard.formats.surveying import FoundConfig, UnreadableConfig, survey
 
     if not folder.is_dir():
         raise UnishardError(f"{folder}: is no folder; name the folder of a project")
     catalog.get(to)
     seen = list(survey(folder, to))
-    configs = [one for one in seen if isinstance(one, Found)]
-    broken = [one for one in seen if isinstance(one, Unreadable)]
+    configs = [one for one in seen if isinstance(one, FoundConfig)]
+    broken = [one for one in seen if isinstance(one, UnreadableConfig)]
     if report is MigrateForm.JSON:
         typer.echo(json.dumps({"to": to, "configs": list(map(_object, configs)), "unreadable": [_unread(one) for one in broken]}, indent=2))
         return
     _show(configs, broken, to)
 
 
-def _show(configs: list[Found], broken: list[Unreadable], to: str) -> None:
+def _show(configs: list[FoundConfig], broken: list[UnreadableConfig], to: str) -> None:
     columns = ("config", "format", "engine", "strategy", "precision", f"to {to}", "keys")
     if configs and is_narrow(len(columns), sys.stdout):
         show_blocks(((one.path, list(zip(columns[1:], _cells(one)[1:], strict=True))) for one in configs), sys.stdout)
@@ -65,12 +65,12 @@ def _show(configs: list[Found], broken: list[Unreadable], to: str) -> None:
     typer.echo(f"{len(configs)} configs, {sum(one.status == 0 for one in configs)} translate to {to}, {len(broken)} cannot be read")
 
 
-def _cells(one: Found) -> tuple[str, ...]:
+def _cells(one: FoundConfig) -> tuple[str, ...]:
     counts = ", ".join(f"{count} {verdict}" for verdict, count in one.counts.items() if count)
     return (one.path, one.format, one.backend, one.strategy, one.precision, _OUTCOMES[one.status], counts)
 
 
-def _object(one: Found) -> dict[str, object]:
+def _object(one: FoundConfig) -> dict[str, object]:
     return {
         "path": one.path,
         "format": one.format,
@@ -82,5 +82,5 @@ def _object(one: Found) -> dict[str, object]:
     }
 
 
-def _unread(one: Unreadable) -> dict[str, str]:
+def _unread(one: UnreadableConfig) -> dict[str, str]:
     return {"path": one.path, "why": one.why}

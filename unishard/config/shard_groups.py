@@ -6,10 +6,10 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["check_groups", "parts"]
+__all__ = ["check_groups", "shard_group_size"]
 
 
-def parts(cfg: Config, topology: Topology) -> int:
+def shard_group_size(cfg: Config, topology: Topology) -> int:
     """Ranks that share one copy: one with `no_shard`, a group with the hybrid strategies, all of them otherwise."""
     if cfg.sharding.strategy == "no_shard":
         return 1
@@ -26,7 +26,7 @@ def check_groups(cfg: Config, topology: Topology) -> None:
     """
     if not cfg.sharding.hybrid:
         return
-    world, size = topology.world_size, parts(cfg, topology)
+    world, size = topology.world_size, shard_group_size(cfg, topology)
     said = f"is {size}" if cfg.sharding.group_size else f"is left out, and a node has {size} rank{'s' if size > 1 else ''}"
     if world % size:
         fitting = [str(number) for number in range(2, world + 1) if world % number == 0]

@@ -13,7 +13,7 @@ from unishard.data.batches import length_of
 from unishard.data.loader import ShareLoader
 from unishard.errors import DataError
 
-__all__ = ["Position", "Reading", "StatefulLoader", "epoch_of", "of_rank", "resume"]
+__all__ = ["LoaderPass", "Position", "StatefulLoader", "epoch_of", "of_rank", "resume"]
 
 Position = dict[str, Any]
 """The kind of loader, the batches of its epoch that were read (0 after the last one), and the loader's own state."""
@@ -37,7 +37,7 @@ class StatefulLoader(Protocol):
         ...
 
 
-class Reading(Iterable[Any]):
+class LoaderPass(Iterable[Any]):
     """One pass over a training loader, from where it stands to the end of its epoch. Its length is that of what is left.
 
     Before the last batch that is trained on is handed out, the loader is run to its end, so that its position says that the

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Self
 
-__all__ = ["Gap", "Run"]
+__all__ = ["CurveGap", "Run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class CurveGap:
     """Where two curves are furthest apart."""
 
     step: int

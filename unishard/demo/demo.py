@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from unishard.demo.curves import Gap, Run
+from unishard.demo.curves import CurveGap, Run
 from unishard.demo.training import DemoError, train
 from unishard.errors import BackendError
 
@@ -41,7 +41,7 @@ def run_demo(*, out: Path, world_size: int = 2, steps: int = 60) -> None:
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
     runs = [train(backend, out / f"{backend}.json", world_size=world_size, steps=steps, console=console) for backend in BACKENDS]
-    gap = Gap.between(runs[0], runs[1])
+    gap = CurveGap.between(runs[0], runs[1])
     console.print(_table(runs))
     console.print(
         f"largest difference of the two curves: {gap.absolute:.1e} ({gap.relative:.1e} of the loss) at step {gap.step} of {steps}",

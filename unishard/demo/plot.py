@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from unishard.demo.curves import Gap, Run
+from unishard.demo.curves import CurveGap, Run
 
 __all__ = ["plot"]
 
@@ -31,7 +31,7 @@ def plot(one: Run, other: Run, path: Path) -> None:
     curves.set_ylabel("training loss")
     curves.legend(frameon=False)
 
-    relative = [gap.relative for gap in Gap.each(one, other)]
+    relative = [gap.relative for gap in CurveGap.each(one, other)]
     gaps.bar(updates, relative, color=_THIN, width=0.8)
     gaps.set_ylabel("relative\ndifference")
     gaps.set_xlabel("update")

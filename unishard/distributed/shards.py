@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Part", "norms", "whole", "write"]
+__all__ = ["Shard", "full_tensor", "shard_norms", "write_shard"]
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """What this rank holds of a tensor."""
 
     shape: torch.Size
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     """The ranks whose stretches make the whole, without overlap; None where this rank holds all of it."""
 
 
-def whole(part: Part, device: torch.device) -> Tensor:
+def full_tensor(part: Shard, device: torch.device) -> Tensor:
     """A copy of the whole on a device, fp32. Collective."""
     if part.group is None:
         return torch.empty(part.shape, dtype=torch.float32, device=device).copy_(part.values)
@@ -37,7 +37,7 @@ def whole(part: Part, device: torch.device) -> Tensor:
     return flat.view(part.shape)
 
 
-def write(part: Part, value: Tensor) -> None:
+def write_shard(part: Shard, value: Tensor) -> None:
     """Put this rank's part of a whole into its place."""
     if part.group is None:
         part.values.copy_(value)
@@ -45,7 +45,7 @@ def write(part: Part, value: Tensor) -> None:
         part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
 
 
-def norms(parts: Mapping[str, Part], device: torch.device) -> dict[str, float]:
+def shard_norms(parts: Mapping[str, Shard], device: torch.device) -> dict[str, float]:
     """L2 norm of each whole, taken in fp32 and summed in fp64: one all-reduce for each group of ranks. Collective."""
     held = list(parts.values())
     squares = torch.zeros(len(held), dtype=torch.float64, device=device)

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Config
 from unishard.distributed.broadcast import broadcast
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard.engine.engine import TrainingEngine
 from unishard.engine.loop.frozen import tensors_in
 from unishard.engine.loop.lockstep import Call
@@ -22,7 +22,7 @@ from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.errors import ContractError
 from unishard.plugins.backend import Placement
 
-__all__ = ["UntrainedEngine", "WholeEngine", "hold_whole", "to_compute_format"]
+__all__ = ["UntrainedEngine", "WholeEngine", "cast_to_compute", "replicate_for_inference"]
 
 
 class _NoOptimizer:
@@ -71,7 +71,7 @@ class UntrainedEngine(TrainingEngine):
     def _settle_state(self) -> None:
         """Nothing is gathered between two forwards, unless a subclass keeps it."""
 
-    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
         return {}
 
     def _make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
@@ -154,7 +154,7 @@ class UntrainedEngine(TrainingEngine):
         )
 
 
-def to_compute_format(tensors: Iterable[Tensor], cfg: Config) -> None:
+def cast_to_compute(tensors: Iterable[Tensor], cfg: Config) -> None:
     """Cast floating-point parameters, and freeze them all; buffers keep their format."""
     dtype = DTYPES[cfg.precision.compute]
     for tensor in tensors:
@@ -175,8 +175,8 @@ class WholeEngine(UntrainedEngine):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
 
-    def _master_part(self, parameter: nn.Parameter) -> Part:
-        return Part(parameter.shape, parameter.detach())
+    def _master_part(self, parameter: nn.Parameter) -> Shard:
+        return Shard(parameter.shape, parameter.detach())
 
     def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """There is one copy."""
@@ -196,7 +196,7 @@ class WholeEngine(UntrainedEngine):
             hook.remove()
 
 
-def hold_whole(model: nn.Module, cfg: Config, device: torch.device, units: Iterable[str]) -> WholeEngine:
+def replicate_for_inference(model: nn.Module, cfg: Config, device: torch.device, units: Iterable[str]) -> WholeEngine:
     """Bring rank 0's model whole onto every rank, in the compute format. Collective.
 
     Args:
@@ -209,7 +209,7 @@ def hold_whole(model: nn.Module, cfg: Config, device: torch.device, units: Itera
     for parameter in model.parameters():  # one by one, so that nothing is whole in two formats
         materialize([parameter], device)
         broadcast([parameter])
-        to_compute_format([parameter], cfg)
+        cast_to_compute([parameter], cfg)
     buffers = list(model.buffers())
     materialize(buffers, device)
     broadcast(buffers)

@@ -10,14 +10,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config, Sharding, expect_config, leaves, value_at
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.distributed import collective_check, devices, process_group
-from unishard.engine.inference import hold_whole
+from unishard.engine.inference import replicate_for_inference
 from unishard.engine.model import activation_checkpointing, compilation, materialization
-from unishard.engine.model.dtypes import bring_into_format
+from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
-from unishard.engine.model.units import Unit, find_units, find_whole
+from unishard.engine.model.units import Unit, find_conditional, find_units
 from unishard.engine.optim import optimizers
 from unishard.engine.optim.builder import Recipe
 from unishard.engine.optim.schedulers import SchedulerFactory
@@ -84,7 +84,9 @@ def prepare(
     topology = process_group.ensure(Topology.from_environment())
     collective_check.meet("unishard.prepare")
     # First of all: whatever is refused below is then refused on every rank, and none is left waiting.
-    facts_of_config = {path: value_at(cfg, path) for path, _ in leaves(Config)} | {"ranks that share one copy": parts(cfg, topology)}
+    facts_of_config = {path: value_at(cfg, path) for path, _ in leaves(Config)} | {
+        "ranks that share one copy": shard_group_size(cfg, topology)
+    }
     process_group.agree(facts_of_config, "configs")
     process_group.agree({"train": train} | description_of(model), "models")
     process_group.agree(optimizers.description_of(optimizer, model), "optimizers")
@@ -99,7 +101,7 @@ def prepare(
     facts = facts_of(model, cfg.sharding, train=train)
     materialization.check(model)
     sharded = cfg.sharding.strategy != "no_shard"
-    find_whole(model, cfg.sharding)  # refuses what is not there, also where nothing is sharded
+    find_conditional(model, cfg.sharding)  # refuses what is not there, also where nothing is sharded
     units = find_units(model, cfg.sharding) if sharded else []
     recomputed, compiled = activation_checkpointing.find(model, cfg), compilation.find(model, cfg)
     recipe = Recipe(cfg, model, optimizer, scheduler) if train else None
@@ -109,12 +111,12 @@ def prepare(
         if given:
             raise ConfigError([Problem(name, "was given to prepare with train=False, which updates nothing; remove it") for name in given])
         _prepared.add(model)
-        bring_into_format(model, cfg.precision, train=False)
+        cast_model(model, cfg.precision, train=False)
         compilation.apply(compiled, cfg.compile)
         return _evaluated(model, cfg, backend, translation, topology, units, facts)
     _prepared.add(model)
     kind = type(model).__name__  # `fully_shard` makes another of it
-    bring_into_format(model, cfg.precision)
+    cast_model(model, cfg.precision)
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and gathers once.
     activation_checkpointing.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
     compilation.apply(compiled, cfg.compile)
@@ -124,7 +126,7 @@ def prepare(
     if recipe.scheduler is not None:
         engine.follow(recipe.scheduler)
     names = [unit.name for unit in units]
-    verify(engine.placement(), facts, cfg, engine.device, engine=translation.engine, units=names, parts=parts(cfg, topology))
+    verify(engine.placement(), facts, cfg, engine.device, engine=translation.engine, units=names, parts=shard_group_size(cfg, topology))
     torch.manual_seed(cfg.training.seed + topology.rank)
     return engine
 
@@ -147,6 +149,6 @@ def _evaluated(
     else:
         names, runs = [], type(model).__name__
         casting = [unit.name for unit in find_units(model, Sharding())]
-        engine = hold_whole(model, cfg, process_group.device_of(topology), casting)
-    verify(engine.placement(), facts, cfg, engine.device, engine=runs, units=names, parts=parts(cfg, topology))
+        engine = replicate_for_inference(model, cfg, process_group.device_of(topology), casting)
+    verify(engine.placement(), facts, cfg, engine.device, engine=runs, units=names, parts=shard_group_size(cfg, topology))
     return engine

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from unishard.errors import CheckpointError
 from unishard.export.plan import DTYPES
 
-__all__ = ["FOLDER", "INDEX", "Assets", "Piece", "require_inside"]
+__all__ = ["FOLDER", "INDEX", "Assets", "TensorSlice", "require_inside"]
 
 FOLDER = "assets/"
 """Where they lie in a checkpoint."""
@@ -26,7 +26,7 @@ INDEX = FOLDER + "export.json"
 _CONFIG = "config.json"
 
 
-class Piece(BaseModel):
+class TensorSlice(BaseModel):
     """A part of a tensor that lies in one stretch of it, such as one expert's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,7 +40,7 @@ class _Index(BaseModel):
 
     kind: Literal["model", "adapter", "plain"]
     names: dict[str, dict[str, str]]
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorSlice] = {}
     refusal: str | None = None
 
 
@@ -53,7 +53,7 @@ class Assets(_Index):
     """A model of transformers, adapters of PEFT, or any other module, which has tensors alone."""
     names: dict[str, dict[str, str]]
     """By file, without its ending: the name in the model of each exported tensor, by its name in the file."""
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorSlice] = {}
     """By the name in the file: exported tensors that are not the whole of the model's."""
     refusal: str | None = None
     """Why the model cannot be exported, and what instead; it can be trained and saved all the same."""

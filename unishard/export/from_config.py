@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard.export import pretrained
 from unishard.export.assets import Assets
@@ -15,7 +15,7 @@ from unishard.export.assets import Assets
 __all__ = ["assets_of"]
 
 
-def assets_of(folder: Path, stretches: Mapping[str, Stretch]) -> Assets:
+def assets_of(folder: Path, stretches: Mapping[str, LazyShard]) -> Assets:
     """What `save_pretrained` would write of the model that a folder describes, its tensors apart. The model is made without data.
 
     Args:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
-from unishard.export.assets import Assets, Piece
-from unishard.export.plan import Entry, File, bytes_of, index_of, plan
+from unishard.export.assets import Assets, TensorSlice
+from unishard.export.plan import ExportedTensor, File, bytes_of, index_of, plan
 
 __all__ = ["Layout", "lay_out"]
 
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
         return hashlib.sha256(b"".join(file.name.encode() + file.header for file in self.files)).hexdigest()
 
 
-def lay_out(assets: Assets, stretches: Mapping[str, Stretch], dtype: str | None, max_shard_size: int | str) -> Layout:
+def lay_out(assets: Assets, stretches: Mapping[str, LazyShard], dtype: str | None, max_shard_size: int | str) -> Layout:
     """Plan the files of an export.
 
     Args:
@@ -74,7 +74,7 @@ def lay_out(assets: Assets, stretches: Mapping[str, Stretch], dtype: str | None,
     return Layout(files, others, target)
 
 
-def _entry(name: str, source: str, piece: Piece | None, stretches: Mapping[str, Stretch], target: torch.dtype) -> Entry:
+def _entry(name: str, source: str, piece: TensorSlice | None, stretches: Mapping[str, LazyShard], target: torch.dtype) -> ExportedTensor:
     try:
         stretch = stretches[source]
     except KeyError:
@@ -82,7 +82,7 @@ def _entry(name: str, source: str, piece: Piece | None, stretches: Mapping[str, 
     start, shape = (piece.start, tuple(piece.shape)) if piece else (0, tuple(stretch.shape))
     if not 0 <= start <= start + math.prod(shape) <= stretch.shape.numel():
         raise CheckpointError(f"{name} is to be a piece of {source} that lies outside it; the names of the export are damaged")
-    return Entry(name, source, shape, target if stretch.dtype.is_floating_point else stretch.dtype, start)
+    return ExportedTensor(name, source, shape, target if stretch.dtype.is_floating_point else stretch.dtype, start)
 
 
 def _refuse_empty(files: list[File]) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.export.assets import Assets
 from unishard.export.sources import sources_of
 
 __all__ = ["assets_of"]
 
 
-def assets_of(module: nn.Module, stretches: Mapping[str, Stretch]) -> Assets:
+def assets_of(module: nn.Module, stretches: Mapping[str, LazyShard]) -> Assets:
     """What an export needs of a model beside its tensors. Raises nothing because of the model: see `Assets.refusal`.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unishard.checkpoint import keys, manifest
 from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
@@ -90,7 +90,7 @@ def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
     return from_config.assets_of(model, stretches)
 
 
-def _checked(stretch: Stretch, folder: Path, source: str, facts: Manifest) -> Stretch:
+def _checked(stretch: LazyShard, folder: Path, source: str, facts: Manifest) -> LazyShard:
     """The same, and an error when its last element has been read and it is not what was saved. Its elements are read once, in any order."""
     wanted = facts.tensors[keys.PARAMETERS + source].hash
     seen, so_far = 0, 0

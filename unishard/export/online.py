@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import RankMismatchError
 from unishard.export import tokenizers
 from unishard.export.layout import Layout, lay_out
@@ -23,7 +23,7 @@ __all__ = ["export"]
 def export(
     folder: str | Path,
     module: nn.Module,
-    stretches: Mapping[str, Stretch],
+    stretches: Mapping[str, LazyShard],
     *,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",

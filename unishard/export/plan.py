@@ -13,7 +13,7 @@ import torch
 
 from unishard.errors import CheckpointError
 
-__all__ = ["DTYPES", "Entry", "File", "Place", "bytes_of", "index_of", "plan"]
+__all__ = ["DTYPES", "ExportedTensor", "File", "FilePlace", "bytes_of", "index_of", "plan"]
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What floating tensors may be exported in, by the word in the config."""
@@ -37,7 +37,7 @@ _WORDS: Mapping[torch.dtype, str] = {
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-class Entry(NamedTuple):
+class ExportedTensor(NamedTuple):
     """A tensor that is to be exported."""
 
     name: str
@@ -51,10 +51,10 @@ class Entry(NamedTuple):
     """Where it begins in the flattened tensor of the model, which may hold several."""
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A tensor's place in its file."""
 
-    entry: Entry
+    entry: ExportedTensor
     at: int
     """First byte."""
 
@@ -64,7 +64,7 @@ class File(NamedTuple):
 
     name: str
     header: bytes
-    places: tuple[Place, ...]
+    places: tuple[FilePlace, ...]
     size: int
 
 
@@ -86,7 +86,7 @@ def bytes_of(size: int | str) -> int:
     return wanted
 
 
-def plan(entries: Iterable[Entry], stem: str, max_bytes: int | None) -> list[File]:
+def plan(entries: Iterable[ExportedTensor], stem: str, max_bytes: int | None) -> list[File]:
     """Divide tensors into files: in the natural order of their names, as many in one file as it may hold.
 
     Args:
@@ -97,7 +97,7 @@ def plan(entries: Iterable[Entry], stem: str, max_bytes: int | None) -> list[Fil
     Raises:
         CheckpointError: A tensor has a dtype that safetensors does not know.
     """
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[ExportedTensor]] = [[]]
     filled = 0
     for entry in sorted(entries, key=lambda each: _natural(each.name)):
         size = _bytes(entry)
@@ -118,7 +118,7 @@ def index_of(files: Sequence[File]) -> bytes:
     return (json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _file(name: str, group: Sequence[Entry]) -> File:
+def _file(name: str, group: Sequence[ExportedTensor]) -> File:
     # Wide formats first, as safetensors itself does: every tensor then begins at a multiple of its element's size.
     ordered = sorted(group, key=lambda each: -each.dtype.itemsize)
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -131,11 +131,11 @@ def _file(name: str, group: Sequence[Entry]) -> File:
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    places = tuple(Place(entry, len(header) + start) for entry, start in zip(ordered, starts, strict=True))
+    places = tuple(FilePlace(entry, len(header) + start) for entry, start in zip(ordered, starts, strict=True))
     return File(name, header, places, len(header) + end)
 
 
-def _word(entry: Entry) -> str:
+def _word(entry: ExportedTensor) -> str:
     try:
         return _WORDS[entry.dtype]
     except KeyError:
@@ -144,7 +144,7 @@ def _word(entry: Entry) -> str:
         ) from None
 
 
-def _bytes(entry: Entry) -> int:
+def _bytes(entry: ExportedTensor) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
 
 

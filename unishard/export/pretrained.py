@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
-from unishard.export.assets import Assets, Piece
+from unishard.export.assets import Assets, TensorSlice
 from unishard.export.sources import class_of, sources_of
 from unishard.patches import CORE_PATCHES
 
@@ -27,12 +27,11 @@ __all__ = ["assets_of"]
 _VIEWS = CORE_PATCHES["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, and an export copies stretches of tensors"
 _INSTEAD = (
-    "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), "
-    "and call its save_pretrained"
+    "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), and call its save_pretrained"
 )
 
 
-def assets_of(model: Any, stretches: Mapping[str, Stretch]) -> Assets:
+def assets_of(model: Any, stretches: Mapping[str, LazyShard]) -> Assets:
     """What `save_pretrained` would write, its tensors apart."""
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -47,14 +46,14 @@ def assets_of(model: Any, stretches: Mapping[str, Stretch]) -> Assets:
     )
 
 
-def _shape(source: str, stretches: Mapping[str, Stretch]) -> torch.Size:
+def _shape(source: str, stretches: Mapping[str, LazyShard]) -> torch.Size:
     try:
         return stretches[source].shape
     except KeyError:
         raise CheckpointError(f"{source} is to be exported and is not among the {len(stretches)} tensors that are there") from None
 
 
-def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, str], dict[str, Piece], str | None]:
+def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, str], dict[str, TensorSlice], str | None]:
     """What files hold of the tensors of a model: transformers' own conversion, made on tensors without data.
 
     Args:
@@ -77,14 +76,14 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, 
     except Exception as error:  # whatever it is, a model that can be trained must be saved
         return {}, {}, f"{type(model).__name__}: {_CONVERTED} ({error}); {_INSTEAD}"
     names: dict[str, str] = {}
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorSlice] = {}
     for exported, tensor in found.items():
         name = name_of.get(tensor.untyped_storage()._cdata)
         if name is None or not tensor.is_contiguous() or tensor._version:  # a copy, rearranged, or changed in place
             return {}, {}, f"{exported} of {type(model).__name__}: {_CONVERTED}; {_INSTEAD}"
         names[exported] = name
         if tensor.shape != shapes[name]:
-            pieces[exported] = Piece(start=int(tensor.storage_offset()), shape=list(tensor.shape))
+            pieces[exported] = TensorSlice(start=int(tensor.storage_offset()), shape=list(tensor.shape))
     return names, pieces, None
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard.export.file_sizes import missing, share
-from unishard.export.plan import Entry, File
+from unishard.export.plan import ExportedTensor, File
 from unishard.export.ranks import Ranks
 
 __all__ = ["BLOCK", "require_free", "write"]
@@ -31,7 +31,7 @@ Advance = Callable[[int], None]
 
 def write(
     folder: Path,
-    stretches: Mapping[str, Stretch],
+    stretches: Mapping[str, LazyShard],
     files: Sequence[File],
     others: Mapping[str, bytes],
     ranks: Ranks,
@@ -96,12 +96,12 @@ def _begin(folder: Path, files: Sequence[File]) -> str:
     return str(draft)
 
 
-def _held(stretches: Mapping[str, Stretch], files: Sequence[File]) -> dict[str, tuple[int, int]]:
+def _held(stretches: Mapping[str, LazyShard], files: Sequence[File]) -> dict[str, tuple[int, int]]:
     sources = dict.fromkeys(place.entry.source for file in files for place in file.places)
     return {source: (stretches[source].start, stretches[source].end) for source in sources}
 
 
-def _refuse_gaps(stretches: Mapping[str, Stretch], held: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+def _refuse_gaps(stretches: Mapping[str, LazyShard], held: Sequence[Mapping[str, tuple[int, int]]]) -> None:
     for source in held[0]:
         gap = missing([theirs[source] for theirs in held], stretches[source].shape.numel())
         if gap is not None:
@@ -111,7 +111,7 @@ def _refuse_gaps(stretches: Mapping[str, Stretch], held: Sequence[Mapping[str, t
 def _fill(
     draft: Path,
     folder: Path,
-    stretches: Mapping[str, Stretch],
+    stretches: Mapping[str, LazyShard],
     files: Sequence[File],
     held: Sequence[Mapping[str, tuple[int, int]]],
     rank: int,
@@ -130,7 +130,7 @@ def _fill(
                 os.close(descriptor)
 
 
-def _put(descriptor: int, at: int, entry: Entry, stretch: Stretch, begin: int, end: int, advance: Advance) -> None:
+def _put(descriptor: int, at: int, entry: ExportedTensor, stretch: LazyShard, begin: int, end: int, advance: Advance) -> None:
     length = max(1, BLOCK // stretch.dtype.itemsize)
     while begin < end:
         until = min(end, (begin // length + 1) * length)
@@ -144,7 +144,7 @@ def _put(descriptor: int, at: int, entry: Entry, stretch: Stretch, begin: int, e
 
 
 @torch.no_grad()
-def _cast(values: Tensor, entry: Entry) -> Tensor:
+def _cast(values: Tensor, entry: ExportedTensor) -> Tensor:
     """In the format of the file: cast on the CPU wherever the values lie, so that it is rounded alike (to nearest, ties to even)."""
     values = values.detach().cpu()
     cast = values.to(entry.dtype).contiguous()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unishard.config import Config, leaves, value_at
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import Entry
 from unishard.mapping.rules import flat
 
@@ -35,7 +35,7 @@ class Difference:
     b: Side
 
 
-def compare(a: Reading, b: Reading) -> tuple[Difference, ...]:
+def compare(a: ReadDocument, b: ReadDocument) -> tuple[Difference, ...]:
     """The fields in which two configs differ in meaning, in the order of the schema; settings that only one engine has come last.
 
     What a tool assumes counts as said. A field about which a config says nothing has unishard's default, which is that of its tool, or
@@ -66,7 +66,7 @@ def _open(side: Side) -> bool:
     return not side.said and side.origin != _NOT_SAID
 
 
-def _sides(reading: Reading) -> dict[str, Side]:
+def _sides(reading: ReadDocument) -> dict[str, Side]:
     deciders = dict(_deciders(reading))
     found = {}
     for path, _ in leaves(Config):
@@ -82,14 +82,14 @@ def _sides(reading: Reading) -> dict[str, Side]:
     return found | dict(_native(reading))
 
 
-def _deciders(reading: Reading) -> Iterator[tuple[str, Entry]]:
+def _deciders(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
     """The entry that decides each field; the first counts, as all that stand agree."""
     for entry in reversed(reading.entries):
         for field in entry.meaning.fields:
             yield field, entry
 
 
-def _origin(entry: Entry | None, reading: Reading) -> str:
+def _origin(entry: Entry | None, reading: ReadDocument) -> str:
     if entry is None or _overridden(entry, reading):
         return "override"
     if entry.assumed:
@@ -98,7 +98,7 @@ def _origin(entry: Entry | None, reading: Reading) -> str:
     return f"{entry.key}, line {line}" if line else entry.key
 
 
-def _overridden(entry: Entry, reading: Reading) -> bool:
+def _overridden(entry: Entry, reading: ReadDocument) -> bool:
     """Whether the config holds something else than the entry said."""
     return any(_listed(value) != _listed(value_at(reading.config, field)) for field, value in entry.meaning.fields.items())
 
@@ -107,13 +107,13 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _native(reading: Reading) -> Iterator[tuple[str, Side]]:
+def _native(reading: ReadDocument) -> Iterator[tuple[str, Side]]:
     deciders = {f"native.{key}": entry for entry in reading.entries for key in entry.meaning.native}
     for key, value in flat({"native": reading.config.native}):
         if key != "native":
             yield key, Side(value, _origin(deciders.get(key), reading), said=True)
 
 
-def _ranks(reading: Reading) -> dict[str, Side]:
+def _ranks(reading: ReadDocument) -> dict[str, Side]:
     """The number of ranks, which no field holds but some tools' configs do."""
     return {_RANKS: Side(reading.topology.world_size, "ranks that it speaks of", said=True)} if reading.topology else {}

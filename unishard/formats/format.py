@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from unishard.config.topology import Topology
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 from unishard.mapping.entries import Expressed, Expression, Key
 from unishard.mapping.rules import Native
@@ -42,7 +42,7 @@ class Format(Protocol):
         """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
         ...
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What a document says. Pure but for files that the document names.
 
         Raises:
@@ -50,10 +50,10 @@ class Format(Protocol):
         """
         ...
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The document that says `reading.config`, and what became of each field. Pure."""
         ...
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """The text of a document."""
         ...

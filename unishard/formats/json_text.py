@@ -13,7 +13,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 from unishard.errors import ConfigError, Problem
-from unishard.loading import Origins, Place
+from unishard.loading import Origin, Origins
 
 __all__ = ["BrokenJson", "looks_like_json", "parse"]
 
@@ -59,7 +59,7 @@ class _Reader:
     def __init__(self, text: str, name: str) -> None:
         self._text, self._name = text, name
         self._at, self._line, self._counted = 0, 1, 0
-        self.origins = Origins(Place(name, 1))
+        self.origins = Origins(Origin(name, 1))
         self.problems: list[Problem] = []
         self._lenient: dict[str, int] = {}
 
@@ -102,7 +102,7 @@ class _Reader:
             if key in found:
                 first = self.origins.of(here).line
                 self._find(here, f"is written twice, first on line {first}; keep one of the two", line)
-            self.origins.add(here, Place(self._name, line))
+            self.origins.add(here, Origin(self._name, line))
             found.setdefault(key, self._value(here))
         return found
 
@@ -180,7 +180,7 @@ class _Reader:
         return BrokenJson(what, self._here())
 
     def _problem(self, keys: tuple[str | int, ...], what: str) -> ConfigError:
-        return ConfigError([Problem(".".join(map(str, keys)), what, str(Place(self._name, self._here())))])
+        return ConfigError([Problem(".".join(map(str, keys)), what, str(Origin(self._name, self._here())))])
 
     def _find(self, keys: tuple[str | int, ...], what: str, line: int) -> None:
-        self.problems.append(Problem(".".join(map(str, keys)), what, str(Place(self._name, line))))
+        self.problems.append(Problem(".".join(map(str, keys)), what, str(Origin(self._name, line))))

@@ -21,14 +21,14 @@ from unishard.loading.validation import dotted, findings_of
 from unishard.mapping.entries import Entry, Undecided, Verdict
 from unishard.mapping.rules import merge, nested
 
-__all__ = ["Reading", "assemble", "default_of"]
+__all__ = ["ReadDocument", "assemble", "default_of"]
 
 _LEFT_OUT: Any = object()
 _FIELDS = dict(leaves(Config))
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadDocument:
     """What a document says, in the config's words."""
 
     format: str
@@ -51,7 +51,7 @@ def assemble(
     *,
     overrides: Iterable[str] = (),
     topology: Topology | None = None,
-) -> Reading:
+) -> ReadDocument:
     """Put a config together from what the entries say.
 
     An entry that contradicts an earlier one, or that the schema refuses, is refused in the reading, with the reason; the others stand.
@@ -83,7 +83,7 @@ def assemble(
             continue
         undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
         decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}
-        return Reading(name, source, tuple(found), config, decided, undecided, topology)
+        return ReadDocument(name, source, tuple(found), config, decided, undecided, topology)
 
 
 def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:

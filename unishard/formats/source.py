@@ -13,7 +13,7 @@ from typing import Any
 
 from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
-from unishard.loading import Origins, Place
+from unishard.loading import Origin, Origins
 from unishard.loading.document import from_text, text_of
 from unishard.loading.validation import Finding
 
@@ -62,7 +62,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     if isinstance(source, Source):
         return source
     if isinstance(source, Mapping):
-        return _checked(Source("", source, Origins(Place(""))))
+        return _checked(Source("", source, Origins(Origin(""))))
     path = Path(source)
     content = text_of(path)
     data, origins, warnings, repeats = _parsed(content, path)
@@ -75,7 +75,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
 
 def _parsed(content: str, path: Path) -> _Parsed:
     if path.suffix.lower() == ".toml":
-        return _toml(content, path), Origins(Place(str(path))), [], []
+        return _toml(content, path), Origins(Origin(str(path))), [], []
     if not looks_like_json(content):
         return _not_json(content, path)
     try:
@@ -190,4 +190,4 @@ def _problem(keys: tuple[str | int, ...], what: str, source: Source) -> Problem:
 
 
 def _whole(path: Path, what: str, line: int | None = None) -> ConfigError:
-    return ConfigError([Problem("", what, str(Place(str(path), line)))])
+    return ConfigError([Problem("", what, str(Origin(str(path), line)))])

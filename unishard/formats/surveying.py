@@ -14,7 +14,7 @@ from unishard.formats.source import open_source
 from unishard.formats.translating import translate
 from unishard.mapping.entries import Verdict
 
-__all__ = ["Found", "Unreadable", "survey"]
+__all__ = ["FoundConfig", "UnreadableConfig", "survey"]
 
 _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})
 _ELSEWHERE = frozenset(
@@ -27,7 +27,7 @@ _LOUD_ENOUGH = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundConfig:
     """A config that was found."""
 
     path: str
@@ -42,14 +42,14 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableConfig:
     """A file that may be a config and cannot be read as one."""
 
     path: str
     why: str
 
 
-def survey(root: Path, to: str) -> Iterator[Found | Unreadable]:
+def survey(root: Path, to: str) -> Iterator[FoundConfig | UnreadableConfig]:
     """Look at every file below a folder that may be a config. Writes nothing.
 
     Args:
@@ -64,7 +64,7 @@ def survey(root: Path, to: str) -> Iterator[Found | Unreadable]:
             found = _look(path, to)
         except UnishardError as error:
             if catalog.mentions(path.read_text(encoding="utf-8", errors="replace")):
-                yield Unreadable(str(path), str(error).splitlines()[0].removeprefix(str(path)).lstrip(": "))
+                yield UnreadableConfig(str(path), str(error).splitlines()[0].removeprefix(str(path)).lstrip(": "))
         else:
             if found:
                 yield found
@@ -80,7 +80,7 @@ def _candidates(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def _look(path: Path, to: str) -> Found | None:
+def _look(path: Path, to: str) -> FoundConfig | None:
     source = open_source(path)
     if catalog.loudest(source)[1] < _LOUD_ENOUGH:
         return None
@@ -88,7 +88,7 @@ def _look(path: Path, to: str) -> Found | None:
     reading, config = outcome.reading, outcome.reading.config
     counts = {verdict: len(outcome.of(verdict)) for verdict in Verdict}
     backend, strategy, precision = ("undecided" if field in reading.undecided else value_at(config, field) for field in _TOLD)
-    return Found(
+    return FoundConfig(
         str(path),
         reading.format,
         backend,

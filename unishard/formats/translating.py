@@ -13,7 +13,7 @@ from unishard.config.topology import Topology
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.format import Format
-from unishard.formats.reading import Reading, assemble, default_of
+from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source, open_source
 from unishard.mapping.entries import LEFT_OUT, NO_KEY, Entry, Expressed, Verdict, Word
 from unishard.mapping.rules import Native, flat, merge
@@ -41,7 +41,7 @@ class Item:
 class Outcome:
     """A translated document, and what became of each key."""
 
-    reading: Reading
+    reading: ReadDocument
     to: str
     """The format."""
     items: tuple[Item, ...]
@@ -66,7 +66,7 @@ def read(
     from_: str | None = None,
     overrides: Iterable[str] = (),
     topology: Topology | None = None,
-) -> Reading:
+) -> ReadDocument:
     """What a config of any tool says.
 
     Args:
@@ -119,14 +119,14 @@ def translate(
     return Outcome(reading, to, items, document, target.render(document, reading), reading.source.warnings)
 
 
-def _written(target: Format, reading: Reading, ranks: Topology) -> Expressed:
+def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Expressed:
     try:
         return target.write(reading, ranks)
     except BackendError as error:
         raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None
 
 
-def _without_refused_assumptions(reading: Reading, expressed: Expressed) -> list[Entry]:
+def _without_refused_assumptions(reading: ReadDocument, expressed: Expressed) -> list[Entry]:
     """The entries, if there are assumed ones that cannot be had: those then say only how the schema's default differs.
 
     Nobody asked for what a tool assumes where its file is silent, so it is no reason to refuse the file.
@@ -135,7 +135,7 @@ def _without_refused_assumptions(reading: Reading, expressed: Expressed) -> list
     return entries if any(new is not old for new, old in zip(entries, reading.entries, strict=True)) else []
 
 
-def _yielding(entry: Entry, reading: Reading, expressed: Expressed) -> Entry:
+def _yielding(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Entry:
     refused = [field for field in entry.meaning.fields if field in expressed.words and expressed.words[field].verdict is Verdict.REFUSED]
     if not refused or any(field in reading.undecided for field in refused):
         return entry
@@ -150,7 +150,7 @@ def _yielding(entry: Entry, reading: Reading, expressed: Expressed) -> Entry:
     return replace(entry, meaning=replace(entry.meaning, verdict=Verdict.APPROXIMATE, note=note, fields=fields))
 
 
-def _kept(reading: Reading) -> Native:
+def _kept(reading: ReadDocument) -> Native:
     """The keys that concern nothing but the document's own tool."""
     kept: Native = {}
     for entry in reading.entries:
@@ -162,13 +162,13 @@ def _kept(reading: Reading) -> Native:
     return kept
 
 
-def _item(entry: Entry, reading: Reading, target: Format, expressed: Expressed) -> Item:
+def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> Item:
     word = _word(entry, reading, target, expressed)
     line = None if entry.assumed else reading.source.origins.of(entry.path).line
     return Item(entry.key, entry.value, word.verdict, word.key, word.note, line, entry.assumed)
 
 
-def _word(entry: Entry, reading: Reading, target: Format, expressed: Expressed) -> Word:
+def _word(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> Word:
     meaning = entry.meaning
     if meaning.verdict is Verdict.REFUSED:
         return Word(Verdict.REFUSED, "", meaning.note)
@@ -186,7 +186,7 @@ def _word(entry: Entry, reading: Reading, target: Format, expressed: Expressed) 
     return Word(max(said.verdict, own.verdict, key=lambda verdict: verdict.badness), becomes, note)
 
 
-def _own(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
+def _own(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Word:
     """What became of settings that only one engine has: exact where the document that is written holds them, or says that it does."""
     words = [_setting(path, reading, expressed) for path in entry.meaning.native]
     said = max(words, key=lambda word: word.verdict.badness)
@@ -198,7 +198,7 @@ def _own(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
     return Word(verdict, "", "; ".join(dict.fromkeys(filter(None, (entry.meaning.note, said.note)))))
 
 
-def _setting(path: str, reading: Reading, expressed: Expressed) -> Word:
+def _setting(path: str, reading: ReadDocument, expressed: Expressed) -> Word:
     engine, _, key = path.partition(".")
     if engine != reading.config.backend:
         return Word(Verdict.DROPPED, "", "")
@@ -208,7 +208,7 @@ def _setting(path: str, reading: Reading, expressed: Expressed) -> Word:
     return Word(Verdict.EXACT, min(held, key=len), "") if held else Word(Verdict.DROPPED, "", "")
 
 
-def _worst(entry: Entry, reading: Reading, expressed: Expressed) -> Word:
+def _worst(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Word:
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.meaning
     left = [field for field in own.fields if field in reading.undecided]

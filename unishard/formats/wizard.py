@@ -11,7 +11,7 @@ from unishard.config import Config, Section, leaves, value_at
 from unishard.config.describe import choices
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.formats.unishard.from_config import described
 from unishard.loading.editing import check_text
 from unishard.loading.placeholders import placeholder
@@ -94,7 +94,7 @@ class Draft:
     """Whether it starts from nothing."""
 
     @classmethod
-    def of(cls, reading: Reading) -> Draft:
+    def of(cls, reading: ReadDocument) -> Draft:
         """A draft that starts from an old config of any tool."""
         written = {name for entry in reading.entries if not entry.assumed for name in entry.meaning.fields}
         decided = [path for path in _FIELDS if path in reading.decided and path not in reading.undecided]

@@ -12,11 +12,11 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.errors import ConfigError, Problem
 from unishard.loading.document import Document, from_file, from_mapping
-from unishard.loading.origins import Origins, Place
+from unishard.loading.origins import Origin, Origins
 from unishard.loading.overrides import override
 from unishard.loading.validation import Finding, dotted, findings_of
 
-__all__ = ["Origins", "Place", "load", "read", "settle"]
+__all__ = ["Origin", "Origins", "load", "read", "settle"]
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

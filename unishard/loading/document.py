@@ -20,7 +20,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from unishard.errors import ConfigError, Problem
-from unishard.loading.origins import Keys, Origins, Place
+from unishard.loading.origins import Keys, Origin, Origins
 from unishard.loading.validation import Finding
 
 __all__ = ["Document", "from_file", "from_mapping", "from_text", "text_of"]
@@ -56,7 +56,7 @@ class Document:
 
 def from_mapping(source: Mapping[str, Any]) -> Document:
     """A document that was never text."""
-    document = Document(None, Origins(Place("")))
+    document = Document(None, Origins(Origin("")))
     document.data = _plain(source, (), document.findings)
     return document
 
@@ -87,7 +87,7 @@ def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
     Raises:
         ConfigError: The text is not YAML.
     """
-    document = Document(None, Origins(Place(name, 1)))
+    document = Document(None, Origins(Origin(name, 1)))
     yaml = YAML(typ="safe", pure=True)
     yaml.composer.warn_double_anchors = False  # YAML lets an anchor be given anew
     try:
@@ -137,7 +137,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _whole(name: Path | str, what: str, line: int | None = None) -> ConfigError:
-    return ConfigError([Problem("", what, str(Place(str(name), line)))])
+    return ConfigError([Problem("", what, str(Origin(str(name), line)))])
 
 
 def _broken(error: MarkedYAMLError, name: str) -> ConfigError:
@@ -228,8 +228,8 @@ class _Builder:
     def _find(self, keys: Keys, what: str, node: Node) -> None:
         self._document.findings.append(Finding(keys, what, self._place(node)))
 
-    def _place(self, node: Node) -> Place:
-        return Place(self._name, node.start_mark.line + 1)
+    def _place(self, node: Node) -> Origin:
+        return Origin(self._name, node.start_mark.line + 1)
 
 
 def _plain(value: Any, keys: Keys, findings: list[Finding]) -> Any:
@@ -244,7 +244,7 @@ def _plain(value: Any, keys: Keys, findings: list[Finding]) -> Any:
     return _checked(value, keys, findings)
 
 
-def _checked(value: Any, keys: Keys, findings: list[Finding], place: Place | None = None) -> Any:
+def _checked(value: Any, keys: Keys, findings: list[Finding], place: Origin | None = None) -> Any:
     """The value; notes what no field may hold."""
     if isinstance(value, str) and (variable := _VARIABLE.search(value)):
         findings.append(Finding(keys, _undecided(value, keys) or _expanded(variable.group()), place, of_value=True))

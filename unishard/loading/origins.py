@@ -8,13 +8,13 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["OVERRIDE", "Keys", "Origins", "Place"]
+__all__ = ["OVERRIDE", "Keys", "Origin", "Origins"]
 
 Keys = tuple[str | int, ...]
 """Path of a value: keys of mappings and positions in lists, outermost first."""
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """Where a value was written."""
 
     source: str
@@ -31,26 +31,26 @@ class Place(NamedTuple):
         return math.inf if self.line is None else self.line
 
 
-OVERRIDE = Place("override")
+OVERRIDE = Origin("override")
 
 
 class Origins:
     """The place of each value; one that was not written has the place of the section around it."""
 
-    def __init__(self, whole: Place) -> None:
-        self._places: dict[Keys, Place] = {(): whole}
+    def __init__(self, whole: Origin) -> None:
+        self._places: dict[Keys, Origin] = {(): whole}
 
-    def put(self, keys: Keys, place: Place) -> None:
+    def put(self, keys: Keys, place: Origin) -> None:
         """Note where a value was written, and forget what it replaces."""
         for known in [known for known in self._places if known[: len(keys)] == keys]:
             del self._places[known]
         self._places[keys] = place
 
-    def add(self, keys: Keys, place: Place) -> None:
+    def add(self, keys: Keys, place: Origin) -> None:
         """Note where a value was first written."""
         self._places.setdefault(keys, place)
 
-    def of(self, path: Keys | str) -> Place:
+    def of(self, path: Keys | str) -> Origin:
         """Where the value at a path was written, or the nearest one around it."""
         keys: Keys = tuple(path.split(".")) if isinstance(path, str) else path
         while keys not in self._places:

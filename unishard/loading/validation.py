@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from unishard.config import CROSS_FIELD, Config, Section, items_of
 from unishard.config.describe import choices, expected, shown, type_in_words
-from unishard.loading.origins import Keys, Place
+from unishard.loading.origins import Keys, Origin
 
 __all__ = ["Finding", "dotted", "findings_of", "unknown"]
 
@@ -54,7 +54,7 @@ class Finding(NamedTuple):
 
     path: Keys
     what: str
-    place: Place | None = None
+    place: Origin | None = None
     """Where it was written; None for the place of its path."""
     of_value: bool = False
     """Whether the value alone is at fault, so that an override of it mends it."""

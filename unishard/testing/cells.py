@@ -20,7 +20,7 @@ from unishard.mapping.rules import merge
 from unishard.testing import oracle
 from unishard.testing.models import MODELS, TestModel, batch_of
 from unishard.testing.oracle import Curve
-from unishard.testing.tolerances import Gap
+from unishard.testing.tolerances import KnownGap
 
 __all__ = [
     "CLIP",
@@ -201,7 +201,7 @@ class Feature:
     reference: Callable[[nn.Module, list[list[dict[str, Any]]], Config, Cell], Curve] = plain_reference
     refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By backend the strategies in which it must refuse: an error on every rank is then the right answer, a curve the wrong one."""
-    gaps: tuple[Gap, ...] = ()
+    gaps: tuple[KnownGap, ...] = ()
     """Where upstream keeps an engine from the common bounds, beyond the suite's own `GAPS`."""
 
     def cells(self) -> list[Cell]:

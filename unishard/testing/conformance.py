@@ -24,14 +24,14 @@ from unishard.testing.features import AREAS, FEATURES, area_of
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
 from unishard.testing.ranks import run_ranks
-from unishard.testing.tolerances import GAPS, TOLERANCES, Gap, Tolerance
+from unishard.testing.tolerances import GAPS, TOLERANCES, KnownGap, Tolerance
 
 __all__ = [
     "GAPS",
     "TOLERANCES",
     "Cell",
     "Deviation",
-    "Gap",
+    "KnownGap",
     "Refusal",
     "Tolerance",
     "cells",

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "Mlp", "Output", "TestModel", "batch", "batch_of", "llama", "mlp"]
+__all__ = ["MODELS", "Mlp", "MlpOutput", "TestModel", "batch", "batch_of", "llama", "mlp"]
 
 _WORD = 97
 
 
-class Output(NamedTuple):
+class MlpOutput(NamedTuple):
     """What `Mlp` returns."""
 
     loss: Tensor
@@ -52,7 +52,7 @@ class Mlp(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, inner) for _ in range(blocks))
         self.head = nn.Linear(hidden, classes)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Output:
+    def forward(self, x: Tensor, labels: Tensor) -> MlpOutput:
         """Loss of a batch.
 
         Args:
@@ -63,7 +63,7 @@ class Mlp(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(hidden)
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 def mlp(seed: int = 7) -> nn.Module:

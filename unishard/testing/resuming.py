@@ -19,7 +19,7 @@ from unishard.testing.models import MODELS, llama
 from unishard.testing.ranks import run_ranks
 from unishard.testing.tolerances import TOLERANCES
 
-__all__ = ["AFTER", "BACKENDS", "BEFORE", "WORLDS", "Pair", "Resumption", "Run", "every_pair", "holds", "measure", "spanning_pairs"]
+__all__ = ["AFTER", "BACKENDS", "BEFORE", "WORLDS", "Pair", "ResumedRun", "Resumption", "every_pair", "holds", "measure", "spanning_pairs"]
 
 BACKENDS = ("fsdp", "deepspeed")
 WORLDS = (1, 2, 4)
@@ -35,7 +35,7 @@ _ADAM = {"fp32": {"lr": 3e-3}, "fp16": {"lr": 3e-3}, "bf16": {"lr": 1e-3, "eps":
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ResumedRun:
     """What trains."""
 
     backend: str
@@ -62,8 +62,8 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
 class Pair(NamedTuple):
     """A run that saves, and one that goes on."""
 
-    saved: Run
-    resumed: Run
+    saved: ResumedRun
+    resumed: ResumedRun
 
     def __str__(self) -> str:
         return f"{self.saved}-to-{self.resumed}"
@@ -84,25 +84,27 @@ class Resumption(NamedTuple):
 
 def every_pair(precision: str) -> list[Pair]:
     """All of them: every strategy on every engine at 1, 2 and 4 ranks into every other."""
-    runs = [Run(backend, strategy, world, precision) for backend, strategy, world in product(BACKENDS, STRATEGIES, WORLDS)]
+    runs = [ResumedRun(backend, strategy, world, precision) for backend, strategy, world in product(BACKENDS, STRATEGIES, WORLDS)]
     return [Pair(*pair) for pair in product(runs, runs)]
 
 
 def spanning_pairs() -> list[Pair]:
     """Every strategy of every engine into itself, and as the source and the target of every change of ranks once."""
     kinds = list(product(BACKENDS, STRATEGIES))
-    pairs = [Pair(run, run) for world, precision in ((4, "fp32"), (2, "bf16")) for run in (Run(*kind, world, precision) for kind in kinds)]
+    pairs = [
+        Pair(run, run) for world, precision in ((4, "fp32"), (2, "bf16")) for run in (ResumedRun(*kind, world, precision) for kind in kinds)
+    ]
     for turn, (before, after) in enumerate(product(WORLDS, WORLDS)):
         precision = "bf16" if turn % 4 == 3 else "fp32"
         for place, kind in enumerate(kinds):
             if place % 3 == turn % 3:
                 other = kinds[(place + 4 + turn) % len(kinds)]  # on the other engine, mostly
-                pairs.append(Pair(Run(*kind, before, precision), Run(*other, after, precision)))
+                pairs.append(Pair(ResumedRun(*kind, before, precision), ResumedRun(*other, after, precision)))
     for source, target in (
-        (Run("fsdp", "full_shard", 2, "bf16", "offloaded"), Run("deepspeed", "shard_grad_op", 4, "bf16", "offloaded")),
-        (Run("fsdp", "full_shard", 2, "fp32", "all_offloaded"), Run("deepspeed", "full_shard", 2, "fp32", "all_offloaded")),
-        (Run("fsdp", "hybrid_shard", 4, "fp32", "hybrid"), Run("deepspeed", "hybrid_shard_grad_op", 4, "fp32", "hybrid")),
-        (Run("fsdp", "full_shard", 2, "fp16"), Run("deepspeed", "full_shard", 4, "fp16")),
+        (ResumedRun("fsdp", "full_shard", 2, "bf16", "offloaded"), ResumedRun("deepspeed", "shard_grad_op", 4, "bf16", "offloaded")),
+        (ResumedRun("fsdp", "full_shard", 2, "fp32", "all_offloaded"), ResumedRun("deepspeed", "full_shard", 2, "fp32", "all_offloaded")),
+        (ResumedRun("fsdp", "hybrid_shard", 4, "fp32", "hybrid"), ResumedRun("deepspeed", "hybrid_shard_grad_op", 4, "fp32", "hybrid")),
+        (ResumedRun("fsdp", "full_shard", 2, "fp16"), ResumedRun("deepspeed", "full_shard", 4, "fp16")),
     ):
         pairs += [Pair(source, target), Pair(target, source), Pair(source, source), Pair(target, target)]
     return list(dict.fromkeys(pairs))
@@ -111,7 +113,7 @@ def spanning_pairs() -> list[Pair]:
 def measure(pairs: Sequence[Pair]) -> dict[Pair, Resumption]:
     """Train, save, load and train again; each source once, and all that run on a number of ranks in the same processes."""
     with tempfile.TemporaryDirectory(prefix="resuming-") as folder:
-        expected: dict[Run, _Rest] = {}
+        expected: dict[ResumedRun, _Rest] = {}
         for world, runs in _by_world(dict.fromkeys(pair.saved for pair in pairs)).items():
             answers = run_ranks(world, _save_all, runs, folder, timeout=60 + 20 * len(runs))
             expected |= dict(zip(runs, answers[0], strict=True))
@@ -141,8 +143,8 @@ class _Rest(NamedTuple):
     """Of each tensor of the model and the optimizer in the checkpoint, or in that which was made of what was loaded."""
 
 
-def _by_world(runs: Iterable[Run]) -> dict[int, list[Run]]:
-    worlds: dict[int, list[Run]] = {}
+def _by_world(runs: Iterable[ResumedRun]) -> dict[int, list[ResumedRun]]:
+    worlds: dict[int, list[ResumedRun]] = {}
     for run in runs:
         worlds.setdefault(run.world, []).append(run)
     return worlds
@@ -158,7 +160,7 @@ def _compare(expected: _Rest, found: _Rest) -> Resumption:
     )
 
 
-def _config(run: Run) -> Config:
+def _config(run: ResumedRun) -> Config:
     sections: dict[str, Any] = {
         "backend": run.backend,
         "sharding": {"strategy": run.strategy},
@@ -175,7 +177,7 @@ def _config(run: Run) -> Config:
     return Config.model_validate(merge(sections, FEATURES[run.feature]))
 
 
-def _prepare(run: Run, seed: int) -> unishard.Engine:
+def _prepare(run: ResumedRun, seed: int) -> unishard.Engine:
     return unishard.prepare(llama(seed, tie_word_embeddings=True), _config(run))
 
 
@@ -206,7 +208,7 @@ def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path) -> _R
     return _Rest(losses, digest.hexdigest(), tuple(kept))
 
 
-def _save_all(runs: Sequence[Run], root: str) -> list[_Rest]:
+def _save_all(runs: Sequence[ResumedRun], root: str) -> list[_Rest]:
     answers = []
     for run in runs:
         with _prepare(run, seed=7) as engine:

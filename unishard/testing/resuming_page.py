@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from unishard.testing.cells import STRATEGIES
-from unishard.testing.resuming import AFTER, BACKENDS, BEFORE, WORLDS, Pair, Resumption, Run, every_pair, holds, measure
+from unishard.testing.resuming import AFTER, BACKENDS, BEFORE, WORLDS, Pair, ResumedRun, Resumption, every_pair, holds, measure
 from unishard.testing.tolerances import TOLERANCES
 
 __all__ = ["page", "write"]
@@ -79,7 +79,7 @@ def _table(precision: str, found: Mapping[Pair, Resumption]) -> Iterator[str]:
     yield ""
 
 
-def _is(run: Run, kind: tuple[str, str], precision: str) -> bool:
+def _is(run: ResumedRun, kind: tuple[str, str], precision: str) -> bool:
     return (run.backend, run.strategy, run.precision) == (*kind, precision)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["GAPS", "TOLERANCES", "Gap", "Tolerance"]
+__all__ = ["GAPS", "TOLERANCES", "KnownGap", "Tolerance"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ TOLERANCES = {
 """By compute format."""
 
 
-class Gap(NamedTuple):
+class KnownGap(NamedTuple):
     """Cells in which an engine cannot keep the common tolerance, and what it keeps instead."""
 
     backend: str
@@ -49,4 +49,4 @@ class Gap(NamedTuple):
     """Where upstream it is known."""
 
 
-GAPS: tuple[Gap, ...] = ()
+GAPS: tuple[KnownGap, ...] = ()

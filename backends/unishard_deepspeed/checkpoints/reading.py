@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unishard.checkpoint.formats import Contents, optimizer_of, plain
 from unishard.checkpoint.keys import PARAMETERS, of_optimizer
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.errors import CheckpointError
 from unishard_deepspeed.checkpoints.files import LossScaler, load
@@ -116,8 +116,8 @@ def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor],
     return _Trained(named(stored, tensors, folder), groups_of(stored), stored)
 
 
-def _stretches(parameters: Mapping[str, Parameter]) -> dict[str, Stretch]:
-    found: dict[str, Stretch] = {}
+def _stretches(parameters: Mapping[str, Parameter]) -> dict[str, LazyShard]:
+    found: dict[str, LazyShard] = {}
     for name, parameter in parameters.items():
         for key, pieces in parameter.pieces.items():
             place = PARAMETERS + name if key == "fp32" else of_optimizer(name, key)
@@ -140,7 +140,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _frozen(models: Sequence[dict[str, Any]], module: Mapping[str, Tensor], others: set[str]) -> dict[str, Stretch]:
+def _frozen(models: Sequence[dict[str, Any]], module: Mapping[str, Tensor], others: set[str]) -> dict[str, LazyShard]:
     """What else the module has: stage 3 stores a part of each on every rank, the others store them there (stages 0 and 1 nowhere else)."""
     if len(models) > 1 or models[0].get("frozen_param_fragments"):
         shapes = models[0].get("frozen_param_shapes") or {}
@@ -158,7 +158,7 @@ def _loss_scale(scaler: Mapping[str, Any]) -> LossScaleFacts | None:
     return LossScaleFacts(value=float(scaler["cur_scale"]), made=(since - 1) % scaler["scale_window"] if since > 0 else 0)
 
 
-def _notes(model: Mapping[str, Any], frozen: Mapping[str, Stretch], groups: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(model: Mapping[str, Any], frozen: Mapping[str, LazyShard], groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is left behind, and why."""
     notes = ["random numbers and the position in the data are not stored by DeepSpeed"]
     if model.get("lr_scheduler"):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 __all__ = ["constant", "stitched", "whole"]
 
 
-def stitched(name: str, shape: Sequence[int], pieces: Sequence[Tensor]) -> Stretch:
+def stitched(name: str, shape: Sequence[int], pieces: Sequence[Tensor]) -> LazyShard:
     """A tensor of flat pieces, one after the other, with less than one element of padding for each piece at the end.
 
     Raises:
@@ -34,14 +34,14 @@ def stitched(name: str, shape: Sequence[int], pieces: Sequence[Tensor]) -> Stret
                 values[low - begin : high - begin] = piece[low - start : high - start]
         return values
 
-    return Stretch(size, pieces[0].dtype if pieces else torch.float32, 0, numel, read)
+    return LazyShard(size, pieces[0].dtype if pieces else torch.float32, 0, numel, read)
 
 
-def whole(values: Tensor) -> Stretch:
+def whole(values: Tensor) -> LazyShard:
     """A tensor that lies in one piece."""
-    return Stretch(values.shape, values.dtype, 0, values.numel(), lambda begin, end: values.reshape(-1)[begin:end].clone())
+    return LazyShard(values.shape, values.dtype, 0, values.numel(), lambda begin, end: values.reshape(-1)[begin:end].clone())
 
 
-def constant(value: float | Tensor) -> Stretch:
+def constant(value: float | Tensor) -> LazyShard:
     """A number, fp32."""
     return whole(torch.tensor(float(value), dtype=torch.float32))

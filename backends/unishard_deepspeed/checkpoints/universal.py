@@ -18,7 +18,7 @@ from torch import Tensor
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.formats import Advance, Contents
 from unishard.checkpoint.keys import PARAMETERS, optimizer_part, parameter_of
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 __all__ = ["write"]
@@ -137,7 +137,7 @@ def _notes(contents: Contents) -> list[str]:
     return notes
 
 
-def _whole(stretch: Stretch) -> Tensor:
+def _whole(stretch: LazyShard) -> Tensor:
     return stretch.read(0, stretch.end).reshape(stretch.shape)
 
 

@@ -6,23 +6,23 @@ from typing import Any
 
 from torch import Tensor
 
-from unishard_deepspeed.flat_master_weights import Piece
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.flat_master_weights import FlatShard
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
 __all__ = ["link_states_again", "master_tensors", "pieces_of_masters"]
 
 
-def master_tensors(optimizer: Any, inner: Inner, kind: Kind) -> list[Tensor]:
+def master_tensors(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> list[Tensor]:
     """The live masters on this rank: flat partitions, or whole tensors at stage 0."""
     return list(optimizer.fp32_partitioned_groups_flat) if kind == "stage-3" else inner.masters
 
 
-def pieces_of_masters(optimizer: Any, inner: Inner, kind: Kind) -> dict[Tensor, list[Piece]]:
+def pieces_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict[Tensor, list[FlatShard]]:
     """Of each master on this rank, where the parameters lie in it."""
     if kind == "stage-0":
-        return {master: [Piece(parameter, 0, parameter.numel())] for parameter, master in inner.whole.items()}
-    pieces: dict[Tensor, list[Piece]] = {}
+        return {master: [FlatShard(parameter, 0, parameter.numel())] for parameter, master in inner.whole.items()}
+    pieces: dict[Tensor, list[FlatShard]] = {}
     masters = master_tensors(optimizer, inner, kind)
     for parameter in inner.trained:
         if kind == "stage-3":
@@ -33,7 +33,7 @@ def pieces_of_masters(optimizer: Any, inner: Inner, kind: Kind) -> dict[Tensor, 
                 continue  # it lies in other ranks' parts
             group, start, numel = mapping.param_group_index, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
         if numel:
-            pieces.setdefault(masters[group], []).append(Piece(parameter, start, numel))
+            pieces.setdefault(masters[group], []).append(FlatShard(parameter, start, numel))
     return pieces
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.distributed.shards import Part
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard.distributed.shards import Shard
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
 __all__ = [
@@ -75,7 +75,7 @@ def already_reduced(engine: Any) -> Iterator[None]:
 # -- gradients ------------------------------------------------------------------------------------------------------------------------
 
 
-def gradient_parts(engine: Any, inner: Inner, kind: Kind) -> dict[nn.Parameter, Part]:
+def gradient_parts(engine: Any, inner: InnerOptimizer, kind: Kind) -> dict[nn.Parameter, Shard]:
     """What this rank holds of each reduced gradient. A trainable parameter that was not used has zeros."""
     optimizer = engine.optimizer
     if kind == "stage-3":  # runtime/zero/stage3.py
@@ -89,7 +89,7 @@ def gradient_parts(engine: Any, inner: Inner, kind: Kind) -> dict[nn.Parameter, 
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            parts[parameter] = Part(parameter.shape, parameter.grad)
+            parts[parameter] = Shard(parameter.shape, parameter.grad)
     return parts
 
 
@@ -98,13 +98,13 @@ def _stage_3_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     return values
 
 
-def _stage_3_part(parameter: Any, padded: Tensor) -> Part:
+def _stage_3_part(parameter: Any, padded: Tensor) -> Shard:
     start = min(padded.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)  # runtime/zero/partition_parameters.py
     values = padded.detach().view(-1)[: parameter.ds_numel - start]
-    return Part(parameter.ds_shape, values, start, parameter.ds_process_group)
+    return Shard(parameter.ds_shape, values, start, parameter.ds_process_group)
 
 
-def _partitioned_gradients(optimizer: Any, inner: Inner) -> dict[nn.Parameter, Part]:
+def _partitioned_gradients(optimizer: Any, inner: InnerOptimizer) -> dict[nn.Parameter, Shard]:
     ranks = optimizer.dp_process_group
     parts = {parameter: _nothing_of(parameter, ranks) for parameter in inner.trained}
     for index, group in enumerate(optimizer.params_in_partition):
@@ -114,7 +114,7 @@ def _partitioned_gradients(optimizer: Any, inner: Inner) -> dict[nn.Parameter, P
             # As in get_grad_norm_direct: padding between parameters is marked, padding at the end has no parameter.
             stretches = [values for values in optimizer.averaged_gradients[index] if not getattr(values, "_zero_padding", False)]
         for parameter, values in zip(group, stretches, strict=False):
-            parts[parameter] = Part(parameter.shape, values.detach().view(-1), _start_of(parameter), ranks)
+            parts[parameter] = Shard(parameter.shape, values.detach().view(-1), _start_of(parameter), ranks)
     return parts
 
 
@@ -129,21 +129,21 @@ def _start_of(parameter: Any) -> int:
     return start
 
 
-def _nothing_of(parameter: nn.Parameter, ranks: Any, dtype: torch.dtype = torch.float32) -> Part:
-    return Part(parameter.shape, torch.empty(0, dtype=dtype, device=parameter.device), 0, ranks)
+def _nothing_of(parameter: nn.Parameter, ranks: Any, dtype: torch.dtype = torch.float32) -> Shard:
+    return Shard(parameter.shape, torch.empty(0, dtype=dtype, device=parameter.device), 0, ranks)
 
 
-def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Part]:
+def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Shard]:
     """Every rank averages all of them; only those that count as present enter the norm, and all are applied."""
     parts = {}
     for index, group in enumerate(optimizer.bf16_groups):
         optimizer.fp32_groups_has_gradients[index] = [True] * len(group)  # an unused one is zero and adds nothing
         for parameter, values in zip(group, optimizer.fp32_groups_gradients[index], strict=True):
-            parts[parameter] = Part(parameter.shape, values.view(parameter.shape))
+            parts[parameter] = Shard(parameter.shape, values.view(parameter.shape))
     return parts
 
 
-def measure_offloaded(optimizer: Any, inner: Inner, kind: Kind) -> None:
+def measure_offloaded(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None:
     """Take the norms of offloaded gradients again, and whether all are finite: DeepSpeed does it when they arrive, before an edit."""
     if kind == "stage-3":  # runtime/zero/stage3.py
         for parameter in inner.trained:
@@ -161,19 +161,19 @@ def measure_offloaded(optimizer: Any, inner: Inner, kind: Kind) -> None:
 # -- masters --------------------------------------------------------------------------------------------------------------------------
 
 
-def master_part(optimizer: Any, inner: Inner | None, parameter: Any, kind: Kind) -> Part:
+def master_part(optimizer: Any, inner: InnerOptimizer | None, parameter: Any, kind: Kind) -> Shard:
     """What this rank holds of a master; of a parameter that was frozen in `prepare`, or without optimizer, of the parameter itself."""
     if kind == "stage-3":
         if inner is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
             return _stage_3_part(parameter, parameter.ds_tensor)
         return _stage_3_part(parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
     if inner is not None and kind == "stage-0":
-        return Part(parameter.shape, inner.whole.get(parameter, parameter.detach()))
+        return Shard(parameter.shape, inner.whole.get(parameter, parameter.detach()))
     if inner is not None and hasattr(parameter, "_hp_mapping"):
         if parameter._hp_mapping is None:  # all of it belongs to other ranks
             return _nothing_of(parameter, optimizer.dp_process_group, inner.masters[0].dtype)
-        return Part(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
-    return Part(parameter.shape, parameter.detach())
+        return Shard(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
+    return Shard(parameter.shape, parameter.detach())
 
 
 def low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from unishard_deepspeed.inner_optimizer import Inner
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.master_weights import link_states_again, master_tensors
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
 __all__ = ["copy_masters", "find_states", "forget_states", "groups_of_masters", "keep_parts_alone"]
 
 
-def groups_of_masters(optimizer: Any, inner: Inner, kind: Kind) -> dict[Tensor, dict[str, Any]]:
+def groups_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict[Tensor, dict[str, Any]]:
     """The group of the torch optimizer that each master belongs to; stage 3 keeps them out of it but for the step."""
     groups = inner.optimizer.param_groups
     if kind == "stage-3":  # runtime/zero/stage3.py
@@ -28,7 +28,7 @@ def keep_parts_alone(optimizer: Any, kind: Kind) -> None:
         optimizer._partition_all_parameters()
 
 
-def copy_masters(optimizer: Any, inner: Inner, kind: Kind) -> None:
+def copy_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None:
     """Make what the model computes with from the masters, as after an update. Collective."""
     if kind == "stage-3":  # runtime/zero/stage3.py
         optimizer._partition_all_parameters()
@@ -42,7 +42,7 @@ def copy_masters(optimizer: Any, inner: Inner, kind: Kind) -> None:
         optimizer.update_lp_params()  # runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
 
 
-def forget_states(inner: Inner, kind: Kind) -> None:
+def forget_states(inner: InnerOptimizer, kind: Kind) -> None:
     """Let go of the views by which DeepSpeed finds the optimizer's state, so that its memory is free (utils/tensor_fragment.py)."""
     for parameter in inner.trained if kind in ("stages-1-2", "bf16-stage-1") else ():
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import torch
 
 from unishard.checkpoint.formats import Contents, optimizer_of
 from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
-from unishard.checkpoint.lazy_shards import Stretch
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
@@ -24,7 +24,7 @@ _OPTIMIZERS = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "state_di
 
 
 class _Found(NamedTuple):
-    stretches: dict[str, Stretch]
+    stretches: dict[str, LazyShard]
     """Under the names of unishard."""
     groups: list[tuple[list[str], dict[str, Any]]]
     """Names and options of each parameter group."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unishard.checkpoint.formats import Advance, Contents, plain
-from unishard.checkpoint.manifest import Group
+from unishard.checkpoint.manifest import GroupRecord
 from unishard.checkpoint.writing import write as write_tensors
 from unishard_fsdp.checkpoints import objects
 
@@ -34,7 +34,7 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
     return tuple(notes)
 
 
-def _values(index: int, group: Group, defaults: dict[str, Any]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
+def _values(index: int, group: GroupRecord, defaults: dict[str, Any]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
     """A group as torch stores it by default, and under `flatten_optimizer_state_dict` (torch 2.13, checkpoint/state_dict.py)."""
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in (defaults | group.options).items()}
     values: dict[str, tuple[tuple[str | int, ...], Any]] = {

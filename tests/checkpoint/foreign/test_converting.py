@@ -259,7 +259,7 @@ class TestCommand:
         assert len(result.stderr.splitlines()) == 1
 
     def test_needs_no_engine_to_be_imported(self):
-        code = "import sys, unishard.cli; from unishard import registry\n"
+        code = "import sys, unishard.cli; from unishard.plugins import registry\n"
         code += "for name in registry.available(): registry.get(name).checkpoint_formats\n"
         code += "print({'torch', 'deepspeed'} & set(sys.modules))"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -10,9 +10,9 @@ from typing import Any
 
 from unishard.testing import resuming
 from unishard.testing.conformance import TOLERANCES
-from unishard.testing.resuming import Pair, Run
+from unishard.testing.resuming import Pair, ResumedRun
 
-FSDP, DEEPSPEED = Run("fsdp", "full_shard", 2), Run("deepspeed", "full_shard", 2)
+FSDP, DEEPSPEED = ResumedRun("fsdp", "full_shard", 2), ResumedRun("deepspeed", "full_shard", 2)
 PAIRS = (
     Pair(FSDP, FSDP),
     Pair(DEEPSPEED, DEEPSPEED),

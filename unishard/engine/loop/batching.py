@@ -15,7 +15,7 @@ from torch import nn
 from unishard.config import Config
 from unishard.data import position
 from unishard.data.batches import Window, warn_of_same_samples, windows
-from unishard.data.position import Position, Reading, StatefulLoader
+from unishard.data.position import LoaderPass, Position, StatefulLoader
 from unishard.data.progress import Progress
 from unishard.engine.loop.lockstep import Turns
 from unishard.errors import ContractError
@@ -39,7 +39,7 @@ class Feeding(ABC):
     _progress: Progress | None
     _updates: int
     """Accumulation windows that have ended."""
-    _reading: Reading | None = None
+    _reading: LoaderPass | None = None
     """Of the training loader whose batches came last, None if it cannot say where it is."""
     _updates_before: int = 0
     """When the last window was taken from it."""
@@ -151,7 +151,7 @@ class Feeding(ABC):
             return loader
         resumed, self._resumed = self._resumed, None
         done = 0 if resumed is None else position.resume(loader, *resumed, dist.get_rank(), dist.get_world_size())
-        self._reading = Reading(loader, done, window)
+        self._reading = LoaderPass(loader, done, window)
         self._updates_before = self._updates
         return self._reading
 

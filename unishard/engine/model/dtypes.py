@@ -9,14 +9,14 @@ from torch import nn
 
 from unishard.config import Precision
 
-__all__ = ["DTYPES", "bring_into_format"]
+__all__ = ["DTYPES", "cast_model"]
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the word in the config."""
 
 
 @torch.no_grad()
-def bring_into_format(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
+def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
     """Cast the trainable parameters to the format of the masters, and the buffers where another one is asked for, in place.
 
     So a model that was loaded in bf16 has fp32 masters on every engine: DeepSpeed makes them itself, FSDP2 would update bf16

@@ -18,7 +18,7 @@ from torch import nn
 from unishard.config import Sharding
 from unishard.errors import ModelError
 
-__all__ = ["Unit", "find_blocks", "find_classes", "find_units", "find_whole"]
+__all__ = ["Unit", "find_blocks", "find_classes", "find_conditional", "find_units"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -47,7 +47,7 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     Raises:
         ModelError: A named class matches no module, or `min_unit_params` leaves no unit at all; lists the candidates.
     """
-    whole = find_whole(model, cfg)
+    whole = find_conditional(model, cfg)
     if cfg.units == "auto":
         found = [*_outermost(model, _block_classes(model), "sharding.units", set(cfg.whole_units))]
         inside = {id(part) for unit in (*found, *whole) for part in unit.module.modules()}
@@ -68,7 +68,7 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     return large
 
 
-def find_whole(model: nn.Module, cfg: Sharding) -> list[Unit]:
+def find_conditional(model: nn.Module, cfg: Sharding) -> list[Unit]:
     """The modules that `whole_units` names: those that some rank may leave out.
 
     Raises:

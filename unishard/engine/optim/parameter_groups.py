@@ -9,12 +9,12 @@ from typing import NamedTuple
 from unishard import config
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Group", "groups_of"]
+__all__ = ["ParameterGroup", "groups_of"]
 
 _SHOWN = 12
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Parameters that share a learning rate and a weight decay."""
 
     names: tuple[str, ...]
@@ -23,7 +23,7 @@ class Group(NamedTuple):
     weight_decay: float
 
 
-def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[str] = ()) -> list[Group]:
+def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[str] = ()) -> list[ParameterGroup]:
     """The groups of an optimizer: what no section takes comes first, then the sections, each split where `no_decay` exempts a part.
 
     Args:
@@ -44,7 +44,7 @@ def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[
     for (claim, exempt), names in sorted(found.items()):
         section = cfg.groups[claim] if claim >= 0 else config.ParameterGroup.model_construct()
         decay = section.weight_decay if section.weight_decay is not None else 0.0 if exempt else cfg.weight_decay
-        groups.append(Group(tuple(names), cfg.lr if section.lr is None else section.lr, decay))
+        groups.append(ParameterGroup(tuple(names), cfg.lr if section.lr is None else section.lr, decay))
     return groups
 
 

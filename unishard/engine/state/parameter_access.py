@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.distributed.shards import Part, norms, whole, write
+from unishard.distributed.shards import Shard, full_tensor, shard_norms, write_shard
 from unishard.errors import ContractError
 
 __all__ = ["ParameterAccess"]
@@ -40,7 +40,7 @@ class ParameterAccess(ABC):
         """
 
     @abstractmethod
-    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Part | None:
+    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
         """What this rank holds of a finished gradient.
 
         Args:
@@ -49,7 +49,7 @@ class ParameterAccess(ABC):
         """
 
     @abstractmethod
-    def _master_part(self, parameter: nn.Parameter) -> Part:
+    def _master_part(self, parameter: nn.Parameter) -> Shard:
         """What this rank holds of a master weight, or of a frozen parameter itself."""
 
     @abstractmethod
@@ -100,7 +100,7 @@ class ParameterAccess(ABC):
         parameter = self._find("grad", name)
         self._settle("grad")
         part = self._gradient_part(parameter, create=False) if parameter.requires_grad else None
-        return None if part is None else whole(part, self._device).div_(self._divisor)
+        return None if part is None else full_tensor(part, self._device).div_(self._divisor)
 
     @torch.no_grad()
     def set_grad(self, name: str, value: Tensor) -> None:
@@ -120,7 +120,7 @@ class ParameterAccess(ABC):
         self._settle("set_grad")
         part = self._gradient_part(parameter, create=True)
         if part is not None:
-            write(part, self._from_first_rank("set_grad", name, part, value).mul_(self._divisor))
+            write_shard(part, self._from_first_rank("set_grad", name, part, value).mul_(self._divisor))
 
     @torch.no_grad()
     def grad_norms(self) -> dict[str, float]:
@@ -143,7 +143,7 @@ class ParameterAccess(ABC):
             part = self._gradient_part(parameter, create=False) if parameter.requires_grad else None
             if part is not None:
                 parts[name] = part
-        return {name: norm / self._divisor for name, norm in norms(parts, self._device).items()}
+        return {name: norm / self._divisor for name, norm in shard_norms(parts, self._device).items()}
 
     def _settle(self, call: str) -> None:
         self._require_end_of_window(call)
@@ -168,7 +168,7 @@ class ParameterAccess(ABC):
         Raises:
             ContractError: There is no such parameter, or the engine is closed.
         """
-        return whole(self._master_part(self._find("parameter", name)), self._device)
+        return full_tensor(self._master_part(self._find("parameter", name)), self._device)
 
     @torch.no_grad()
     def set_parameter(self, name: str, value: Tensor) -> None:
@@ -210,7 +210,7 @@ class ParameterAccess(ABC):
         with torch.no_grad():
             for parameter in found.values():
                 if parameter not in wholes:
-                    wholes[parameter] = whole(self._master_part(parameter), self._device)
+                    wholes[parameter] = full_tensor(self._master_part(parameter), self._device)
         tensors = {name: wholes[parameter] for name, parameter in found.items()}
         yield tensors
         self._require_no_graph("gathered")
@@ -235,7 +235,7 @@ class ParameterAccess(ABC):
         """
         self._require_open("parameter_norms")
         self._enter("parameter_norms")
-        return norms({name: self._master_part(parameter) for name, parameter in self._each()}, self._device)
+        return shard_norms({name: self._master_part(parameter) for name, parameter in self._each()}, self._device)
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class ParameterAccess(ABC):
                 seen.add(parameter)
                 yield name, parameter
 
-    def _from_first_rank(self, call: str, name: str, part: Part, value: Tensor) -> Tensor:
+    def _from_first_rank(self, call: str, name: str, part: Shard, value: Tensor) -> Tensor:
         """Rank 0's value as a new fp32 tensor. Collective."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -271,5 +271,5 @@ class ParameterAccess(ABC):
     def _replace(self, call: str, name: str, parameter: nn.Parameter, value: Tensor) -> None:
         part = self._master_part(parameter)
         fresh = self._from_first_rank(call, name, part, value)
-        write(part, fresh)
+        write_shard(part, fresh)
         self._refresh(parameter, fresh)

@@ -17,12 +17,12 @@ from unishard.checkpoint import keys, metadata
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.hashing import hashes, hexadecimal
 from unishard.checkpoint.manifest import Manifest
-from unishard.checkpoint.matching import Fit, Wanted, fit
-from unishard.checkpoint.tensor_reader import Target, Tensors
+from unishard.checkpoint.matching import Match, Wanted, fit
+from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
 from unishard.checkpoint.user_state import unpack
 from unishard.checkpoint.verifying import damaged
 from unishard.distributed.on_ranks import on_all
-from unishard.distributed.shards import Part, norms
+from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.optim.optimizer_state import StateSpec, keys_of
 from unishard.engine.state import random_state
@@ -88,19 +88,19 @@ class Restoring(Capturing):
             wanted |= dict.fromkeys(names, needs)
         return wanted
 
-    def _specs(self, chosen: Fit, tensors: Tensors) -> Iterator[tuple[nn.Parameter, StateSpec]]:
+    def _specs(self, chosen: Match, tensors: Tensors) -> Iterator[tuple[nn.Parameter, StateSpec]]:
         """With the numbers of the checkpoint, in the formats in which the optimizer that runs keeps its state."""
         trained, optimizer = self._trained(), self._stepping()
         options = {name: group for names, group in zip(self._group_names, optimizer.param_groups, strict=True) for name in names}
         numbers = {(name, key): torch.zeros(1) for name, needs in chosen.optimizer.items() for key in needs.numbers}
-        tensors.read(Target(keys.of_optimizer(name, key), 0, value) for (name, key), value in numbers.items())
+        tensors.read(ReadRequest(keys.of_optimizer(name, key), 0, value) for (name, key), value in numbers.items())
         for name, needs in chosen.optimizer.items():
             master = self._master_part(trained[name]).values
             kept = keys_of(optimizer, options[name], torch.empty(1, dtype=master.dtype, device=master.device))
             yield trained[name], StateSpec(kept.tensors, {key: numbers[name, key].item() for key in needs.numbers})
 
     @torch.no_grad()
-    def _fill(self, chosen: Fit, tensors: Tensors) -> None:
+    def _fill(self, chosen: Match, tensors: Tensors) -> None:
         """Read what this rank needs into its memory."""
         parts = self._model_parts()
         wanted = {name: parts[name] for name in chosen.model}
@@ -114,12 +114,12 @@ class Restoring(Capturing):
             flat = values.view(-1) if values.is_contiguous() else torch.empty(values.numel(), dtype=values.dtype, device=values.device)
             if not values.is_contiguous():
                 scattered.append((values, flat))
-            targets.append(Target(name, 0 if part.group is None else part.start, flat))
+            targets.append(ReadRequest(name, 0 if part.group is None else part.start, flat))
         tensors.read(targets)
         for values, flat in scattered:
             values.copy_(flat.view(values.shape))
 
-    def _compare_bits(self, folder: Path, manifest: Manifest, chosen: Fit, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+    def _compare_bits(self, folder: Path, manifest: Manifest, chosen: Match, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """Hash what every rank holds now, and compare it with the manifest. Collective."""
         held = {name: part for name, part in self._held(chosen, specs).items() if manifest.tensors[name].dtype == _word(part)}
         wrong = [name for name, value in hashes(held, self._device).items() if hexadecimal(value) != manifest.tensors[name].hash]
@@ -128,7 +128,7 @@ class Restoring(Capturing):
                 f"{folder}: {len(wrong)} of {len(held)} tensors are not what was saved, such as {wrong[0]}; do not go on from this state"
             )
 
-    def _held(self, chosen: Fit, specs: Mapping[nn.Parameter, StateSpec]) -> dict[str, Part]:
+    def _held(self, chosen: Match, specs: Mapping[nn.Parameter, StateSpec]) -> dict[str, Shard]:
         """What was read, in the same order on all ranks that hold parts of it; empty parts where this rank holds nothing."""
         parts = self._model_parts()
         held = {name: parts[name] for name in chosen.model}
@@ -143,12 +143,12 @@ class Restoring(Capturing):
                     held[keys.of_optimizer(name, key)] = place._replace(values=place.values[:0].to(specs[parameter].tensors[key]))
         return held
 
-    def _norms(self, chosen: Fit, manifest: Manifest, specs: Mapping[nn.Parameter, StateSpec]) -> dict[str, float]:
+    def _norms(self, chosen: Match, manifest: Manifest, specs: Mapping[nn.Parameter, StateSpec]) -> dict[str, float]:
         """L2 norm of all parameters together, and of each kind of optimizer state of which this rank knows all. Collective."""
         held = self._held(chosen, specs)
         counted = {name: part for name, part in held.items() if part.values.dtype in DTYPES.values()}
         squares: dict[str, float] = {}
-        for name, norm in norms(counted, self._device).items():
+        for name, norm in shard_norms(counted, self._device).items():
             state = keys.optimizer_part(name)
             if state or keys.parameter_of(name) not in manifest.buffers:
                 kind = state[1] if state else "parameters"
@@ -254,7 +254,7 @@ class Restoring(Capturing):
 _BY_SCHEDULE = {"lr", "initial_lr"}
 
 
-def _word(part: Part) -> str:
+def _word(part: Shard) -> str:
     return str(part.values.dtype).removeprefix("torch.")
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unishard.checkpoint import keys
-from unishard.checkpoint.lazy_shards import stretch_of
-from unishard.checkpoint.manifest import Group, ModelFacts, OptimizerFacts, fingerprint_of
+from unishard.checkpoint.lazy_shards import lazy_shard_of
+from unishard.checkpoint.manifest import GroupRecord, ModelRecord, OptimizerFacts, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
 from unishard.config import Config
 from unishard.distributed.on_ranks import on_all
-from unishard.distributed.shards import Part
+from unishard.distributed.shards import Shard
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
@@ -68,10 +68,10 @@ class Capturing(TrainingState):
         else:
             own |= user_tensors
         state_of_optimizer = on_all(group, self._state_parts)
-        parts = model | state_of_optimizer | {name: Part(value.shape, value) for name, value in own.items()}
+        parts = model | state_of_optimizer | {name: Shard(value.shape, value) for name, value in own.items()}
         return Snapshot(
             step=self._updates,
-            stretches={name: stretch_of(part) for name, part in parts.items() if part.shape.numel()},
+            stretches={name: lazy_shard_of(part) for name, part in parts.items() if part.shape.numel()},
             ties=self._ties(),
             facts=on_all(group, self._facts) | {"data": _gathered(data, group), "state": user},
             assets=assets,
@@ -87,7 +87,7 @@ class Capturing(TrainingState):
             | {name: version(name).partition("+")[0] for name in packages},
             "world_size": dist.get_world_size(),
             "config": self._cfg.model_dump(mode="json"),
-            "model": ModelFacts(
+            "model": ModelRecord(
                 class_name=self._model_class,
                 fingerprint=fingerprint_of(shapes),
                 numel=sum(self._master_part(parameter).shape.numel() for _, parameter in self._each()),
@@ -102,7 +102,8 @@ class Capturing(TrainingState):
     def _optimizer_facts(self) -> OptimizerFacts:
         groups = zip(self._group_names, self._optimizer.param_groups, strict=True)
         return OptimizerFacts(
-            class_name=type(self._stepping()).__name__, groups=[Group(names=names, options=options_of(group)) for names, group in groups]
+            class_name=type(self._stepping()).__name__,
+            groups=[GroupRecord(names=names, options=options_of(group)) for names, group in groups],
         )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from unishard.checkpoint import keys
-from unishard.checkpoint.lazy_shards import Stretch, stretch_of
-from unishard.distributed.shards import Part
+from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
+from unishard.distributed.shards import Shard
 from unishard.engine.loop.trainable import Freezing
 from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.engine.state.parameter_access import ParameterAccess
@@ -30,7 +30,7 @@ class TrainingState(ParameterAccess):
         """Between two updates, before state is read or written: let nothing be gathered, so that parts are all there is. Collective."""
 
     @abstractmethod
-    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Part]:
+    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """What this rank holds of the optimizer's state of a parameter, by the optimizer's own keys.
 
         Live memory where a tensor has the parameter's shape. A number, such as a step count, is a part of shape () with a copy in
@@ -47,17 +47,17 @@ class TrainingState(ParameterAccess):
 
     # -- what every engine is ---------------------------------------------------------------------------------------------
 
-    def _model_parts(self) -> dict[str, Part]:
+    def _model_parts(self) -> dict[str, Shard]:
         """Parameters and persistent buffers, each once, by their names in a checkpoint. Buffers are whole on every rank."""
         parts = {keys.PARAMETERS + name: self._master_part(parameter) for name, parameter in self._each()}
         ties = self._ties()
-        return parts | {keys.PARAMETERS + name: Part(buffer.shape, buffer) for name, buffer in self._buffers().items() if name not in ties}
+        return parts | {keys.PARAMETERS + name: Shard(buffer.shape, buffer) for name, buffer in self._buffers().items() if name not in ties}
 
-    def _to_export(self) -> dict[str, Stretch]:
+    def _to_export(self) -> dict[str, LazyShard]:
         """The same, as an export takes it: by their names in the module."""
-        return {name.removeprefix(keys.PARAMETERS): stretch_of(part) for name, part in self._model_parts().items()}
+        return {name.removeprefix(keys.PARAMETERS): lazy_shard_of(part) for name, part in self._model_parts().items()}
 
-    def _state_parts(self) -> dict[str, Part]:
+    def _state_parts(self) -> dict[str, Shard]:
         """The optimizer's state, by its names in a checkpoint."""
         return {
             keys.of_optimizer(name, key): part

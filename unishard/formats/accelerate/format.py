@@ -9,7 +9,7 @@ from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
 from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.writing import expressed, text_of
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.mapping.entries import Expressed, Expression, Key
 from unishard.mapping.rules import Native
@@ -26,7 +26,7 @@ class AccelerateFormat:
     keys: Mapping[str, Key] = KEYS
     expressions: Mapping[str, Expression] = FSDP_EXPRESSIONS
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What a file says. Opens the file that `deepspeed_config_file` names.
 
         Raises:
@@ -35,7 +35,7 @@ class AccelerateFormat:
         ranks = topology or ranks_of(source.data)
         return assemble(self.name, source, entries_of(source, ranks), overrides=overrides, topology=ranks)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """A file for `accelerate launch --config_file`, and what became of each field.
 
         What the source leaves to its training script stays with it.
@@ -45,6 +45,6 @@ class AccelerateFormat:
         """
         return expressed(reading, topology)
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML in the order of `accelerate config`."""
         return text_of(document)

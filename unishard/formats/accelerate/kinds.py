@@ -10,11 +10,11 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.mapping.entries import Unreadable, Verdict
 
-__all__ = ["KINDS", "Kind", "kind_named", "kind_of", "precision_of", "precision_word"]
+__all__ = ["KINDS", "DistributedType", "kind_named", "kind_of", "precision_of", "precision_word"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DistributedType:
     """One way in which Accelerate trains."""
 
     engine: str
@@ -26,16 +26,16 @@ class Kind:
     note: str = ""
 
 
-_REPLICAS = Kind("none", "replicas (DistributedDataParallel)", {"backend": "fsdp", "sharding.strategy": "no_shard"})
+_REPLICAS = DistributedType("none", "replicas (DistributedDataParallel)", {"backend": "fsdp", "sharding.strategy": "no_shard"})
 
-KINDS: Mapping[str, Kind] = {
-    "FSDP": Kind("fsdp", "backend fsdp", {"backend": "fsdp"}),
-    "DEEPSPEED": Kind("deepspeed", "backend deepspeed", {"backend": "deepspeed"}),
+KINDS: Mapping[str, DistributedType] = {
+    "FSDP": DistributedType("fsdp", "backend fsdp", {"backend": "fsdp"}),
+    "DEEPSPEED": DistributedType("deepspeed", "backend deepspeed", {"backend": "deepspeed"}),
     "MULTI_GPU": _REPLICAS,
-    "NO": Kind("none", "one process", {"backend": "fsdp", "sharding.strategy": "no_shard"}),
+    "NO": DistributedType("none", "one process", {"backend": "fsdp", "sharding.strategy": "no_shard"}),
     **{f"MULTI_{device}": _REPLICAS for device in ("CPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")},
-    "XLA": Kind("none", "refused", verdict=Verdict.REFUSED, note="unishard does not train on TPUs; write FSDP, for GPUs"),
-    "MEGATRON_LM": Kind(
+    "XLA": DistributedType("none", "refused", verdict=Verdict.REFUSED, note="unishard does not train on TPUs; write FSDP, for GPUs"),
+    "MEGATRON_LM": DistributedType(
         "none",
         "refused",
         verdict=Verdict.REFUSED,
@@ -47,7 +47,7 @@ KINDS: Mapping[str, Kind] = {
 _FORMATS = ("no", "fp16", "bf16", "fp8")
 
 
-def kind_named(value: Any) -> Kind:
+def kind_named(value: Any) -> DistributedType:
     """The kind of this name. YAML 1.1 reads a bare `NO` as false, which Accelerate takes for it.
 
     Raises:
@@ -60,7 +60,7 @@ def kind_named(value: Any) -> Kind:
     return KINDS[name]
 
 
-def kind_of(document: Mapping[str, Any]) -> Kind:
+def kind_of(document: Mapping[str, Any]) -> DistributedType:
     """The kind of a document; where it does not say a valid one, that whose arguments it holds."""
     try:
         return kind_named(document.get("distributed_type"))

@@ -14,7 +14,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS, SAVE, SAVE_KEY
 from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import Expressed, Expression, Verdict, Word, express
 from unishard.mapping.rules import Native, flat, merge
 
@@ -35,7 +35,7 @@ _NO_GROUPS = (
 )
 
 
-def expressed(reading: Reading, topology: Topology) -> Expressed:
+def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
     """The file, and what became of each field. What the source leaves to its training script stays with it.
 
     Raises:
@@ -51,7 +51,7 @@ def expressed(reading: Reading, topology: Topology) -> Expressed:
     return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 
 
-def _ranks(reading: Reading, topology: Topology) -> Native:
+def _ranks(reading: ReadDocument, topology: Topology) -> Native:
     """How many processes there are; left out where nobody has said it, so that `accelerate launch` asks for it."""
     if reading.topology is None and topology.world_size == 1:
         return {}
@@ -69,7 +69,7 @@ def _native_words(config: Config) -> Mapping[str, Word]:
     return {f"native.{config.backend}.{key}": _SAVED if f"{config.backend}.{key}" == SAVE else _NO_KEY for key in settings}
 
 
-def _group_words(reading: Reading, topology: Topology, word: Word) -> Mapping[str, Word]:
+def _group_words(reading: ReadDocument, topology: Topology, word: Word) -> Mapping[str, Word]:
     """What became of groups of ranks that cannot be written."""
     sharding = reading.config.sharding
     group = sharding.group_size or topology.local_world_size

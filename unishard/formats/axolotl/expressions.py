@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.axolotl.saving import SAVING
@@ -16,7 +16,7 @@ from unishard.formats.hf.engine_expressions import decided_of, engine_of
 from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import Case, Expressed, Expression, Verdict, Word, express
 from unishard.mapping.rules import Native, merge
 
@@ -44,7 +44,7 @@ def _format(cfg: Config, topology: Topology) -> Native:
 def _groups(cfg: Config, topology: Topology) -> Native:
     if not cfg.sharding.hybrid or not switched_on(cfg):
         return {}
-    group = parts(cfg, topology)
+    group = shard_group_size(cfg, topology)
     groups = topology.world_size // group
     return {"dp_replicate_size": groups, "dp_shard_size": group} if groups > 1 else {}
 
@@ -120,7 +120,7 @@ EXPRESSIONS: Mapping[str, Expression] = {name: replace(row, key=_named(row.key))
 """Rows of TrainingArguments under axolotl's names, and its own."""
 
 
-def written(reading: Reading, topology: Topology) -> Expressed:
+def written(reading: ReadDocument, topology: Topology) -> Expressed:
     """The keys for a config, and what became of each field.
 
     Raises:

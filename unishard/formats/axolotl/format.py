@@ -17,7 +17,7 @@ from unishard.formats.hf.sharding import whole_copies
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.mapping.entries import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
 from unishard.mapping.rules import Native
@@ -38,7 +38,7 @@ class AxolotlFormat:
     keys: Mapping[str, Key] = KEYS
     expressions: Mapping[str, Expression] = EXPRESSIONS
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What a file says, and what axolotl and transformers assume.
 
         Raises:
@@ -46,11 +46,11 @@ class AxolotlFormat:
         """
         return assemble(self.name, source, _entries(source, topology), overrides=overrides, topology=topology)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The keys that train; a file also needs `base_model` and `datasets`."""
         return written(reading, topology)
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML."""
         return text_of(document)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.composer import groups
 from unishard.formats.composer.saving import SAVING
@@ -39,7 +39,7 @@ def _strategy(cfg: Config, topology: Topology) -> Native:
 def _group(cfg: Config, topology: Topology) -> Native:
     if not cfg.sharding.hybrid or cfg.sharding.group_size is None:
         return {}
-    groups, rest = divmod(topology.world_size, parts(cfg, topology))
+    groups, rest = divmod(topology.world_size, shard_group_size(cfg, topology))
     degrees: Native = {"data_parallel_shard_degree": cfg.sharding.group_size}
     return _fsdp(degrees if rest or not groups else degrees | {"data_parallel_replicate_degree": groups})
 

@@ -17,7 +17,7 @@ from unishard.formats.composer.fsdp_keys import ARGUMENTS
 from unishard.formats.composer.interpolation import named, resolved
 from unishard.formats.composer.keys import KEYS, RUN, deferred
 from unishard.formats.composer.optimization_keys import defaults_of
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.mapping.entries import AUTO, Entry, Expressed, Expression, Key, Meaning, Verdict, Word, express, interpret
@@ -44,7 +44,7 @@ class ComposerFormat:
     keys: Mapping[str, Key] = KEYS
     expressions: Mapping[str, Expression] = EXPRESSIONS
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says; the engine is FSDP, or DeepSpeed where an older file configures it.
 
         Raises:
@@ -59,7 +59,7 @@ class ComposerFormat:
             entries.append(Entry(("parameters",), inner, Meaning(Verdict.DROPPED, "is empty")))
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides; below `parameters` where it was a run file of MosaicML itself."""
         rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
         expressed = _automatic(express(rows, reading.config, topology, reading.undecided), reading)
@@ -69,7 +69,7 @@ class ComposerFormat:
             return Expressed({"parameters": expressed.document}, expressed.words)
         return expressed
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML."""
         yaml = YAML()
         yaml.width = 140
@@ -78,7 +78,7 @@ class ComposerFormat:
         return out.getvalue()
 
 
-def _automatic(expressed: Expressed, reading: Reading) -> Expressed:
+def _automatic(expressed: Expressed, reading: ReadDocument) -> Expressed:
     """Composer itself finds the size of a micro-batch that is left open."""
     if _MICRO not in reading.undecided:
         return expressed
@@ -86,7 +86,7 @@ def _automatic(expressed: Expressed, reading: Reading) -> Expressed:
     return expressed._replace(words={**expressed.words, _MICRO: word})
 
 
-def _without_ranks(expressed: Expressed, reading: Reading) -> Expressed:
+def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
     """The whole batch, which nobody can say without the number of ranks, is left out and named."""
     if _WINDOWS not in reading.decided or _WINDOWS in reading.undecided or reading.config.training.global_batch_size:
         return expressed

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from unishard.config.topology import Topology
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Expressed, Expression, Key, Meaning, Undecided, express
 from unishard.mapping.rules import Native, flat, nested
@@ -36,7 +36,7 @@ class DeepSpeedFormat:
     keys: Mapping[str, Key] = {}
     expressions: Mapping[str, Expression] = {}
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says.
 
         Raises:
@@ -46,7 +46,7 @@ class DeepSpeedFormat:
         entries = [*registry.get("deepspeed").parse(source.data, topology=topology), engine]
         return assemble(self.name, source, entries, overrides=_completed(tuple(overrides), entries), topology=topology)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""
         rows = {path: row for path, row in registry.get("deepspeed").expressions.items() if not _left(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
@@ -57,7 +57,7 @@ class DeepSpeedFormat:
             document = _as_before(document, reading.source.data)
         return Expressed(document, words)
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """JSON, indented."""
         return json.dumps(document, indent=2) + "\n"
 
@@ -70,7 +70,7 @@ def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[st
     return (*overrides, f"{_FOLLOWS[1]}{chosen[-1]}") if chosen and open_ and not stated else overrides
 
 
-def _left(path: str, reading: Reading) -> bool:
+def _left(path: str, reading: ReadDocument) -> bool:
     """Whether a field belongs to an optimizer or scheduler that the source does not name."""
     section = path.partition(".")[0]
     return section in ("optimizer", "scheduler") and f"{section}.name" not in reading.decided and path not in reading.decided

@@ -8,7 +8,7 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.sharding import BOTH
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import AUTO, NO_KEY, SCRIPT, Case, Expressed, Expression, Verdict, Word, express
 from unishard.mapping.rules import Native, merge
 from unishard.plugins import registry
@@ -147,12 +147,12 @@ _ALWAYS = ("backend", "sharding.strategy", "native")
 """Fields that every document says."""
 
 
-def decided_of(rows: Mapping[str, Expression], reading: Reading) -> Mapping[str, Expression]:
+def decided_of(rows: Mapping[str, Expression], reading: ReadDocument) -> Mapping[str, Expression]:
     """The rows of what the source decides: what it leaves to its training script stays with that."""
     return {path: row for path, row in rows.items() if path in reading.decided or path in _ALWAYS}
 
 
-def engine_of(reading: Reading, topology: Topology) -> Expressed:
+def engine_of(reading: ReadDocument, topology: Topology) -> Expressed:
     """The engine's part of the document, and its words.
 
     Raises:

@@ -11,7 +11,7 @@ from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import NO_KEY, Case, Expressed, Expression, Verdict, Word, express
 from unishard.mapping.field_rows import unlooked
 from unishard.mapping.rules import Native, merge
@@ -153,7 +153,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 
-def written(reading: Reading, topology: Topology) -> Expressed:
+def written(reading: ReadDocument, topology: Topology) -> Expressed:
     """The arguments for a config, and what became of each field.
 
     Raises:

@@ -17,7 +17,7 @@ from unishard.formats.hf.sharding import BOTH, FIRST, known, sharded, whole_copi
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.mapping.entries import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
 from unishard.mapping.rules import Native
@@ -34,7 +34,7 @@ class HfFormat:
     keys: Mapping[str, Key] = KEYS
     expressions: Mapping[str, Expression] = EXPRESSIONS
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the arguments say, those of the engine that they choose, and what Trainer assumes.
 
         Raises:
@@ -43,11 +43,11 @@ class HfFormat:
         entries = _bare(source, topology) if _is_bare(source) else _found(source, topology)
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or `deepspeed`."""
         return written(reading, topology)
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML."""
         return text_of(document)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from unishard.formats.hf.loop import off
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import Unreadable, Verdict, Word
 from unishard.mapping.key_rows import number
 from unishard.mapping.rules import Native
@@ -29,7 +29,7 @@ _ASSUMED = 0.03
 """Part of the updates that axolotl warms up over where its file is silent, at most 100 updates (core/builders/base.py)."""
 
 
-def lengths_of(reading: Reading) -> Lengths:
+def lengths_of(reading: ReadDocument) -> Lengths:
     """What a document for Trainer says instead of numbers of updates, under transformers' names; nothing of any other document."""
     if reading.format not in _EPOCHS:
         return Lengths({}, {})

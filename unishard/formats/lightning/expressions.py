@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.lightning.precision_expressions import PRECISION
 from unishard.formats.lightning.saving import SAVING
@@ -51,7 +51,7 @@ def _strategy(cfg: Config, topology: Topology) -> Native:
 def _mesh(cfg: Config, topology: Topology) -> Native:
     if not cfg.sharding.hybrid or cfg.sharding.group_size is None:
         return {}
-    groups, rest = divmod(topology.world_size, parts(cfg, topology))
+    groups, rest = divmod(topology.world_size, shard_group_size(cfg, topology))
     return {} if rest or not groups else strategy("fsdp", device_mesh=[groups, cfg.sharding.group_size])
 
 

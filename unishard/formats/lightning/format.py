@@ -8,12 +8,12 @@ from unishard.config.topology import Topology
 from unishard.formats.lightning.expressions import FSDP
 from unishard.formats.lightning.keys import BESIDE, TRAINER
 from unishard.formats.lightning.older_keys import OLDER
-from unishard.formats.lightning.reading import Document
+from unishard.formats.lightning.reading import LightningDocument
 from unishard.formats.lightning.recipe_keys import OPTIMIZER
 from unishard.formats.lightning.snippet import snippet
 from unishard.formats.lightning.unwrapping import TOOL
 from unishard.formats.lightning.writing import expressed
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.mapping.entries import Expressed, Expression, Key
 from unishard.mapping.rules import Native
@@ -35,22 +35,22 @@ class LightningFormat:
     }
     expressions: Mapping[str, Expression] = FSDP
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the arguments say: those of the Trainer or of Fabric, of the strategy, and LightningCLI's keys around them.
 
         Raises:
             ConfigError: An override cannot be used.
         """
-        document, changes = Document.of(source, topology), tuple(overrides)
+        document, changes = LightningDocument.of(source, topology), tuple(overrides)
         entries = document.entries()
         if any(change.partition("=")[0].strip() == "backend" for change in changes):
             entries = [document.without_its_class(entry) for entry in entries]
         return assemble(self.name, source, entries, overrides=changes, topology=document.topology)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """LightningCLI's sections, from which the Python is rendered."""
         return expressed(reading, topology)
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """Python: the strategy, the Trainer, and what must be mixed into the LightningModule."""
         return snippet(document, reading)

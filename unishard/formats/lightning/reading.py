@@ -18,7 +18,7 @@ from unishard.formats.lightning.unwrapping import TOOL, Unwrapped, entries_of
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Key, Meaning, Unreadable, Verdict, interpret
 
-__all__ = ["Document"]
+__all__ = ["LightningDocument"]
 
 _RECIPES = {"optimizer": optimizer_entries, "lr_scheduler": scheduler_entries}
 _OWN_CLASS = "LightningCLI hands it to a class of your training script"
@@ -26,7 +26,7 @@ _ELSEWHERE = Key(lambda value, given: UNSET)
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class LightningDocument:
     """A file, taken apart."""
 
     source: Source
@@ -34,7 +34,7 @@ class Document:
     topology: Topology | None
 
     @classmethod
-    def of(cls, source: Source, topology: Topology | None) -> Document:
+    def of(cls, source: Source, topology: Topology | None) -> LightningDocument:
         """Take a file apart. The ranks are those given, or those that `devices` and `num_nodes` say."""
         shape = Shape.of(source.data)
         return cls(source, shape, topology or _topology(shape.trainer_in(source.data)))

@@ -9,7 +9,7 @@ from typing import Any
 from unishard.formats.lightning.keys import CALLBACKS
 from unishard.formats.lightning.saving import minutes_of
 from unishard.formats.lightning.shape import Shape, built, short
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.rules import Native
 
 __all__ = ["snippet"]
@@ -122,7 +122,7 @@ def _literal(value: Any, indent: int) -> str:
     return repr(value)
 
 
-def snippet(document: Native, reading: Reading) -> str:
+def snippet(document: Native, reading: ReadDocument) -> str:
     """The text of a Python file that builds `strategy` and, in `trainer()`, the Trainer."""
     if not document:
         return f"# Lightning has no strategy for backend {reading.config.backend}.\n"
@@ -196,7 +196,7 @@ def _optimizer(code: _Code, path: str, arguments: Mapping[str, Any]) -> str:
     return f"{code.class_(path)}({said})"
 
 
-def _header(reading: Reading, strategy: str) -> str:
+def _header(reading: ReadDocument, strategy: str) -> str:
     lines = [f"# For Lightning 2.6.6, made from a config of {reading.format}."]
     if "FSDPStrategy(" in strategy and "auto_wrap_policy" not in strategy:
         lines.append("# Give FSDPStrategy an auto_wrap_policy with the class of your model's blocks, or the model is gathered as a whole.")

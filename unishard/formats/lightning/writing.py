@@ -12,7 +12,7 @@ from unishard.formats.lightning.expressions import FSDP, strategy
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.trainer_expressions import MODULE, TRAINING, trainer
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import AUTO, KEPT_AUTO, NO_KEY, SCRIPT, Expressed, Expression, Verdict, Word, express
 from unishard.mapping.rules import Native, flat, merge, nested
 from unishard.plugins import registry
@@ -26,7 +26,7 @@ _CARRIED = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_siz
 """Keys of a DeepSpeed config that Lightning takes as the Trainer's arguments, or makes of them."""
 
 
-def expressed(reading: Reading, topology: Topology) -> Expressed:
+def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
     """The sections, and what became of each field. In the shape of the source where that is Lightning's as well."""
     write = _WRITERS.get(reading.config.backend, _nothing)
     document, words = write(reading, topology)
@@ -42,7 +42,7 @@ def _launch(topology: Topology) -> Native:
     return trainer(accelerator="gpu", devices=topology.local_world_size, num_nodes=nodes)
 
 
-def _said(reading: Reading, rows: Mapping[str, Expression]) -> Mapping[str, Expression]:
+def _said(reading: ReadDocument, rows: Mapping[str, Expression]) -> Mapping[str, Expression]:
     """The rows of what the source decides; the others write nothing, so that Lightning's own defaults hold."""
     return {
         path: row if path in reading.decided or path.partition(".")[0] in _ALWAYS else replace(row, to=lambda cfg, topology: {})
@@ -50,7 +50,7 @@ def _said(reading: Reading, rows: Mapping[str, Expression]) -> Mapping[str, Expr
     }
 
 
-def _fsdp(reading: Reading, topology: Topology) -> Expressed:
+def _fsdp(reading: ReadDocument, topology: Topology) -> Expressed:
     found = express(_said(reading, FSDP), reading.config, topology, reading.undecided.keys())
     size = reading.config.sharding.group_size
     if size and topology.world_size % size:
@@ -70,7 +70,7 @@ _FULL = "32-true"
 _CONFIG = "config of DeepSpeedStrategy"
 
 
-def _deepspeed(reading: Reading, topology: Topology) -> Expressed:
+def _deepspeed(reading: ReadDocument, topology: Topology) -> Expressed:
     open_ = frozenset(path for path, _ in leaves(Config) if path not in reading.decided and path.partition(".")[0] not in _ALWAYS)
     undecided = open_ | reading.undecided.keys()
     engine = registry.get("deepspeed").arguments(reading.config, topology, undecided)
@@ -113,7 +113,7 @@ def _word(config: Mapping[str, Any]) -> str:
     return {"fp16": "16-mixed", "bf16": "bf16-mixed"}[enabled[0]] if enabled else _FULL
 
 
-def _nothing(reading: Reading, topology: Topology) -> Expressed:
+def _nothing(reading: ReadDocument, topology: Topology) -> Expressed:
     note = f"Lightning has no strategy for backend {reading.config.backend}; give --set backend=fsdp or backend=deepspeed"
     return Expressed({}, {path: Word(Verdict.REFUSED, NO_KEY, note) for path, _ in leaves(Config)})
 
@@ -135,4 +135,4 @@ def _shaped(document: Native, shape: Shape) -> Native:
     return whole
 
 
-_WRITERS: Mapping[str, Callable[[Reading, Topology], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
+_WRITERS: Mapping[str, Callable[[ReadDocument, Topology], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}

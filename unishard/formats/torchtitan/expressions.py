@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.config.shard_groups import parts
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.torchtitan.saving import SAVING
 from unishard.mapping.entries import NO_KEY, Case, Expression, Holds, Verdict
@@ -32,7 +32,7 @@ def _degrees(cfg: Config, topology: Topology) -> Native:
     if cfg.sharding.strategy == "no_shard":
         shard, replicate = 1, topology.world_size
     if cfg.sharding.hybrid:
-        shard = parts(cfg, topology)
+        shard = shard_group_size(cfg, topology)
         if shard == 1:
             return {"parallelism": {}}
         replicate, rest = divmod(topology.world_size, shard)

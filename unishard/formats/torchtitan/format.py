@@ -8,7 +8,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.formats.reading import Reading, assemble
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.formats.torchtitan.expressions import EXPRESSIONS
@@ -41,7 +41,7 @@ class TorchtitanFormat:
     keys: Mapping[str, Key] = KEYS
     expressions: Mapping[str, Expression] = EXPRESSIONS
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says, and what torchtitan's JobConfig fills in.
 
         Raises:
@@ -60,18 +60,18 @@ class TorchtitanFormat:
         entries.sort(key=lambda entry: order.get(entry.key, len(order)))
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides."""
         rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
         expressed = express(rows, reading.config, topology, reading.undecided)
         return expressed if reading.topology else _without_ranks(expressed, reading)
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """TOML."""
         return toml_of(document)
 
 
-def _without_ranks(expressed: Expressed, reading: Reading) -> Expressed:
+def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
     """What nobody can say without the number of ranks is left out, and named."""
     cfg, document, words = reading.config, dict(expressed.document), dict(expressed.words)
     if cfg.sharding.hybrid:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from unishard.config import Config, leaves, value_at
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
-from unishard.formats.reading import Reading, assemble, default_of
+from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
 from unishard.loading.document import from_mapping
@@ -35,7 +35,7 @@ class UnishardFormat:
     keys: Mapping[str, Key] = {}
     expressions: Mapping[str, Expression] = {}
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> Reading:
+    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """Every leaf is decided: by the file, or by the schema's default.
 
         Raises:
@@ -48,7 +48,7 @@ class UnishardFormat:
         written = list(_written(source.data, config, undecided))
         return assemble(self.name, source, [*written, *_defaults(config, written)], overrides=overrides, topology=topology)
 
-    def write(self, reading: Reading, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides, in the order of the schema, and what the chosen engine makes of each."""
         config = reading.config
         rules = registry.get(config.backend).rules
@@ -60,7 +60,7 @@ class UnishardFormat:
             words[path] = Word(Verdict.UNDECIDED, path, f"write it, or give --set {path}=...")
         return Expressed(_document(reading), words)
 
-    def render(self, document: Native, reading: Reading) -> str:
+    def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML, with a comment at each value that needs a decision."""
         return text_of(document, reading)
 
@@ -152,7 +152,7 @@ def _defaults(config: Config, written: Iterable[Entry]) -> Iterator[Entry]:
             yield Entry(tuple(path.split(".")), value_at(config, path), Meaning(fields={path: value_at(config, path)}), assumed=True)
 
 
-def _document(reading: Reading) -> Native:
+def _document(reading: ReadDocument) -> Native:
     """The engine, and what the source decides; a field that is only assumed and equals the schema's default is left out."""
     assumed = {field for entry in reading.entries if entry.assumed for field in entry.meaning.fields}
     values = {path: value_at(reading.config, path) for path, _ in leaves(Config)}

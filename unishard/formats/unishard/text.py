@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from unishard.config import Section
-from unishard.formats.reading import Reading
+from unishard.formats.reading import ReadDocument
 from unishard.mapping.rules import Native
 
 __all__ = ["plain", "text_of"]
@@ -18,7 +18,7 @@ _SCRIPTS = ("training.micro_batch_size", "optimizer.name", "optimizer.lr", "sche
 """What tools leave to the training script when their config does not say it."""
 
 
-def text_of(document: Native, reading: Reading) -> str:
+def text_of(document: Native, reading: ReadDocument) -> str:
     """YAML of the document, with a comment wherever a decision is needed, and a header that names what was left to the script."""
     commented = _commented(document)
     for path, undecided in reading.undecided.items():
@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _header(reading: Reading) -> str:
+def _header(reading: ReadDocument) -> str:
     left = [path for path in _SCRIPTS if path not in reading.decided]
     if reading.format == "unishard" or not left:
         return ""

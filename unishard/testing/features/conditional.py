@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unishard.testing.cells import Feature
-from unishard.testing.models import Output, TestModel
+from unishard.testing.models import MlpOutput, TestModel
 
 __all__ = ["FEATURES", "Expert", "Mixture", "Pictures", "Tower"]
 
@@ -59,13 +59,13 @@ class Mixture(nn.Module):
         self.blocks = nn.ModuleList(Routed(11, 4) for _ in range(2))
         self.head = nn.Linear(11, _CLASSES)
 
-    def forward(self, x: Tensor, labels: Tensor, **unused: Any) -> Output:
+    def forward(self, x: Tensor, labels: Tensor, **unused: Any) -> MlpOutput:
         """Loss of a batch: `x` is `(batch, 13)`, `labels` `(batch,)`."""
         hidden = self.inp(x)
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(hidden)
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 class Tower(nn.Module):
@@ -91,7 +91,7 @@ class Pictures(nn.Module):
         self.blocks = nn.ModuleList(Expert(_WIDTH, 7) for _ in range(2))
         self.head = nn.Linear(_WIDTH, _CLASSES)
 
-    def forward(self, x: Tensor, labels: Tensor, picture: Tensor) -> Output:
+    def forward(self, x: Tensor, labels: Tensor, picture: Tensor) -> MlpOutput:
         """Loss of a batch: `x` is `(batch, 13)`, `labels` and `picture` (0 or 1) `(batch,)`."""
         rows = picture.nonzero().squeeze(-1)
         if len(rows):
@@ -99,7 +99,7 @@ class Pictures(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         logits = self.head(x)
-        return Output(functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
 def _built(kind: type[nn.Module]) -> nn.Module:

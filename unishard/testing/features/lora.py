@@ -12,7 +12,7 @@ import unishard
 from unishard.config import Config
 from unishard.testing import oracle
 from unishard.testing.cells import STRATEGIES, Cell, Feature, Recorder
-from unishard.testing.models import MODELS, Mlp, Output, TestModel, llama, mlp
+from unishard.testing.models import MODELS, Mlp, MlpOutput, TestModel, llama, mlp
 from unishard.testing.oracle import Curve
 
 __all__ = ["FEATURES", "SCHEDULE", "lora"]
@@ -94,11 +94,11 @@ class _Towers(nn.Module):
         self.always = Mlp(blocks=1)
         self.sometimes = nn.ModuleList(nn.Linear(13, 11) for _ in range(2))
 
-    def forward(self, x: Tensor, labels: Tensor, use: Tensor) -> Output:
+    def forward(self, x: Tensor, labels: Tensor, use: Tensor) -> MlpOutput:
         logits = self.always(x, labels).logits
         if use.any():
             logits = logits + self.sometimes[0](x) + self.sometimes[1](x.flip(-1))
-        return Output(nn.functional.cross_entropy(logits.float(), labels), logits)
+        return MlpOutput(nn.functional.cross_entropy(logits.float(), labels), logits)
 
 
 def _towers() -> nn.Module:
