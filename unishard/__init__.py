@@ -24,7 +24,8 @@ from unishard.errors import (
     UnishardError,
 )
 from unishard.loading import load
-from unishard.mapping.rules import Fit, Report, Rule, Translation
+from unishard.mapping.report import Report, Translation
+from unishard.mapping.rules import Fit, Rule
 from unishard.plugins.backend import Backend, Engine, OptimizerFactory, Placement, Resumed, Step
 from unishard.plugins.registry import available
 from unishard.plugins.translate import translate

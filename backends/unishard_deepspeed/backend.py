@@ -6,15 +6,18 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
+from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
-from unishard.mapping.entries import Entry, Expressed, Expression, Key
-from unishard.mapping.rules import Line, Report, Rule, Translation, apply, flat, merge, nested
+from unishard.mapping.entries import Entry, Key
+from unishard.mapping.express import Expressed
+from unishard.mapping.report import Line, Report, Translation, apply
+from unishard.mapping.rules import Rule
 from unishard.patches import Patch
 from unishard.plugins.backend import Engine, OptimizerBuilder
 from unishard_deepspeed import arguments
 from unishard_deepspeed.constants import CONSTANTS
-from unishard_deepspeed.keys import check, verdict
+from unishard_deepspeed.keys import check, fit
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.rules import RULES
 
@@ -76,8 +79,8 @@ class DeepSpeedBackend:
             raise ConfigError(problems)
         native, report = apply(RULES, cfg, topology)
         fixed = nested({key: value for key, (value, _) in CONSTANTS.items()})
-        verdicts = {key: (value, *verdict(key)) for key, value in flat(own)}
-        lines = tuple(Line(f"native.{self.name}.{key}", value, fit, key, note) for key, (value, fit, note) in verdicts.items())
+        fits = {key: (value, *fit(key)) for key, value in flat(own)}
+        lines = tuple(Line(f"native.{self.name}.{key}", value, fit, key, note) for key, (value, fit, note) in fits.items())
         return Translation(self.name, "DeepSpeedEngine", merge(merge(fixed, native), own), Report(report.lines + lines))
 
     @property
@@ -86,7 +89,7 @@ class DeepSpeedBackend:
         return arguments.KEYS
 
     @property
-    def expressions(self) -> Mapping[str, Expression]:
+    def expressions(self) -> Mapping[str, Rule]:
         """How the JSON of a script without unishard says each field."""
         return arguments.EXPRESSIONS
 

@@ -12,7 +12,7 @@ from typing import Any
 from unishard.errors import Problem
 from unishard.mapping.rules import Fit
 
-__all__ = ["ACCEPTED", "BLOCKS", "DECIDED", "REFUSED", "REMOVED", "SAME_MATHS", "check", "verdict"]
+__all__ = ["ACCEPTED", "BLOCKS", "DECIDED", "REFUSED", "REMOVED", "SAME_MATHS", "check", "fit"]
 
 BLOCKS = ("zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer", "bf16", "fp16", "data_types")
 """Mappings whose keys are listed one by one here; every other accepted mapping is handed on as it is."""
@@ -235,7 +235,7 @@ def check(native: Mapping[str, Any], prefix: str = "") -> list[Problem]:
     return problems
 
 
-def verdict(key: str) -> tuple[Fit, str]:
+def fit(key: str) -> tuple[Fit, str]:
     """The fit and the note of an accepted key, dotted; keys inside a mapping that is handed on count as that mapping."""
     parts = key.split(".")
     if any(".".join(parts[:length]) in SAME_MATHS for length in range(1, len(parts) + 1)):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from unishard.mapping.rules import SAVING, Fit, Rule, When, idle, loop
+from unishard.mapping.rules import SAVING, Fit, Rule, When, loop, unless
 from unishard_deepspeed import fields
 from unishard_deepspeed.loop_rules import LOOP
 
 __all__ = ["RULES"]
 
-_NOT_FP16 = idle("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
+_NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parameters"
 
 
@@ -63,7 +63,7 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "deepspeed.initialize(mpu=...)",
         "not in the JSON: prepare gives ZeRO the ranks of a group as its data-parallel group; ranks in a row form a group",
-        when=(idle("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),),
+        when=(unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),),
     ),
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT,
@@ -71,7 +71,7 @@ RULES: dict[str, Rule] = {
         "each unit is gathered for its forward and again for its backward; false: everything stays gathered until its backward",
         to=fields.gathering,
         when=(
-            idle("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),
+            unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),
             When(
                 "true with prefetching",
                 lambda cfg: cfg.sharding.reshard_after_forward and cfg.communication.prefetch_bucket_size > 0,
@@ -86,20 +86,20 @@ RULES: dict[str, Rule] = {
         "zero_optimization.leaf_module",
         "prepare writes the units' names in the model; they are gathered as leaf modules, and their gradients are reduced as they come",
         to=fields.units,
-        when=(idle("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
+        when=(unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
     "sharding.min_unit_params": Rule(
         Fit.EXACT,
         "zero_optimization.leaf_module.names",
         "smaller modules are not among the names",
-        when=(idle("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
+        when=(unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
     "sharding.whole_units": Rule(
         Fit.EXACT,
         "none: unishard's own",
         "where a rank did not use a parameter, it adds zeros to the average",
         when=(
-            idle("empty", lambda cfg: not cfg.sharding.whole_units, ""),
+            unless("empty", lambda cfg: not cfg.sharding.whole_units, ""),
             When(
                 "full_shard",
                 lambda cfg: fields.stage(cfg) == 3,
@@ -218,7 +218,7 @@ RULES: dict[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path",
         "prepare refuses nvme where DeepSpeed's async_io op, which needs libaio, can be neither found nor built",
-        when=(idle("null", lambda cfg: cfg.offload.nvme_path is None, ""),),
+        when=(unless("null", lambda cfg: cfg.offload.nvme_path is None, ""),),
     ),
     "activation_checkpointing": Rule(
         Fit.EXACT,
@@ -294,7 +294,7 @@ RULES: dict[str, Rule] = {
         to=lambda cfg, topology: (
             fields.zero(stage3_prefetch_bucket_size=cfg.communication.prefetch_bucket_size) if fields.stage(cfg) == 3 else {}
         ),
-        when=(idle("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
+        when=(unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
     "communication.overlap": Rule(
         Fit.EXACT,
@@ -317,7 +317,7 @@ RULES: dict[str, Rule] = {
         "torch.compile",
         "of each block's `forward`; DeepSpeed's hooks are not compiled, and DeepCompile is not used",
         when=(
-            idle("none", lambda cfg: cfg.compile.mode == "none", ""),
+            unless("none", lambda cfg: cfg.compile.mode == "none", ""),
             When(
                 "full with full_shard",
                 lambda cfg: cfg.compile.mode == "full" and fields.stage(cfg) == 3,

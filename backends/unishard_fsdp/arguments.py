@@ -7,7 +7,9 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry, Expressed, Verdict, Word, express, interpret
+from unishard.mapping.entries import Entry, interpret
+from unishard.mapping.express import Expressed, FieldResult, express
+from unishard.mapping.rules import Fit
 from unishard_fsdp.expressions import EXPRESSIONS
 from unishard_fsdp.keys import KEYS
 
@@ -35,8 +37,10 @@ def arguments(cfg: Config, topology: Topology, undecided: Collection[str] = froz
     if not cfg.sharding.hybrid or topology.world_size > 1:
         return expressed
     # One rank is what is said of a number that nobody knows, and a mesh needs it.
-    word = Word(Verdict.UNDECIDED, "mesh", "the number of groups comes from the number of ranks; give --world-size and --gpus-per-node")
-    return expressed._replace(words={**expressed.words, "sharding.strategy": word, "sharding.group_size": word})
+    word = FieldResult(
+        Fit.NEEDS_INPUT, "mesh", "the number of groups comes from the number of ranks; give --world-size and --gpus-per-node"
+    )
+    return expressed._replace(fields={**expressed.fields, "sharding.strategy": word, "sharding.group_size": word})
 
 
 def _assumed(native: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
+from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry, Expressed, Expression, Key
-from unishard.mapping.rules import Line, Report, Rule, Translation, apply, merge, nested
+from unishard.mapping.entries import Entry, Key
+from unishard.mapping.express import Expressed
+from unishard.mapping.report import Line, Report, Translation, apply
+from unishard.mapping.rules import Rule
 from unishard.patches import Patch
 from unishard.plugins.backend import Engine, OptimizerBuilder
 from unishard_fsdp import arguments, native, options
@@ -70,8 +73,8 @@ class FSDPBackend:
         decided, report = apply(RULES, cfg, topology)
         written = merge(decided, options.constants_of(decided["data_parallel"]))
         overrides = native.check(cfg, written)
-        verdicts = {key: (value, *native.verdict(key, value, written)) for key, value in overrides.items()}
-        lines = [Line(f"native.fsdp.{key}", value, fit, key, note) for key, (value, fit, note) in verdicts.items()]
+        fits = {key: (value, *native.fit(key, value, written)) for key, value in overrides.items()}
+        lines = [Line(f"native.fsdp.{key}", value, fit, key, note) for key, (value, fit, note) in fits.items()]
         return Translation(
             backend=self.name,
             engine=_ENGINES[decided["data_parallel"]],
@@ -85,7 +88,7 @@ class FSDPBackend:
         return KEYS
 
     @property
-    def expressions(self) -> Mapping[str, Expression]:
+    def expressions(self) -> Mapping[str, Rule]:
         """How a training script without unishard says each field to FSDP2."""
         return EXPRESSIONS
 

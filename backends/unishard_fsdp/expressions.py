@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.mapping.field_rows import NO_FILES, moved_together
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
 from unishard_fsdp.precision_keys import DTYPES
 from unishard_fsdp.script_expressions import BY_SCRIPT
 
@@ -78,168 +78,168 @@ def _own(cfg: Config, topology: Topology) -> Native:
 _NEAREST = "reshard_after_forward: false"
 _BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "backend": Expression(Verdict.EXACT, "version", "FSDP2", lambda cfg, topology: {"version": 2}),
-    "sharding.strategy": Expression(
-        Verdict.EXACT,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "backend": Rule(Fit.EXACT, "version", "FSDP2", lambda cfg, topology: {"version": 2}),
+    "sharding.strategy": Rule(
+        Fit.EXACT,
         "reshard_after_forward, mesh",
         "",
         lambda cfg, topology: _reshard(cfg, topology) | _mesh(cfg, topology),
         (
-            Case(
+            When(
                 "no_shard",
                 lambda cfg: not _sharded(cfg),
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "a mesh that only replicates, which is DistributedDataParallel to rounding",
             ),
-            Case(
+            When(
                 "shard_optimizer",
                 lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"{_NEAREST} is the nearest; {_BETWEEN}, and reduces gradients on every micro-batch",
             ),
-            Case(
+            When(
                 "shard_grad_op or hybrid_shard_grad_op",
                 lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"{_NEAREST} is the nearest; {_BETWEEN}",
             ),
         ),
     ),
-    "sharding.group_size": Expression(
-        Verdict.EXACT,
+    "sharding.group_size": Rule(
+        Fit.EXACT,
         "mesh.shard",
         "",
-        when=(Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),),
+        when=(When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),),
     ),
-    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "reshard_after_forward"),
-    "sharding.units": Expression(
-        Verdict.EXACT,
+    "sharding.reshard_after_forward": Rule(Fit.EXACT, "reshard_after_forward"),
+    "sharding.units": Rule(
+        Fit.EXACT,
         "auto_wrap_policy, transformer_layer_cls_to_wrap",
         "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
         _units,
-        (Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, "nothing is gathered"),),
+        (When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, "nothing is gathered"),),
     ),
-    "sharding.min_unit_params": Expression(
-        Verdict.EMULATED,
+    "sharding.min_unit_params": Rule(
+        Fit.EQUIVALENT,
         "min_num_params",
         "FSDP cuts at any module of this size, not at blocks",
         _least,
         (
-            Case("0", lambda cfg: not cfg.sharding.min_unit_params, Verdict.EXACT, ""),
-            Case(
+            When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),
+            When(
                 "beside class names",
                 lambda cfg: not _by_size(cfg),
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "FSDP has no smallest size beside class names; the same maths with smaller units",
             ),
         ),
     ),
-    "sharding.whole_units": Expression(
-        Verdict.UNDECIDED,
+    "sharding.whole_units": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "call fully_shard on none of these modules, and set_reduce_scatter_unused_params(True) on the root",
-        when=(Case("empty", lambda cfg: not cfg.sharding.whole_units, Verdict.EXACT, ""),),
+        when=(When("empty", lambda cfg: not cfg.sharding.whole_units, Fit.EXACT, ""),),
     ),
-    "precision.compute": Expression(
-        Verdict.EXACT,
+    "precision.compute": Rule(
+        Fit.EXACT,
         "mixed_precision.param_dtype",
         "",
         lambda cfg, topology: _format("param_dtype", cfg.precision.compute) if _mixed(cfg) else {},
     ),
-    "precision.master": Expression(
-        Verdict.UNDECIDED,
+    "precision.master": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "cast the model to this format before fully_shard, since the optimizer updates what it is given",
         when=(
-            Case("compute is fp32", lambda cfg: not _mixed(cfg), Verdict.EXACT, ""),
-            Case(
+            When("compute is fp32", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
+            When(
                 "fp32",
                 lambda cfg: cfg.precision.master == "fp32",
-                Verdict.EXACT,
+                Fit.EXACT,
                 "as long as the training script loads the model in fp32",
             ),
         ),
     ),
-    "precision.reduce": Expression(
-        Verdict.EXACT,
+    "precision.reduce": Rule(
+        Fit.EXACT,
         "mixed_precision.reduce_dtype",
         "",
         lambda cfg, topology: _format("reduce_dtype", cfg.precision.reduce) if _mixed(cfg) else {},
     ),
-    "precision.accumulate": Expression(
-        Verdict.EXACT,
+    "precision.accumulate": Rule(
+        Fit.EXACT,
         "format of the parameters' gradients",
         when=(
-            Case(
+            When(
                 "not that of master",
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "FSDP2 adds gradients up in the format of the masters, which is more exact",
             ),
         ),
     ),
-    "precision.buffers": Expression(
-        Verdict.UNDECIDED,
+    "precision.buffers": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "cast the model's floating-point buffers before fully_shard; FSDP2 casts none",
-        when=(Case("keep", lambda cfg: cfg.precision.buffers == "keep", Verdict.EXACT, ""),),
+        when=(When("keep", lambda cfg: cfg.precision.buffers == "keep", Fit.EXACT, ""),),
     ),
     **{name: row for name, row in BY_SCRIPT.items() if name.startswith("precision.")},
     **moved_together("cpu_offload", lambda cfg, topology: {"cpu_offload": True} if _offloaded(cfg) else {}),
-    "offload.pin_memory": Expression(
-        Verdict.EXACT,
+    "offload.pin_memory": Rule(
+        Fit.EXACT,
         "pin_memory",
         "",
         lambda cfg, topology: {"pin_memory": cfg.offload.pin_memory} if _offloaded(cfg) else {},
-        (Case("nothing is offloaded", lambda cfg: not _offloaded(cfg), Verdict.EXACT, ""),),
+        (When("nothing is offloaded", lambda cfg: not _offloaded(cfg), Fit.EXACT, ""),),
     ),
-    "offload.nvme_path": Expression(
-        Verdict.REFUSED,
+    "offload.nvme_path": Rule(
+        Fit.UNSUPPORTED,
         NO_KEY,
         NO_FILES,
-        when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),),
+        when=(When("null", lambda cfg: cfg.offload.nvme_path is None, Fit.EXACT, ""),),
     ),
-    "activation_checkpointing": Expression(
-        Verdict.EXACT,
+    "activation_checkpointing": Rule(
+        Fit.EXACT,
         "activation_checkpointing",
         "",
         lambda cfg, topology: {} if cfg.activation_checkpointing == "none" else {"activation_checkpointing": True},
         (
-            Case("none", lambda cfg: cfg.activation_checkpointing == "none", Verdict.EXACT, ""),
-            Case("full", lambda cfg: cfg.activation_checkpointing == "full", Verdict.EXACT, "of the units"),
-            Case(
+            When("none", lambda cfg: cfg.activation_checkpointing == "none", Fit.EXACT, ""),
+            When("full", lambda cfg: cfg.activation_checkpointing == "full", Fit.EXACT, "of the units"),
+            When(
                 "the units by name",
                 lambda cfg: cfg.activation_checkpointing == cfg.sharding.units,
-                Verdict.EXACT,
+                Fit.EXACT,
                 "of the units",
             ),
-            Case(
+            When(
                 "selective",
                 lambda cfg: cfg.activation_checkpointing == "selective",
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "the units are computed again as a whole: the same results, less memory, more time",
             ),
-            Case(
+            When(
                 "other classes",
                 lambda cfg: True,
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "the units are computed again, not these classes: the same results, other memory and time",
             ),
         ),
     ),
     **{name: row for name, row in BY_SCRIPT.items() if not name.startswith(("precision.", "native"))},
-    "native": Expression(
-        Verdict.EXACT,
+    "native": Rule(
+        Fit.EXACT,
         "mixed_precision, and calls of your training script",
         "",
         _own,
         (
-            Case("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Verdict.EXACT, ""),
-            Case(
+            When("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Fit.EXACT, ""),
+            When(
                 "more than mp_policy",
                 lambda cfg: set(cfg.native["fsdp"]) != {"mp_policy"},
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "make the calls that these settings are named after: set_requires_gradient_sync and the like",
             ),
         ),

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import boolean, integer, listed, one_of, refuses
+from unishard.mapping.rules import Fit
 from unishard_fsdp.precision_keys import PRECISION
 
 __all__ = ["KEYS", "STRATEGIES", "strategy_of"]
@@ -121,12 +122,12 @@ def _sharded(given: Given) -> bool:
         return True  # the argument at fault is refused at its own place
 
 
-def _set(read: Callable[[Any, Given], Meaning], fields: str, verdict: Verdict = Verdict.EXACT, note: str = "") -> Key:
+def _set(read: Callable[[Any, Given], Meaning], fields: str, fit: Fit = Fit.EXACT, note: str = "") -> Key:
     """A row that has nothing to say where the value is null."""
-    return Key(lambda value, given: _UNSET if value is None else read(value, given), fields, verdict, note)
+    return Key(lambda value, given: _UNSET if value is None else read(value, given), fields, fit, note)
 
 
-_UNSET = Meaning(Verdict.DROPPED, "is not set")
+_UNSET = Meaning(Fit.IGNORED, "is not set")
 
 
 def _time(why: str, *words: str, kept: bool = False) -> Key:
@@ -134,9 +135,9 @@ def _time(why: str, *words: str, kept: bool = False) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         one_of(dict.fromkeys(word.lower() for word in words))(value) if words else boolean(value)
-        return Meaning(Verdict.DROPPED, why, kept=kept)
+        return Meaning(Fit.IGNORED, why, kept=kept)
 
-    return _set(read, "", Verdict.DROPPED, why)
+    return _set(read, "", Fit.IGNORED, why)
 
 
 def _version_key(value: Any, given: Given) -> Meaning:
@@ -144,7 +145,7 @@ def _version_key(value: Any, given: Given) -> Meaning:
         raise Unreadable(f"must be 1 or 2, got {shown(value)}; write 2")
     if str(value) == "2":
         return Meaning(fields={"backend": "fsdp"})
-    return Meaning(Verdict.EMULATED, _FSDP1, {"backend": "fsdp"})
+    return Meaning(Fit.EQUIVALENT, _FSDP1, {"backend": "fsdp"})
 
 
 _FSDP1 = (
@@ -158,7 +159,7 @@ def _strategy_key(value: Any, given: Given) -> Meaning:
         return _UNSET if _version(given) == 2 else Meaning(fields=strategy_of(given))
     word = _word(value)
     if _version(given) == 2:
-        return Meaning(Verdict.DROPPED, "FSDP2 has no such argument and Accelerate 1.15.0 ignores it; reshard_after_forward decides")
+        return Meaning(Fit.IGNORED, "FSDP2 has no such argument and Accelerate 1.15.0 ignores it; reshard_after_forward decides")
     return Meaning(fields=STRATEGIES[word])
 
 
@@ -172,31 +173,31 @@ def _reshard_key(value: Any, given: Given) -> Meaning:
         raise Unreadable(f"must be true, false or a number of ranks, got {value}; write true or false")
     fields = dict(strategy_of(given))
     if fields["sharding.strategy"] == "no_shard":
-        return Meaning(Verdict.DROPPED, _NO_SHARDS, fields)
+        return Meaning(Fit.IGNORED, _NO_SHARDS, fields)
     if whole_number and value > 1:
         note = f"after forward the parameters stay sharded over groups of {value} ranks there, and over all that share a copy here"
-        return Meaning(Verdict.EMULATED, note, fields)
+        return Meaning(Fit.EQUIVALENT, note, fields)
     return Meaning(fields=fields)
 
 
 def _reshard_of_version_1(value: Any, given: Given) -> Meaning:
     word = _resharding_of_version_1(value)
     if "sharding_strategy" in given:
-        return Meaning(Verdict.DROPPED, "sharding_strategy decides with version 1, in which this key has no effect")
-    return Meaning(Verdict.EXACT if word == "FULL_SHARD" else Verdict.APPROXIMATE, _IGNORED, STRATEGIES[word])
+        return Meaning(Fit.IGNORED, "sharding_strategy decides with version 1, in which this key has no effect")
+    return Meaning(Fit.EXACT if word == "FULL_SHARD" else Fit.APPROXIMATE, _IGNORED, STRATEGIES[word])
 
 
 def _offload_key(value: Any, given: Given) -> Meaning:
     place = "cpu" if boolean(value) else "none"
     if place == "cpu" and not _sharded(given):
-        return Meaning(Verdict.REFUSED, "unishard offloads only what is sharded; choose FULL_SHARD, or remove the key")
+        return Meaning(Fit.UNSUPPORTED, "unishard offloads only what is sharded; choose FULL_SHARD, or remove the key")
     return Meaning(fields={"offload.params": place, "offload.optimizer": place})
 
 
 def _pin_key(value: Any, given: Given) -> Meaning:
     pinned = boolean(value)
     if str(given.get("cpu_offload")).lower() not in ("true", "1", "yes", "on"):
-        return Meaning(Verdict.DROPPED, "nothing is offloaded")
+        return Meaning(Fit.IGNORED, "nothing is offloaded")
     return Meaning(fields={"offload.pin_memory": pinned})
 
 
@@ -207,11 +208,11 @@ _WHOLE = "one unit is gathered for the whole model there; the model's blocks are
 def _policy_key(value: Any, given: Given) -> Meaning:
     policy = one_of(_POLICIES)(value)
     if not _sharded(given):
-        return Meaning(Verdict.DROPPED, _NO_SHARDS)
+        return Meaning(Fit.IGNORED, _NO_SHARDS)
     if policy == "NO_WRAP":
-        return Meaning(Verdict.EMULATED, _WHOLE, {"sharding.units": "auto"})
+        return Meaning(Fit.EQUIVALENT, _WHOLE, {"sharding.units": "auto"})
     if policy == "SIZE_BASED_WRAP":
-        return Meaning(Verdict.EMULATED, "units are cut at another place: at the model's blocks of this size", {"sharding.units": "auto"})
+        return Meaning(Fit.EQUIVALENT, "units are cut at another place: at the model's blocks of this size", {"sharding.units": "auto"})
     names = given.get("transformer_layer_cls_to_wrap")
     return Meaning(fields={"sharding.units": listed(names) if names else "auto"})
 
@@ -221,21 +222,21 @@ def _classes_key(value: Any, given: Given) -> Meaning:
         return _UNSET
     names = listed(value)
     if not _sharded(given):
-        return Meaning(Verdict.DROPPED, _NO_SHARDS)
+        return Meaning(Fit.IGNORED, _NO_SHARDS)
     policy = given.get("auto_wrap_policy")
     if policy is not None and _POLICIES.get(str(policy).lower()) != "TRANSFORMER_BASED_WRAP":
-        return Meaning(Verdict.DROPPED, f"is only read with auto_wrap_policy TRANSFORMER_BASED_WRAP, not {policy}")
+        return Meaning(Fit.IGNORED, f"is only read with auto_wrap_policy TRANSFORMER_BASED_WRAP, not {policy}")
     return Meaning(fields={"sharding.units": names})
 
 
 def _size_key(value: Any, given: Given) -> Meaning:
     size = integer(0)(value)
     if str(given.get("auto_wrap_policy")).upper() != "SIZE_BASED_WRAP":
-        return Meaning(Verdict.DROPPED, "is only read with auto_wrap_policy SIZE_BASED_WRAP")
+        return Meaning(Fit.IGNORED, "is only read with auto_wrap_policy SIZE_BASED_WRAP")
     if not _sharded(given):
-        return Meaning(Verdict.DROPPED, _NO_SHARDS)
+        return Meaning(Fit.IGNORED, _NO_SHARDS)
     return Meaning(
-        Verdict.EMULATED, "FSDP cuts at any module of this size, unishard at blocks of this size", {"sharding.min_unit_params": size}
+        Fit.EQUIVALENT, "FSDP cuts at any module of this size, unishard at blocks of this size", {"sharding.min_unit_params": size}
     )
 
 
@@ -282,7 +283,7 @@ def _files_key(value: Any, given: Given) -> Meaning:
     word = one_of({word: word for word in _FILES})(value)
     # FSDP2 writes no local files, so the key is not repeated beside its arguments.
     kept = not word.startswith("local") and word != "2"
-    return Meaning(Verdict.DROPPED, "concerns the files of checkpoints alone", kept=kept)
+    return Meaning(Fit.IGNORED, "concerns the files of checkpoints alone", kept=kept)
 
 
 _NO_XLA = "unishard runs on PyTorch's own devices, not on XLA; remove it"
@@ -294,7 +295,7 @@ def _off(value: Any) -> bool:
 
 
 KEYS: Mapping[str, Key] = {
-    "version": _set(_version_key, "backend", Verdict.EXACT, "version 1 is emulated by FSDP2"),
+    "version": _set(_version_key, "backend", Fit.EXACT, "version 1 is emulated by FSDP2"),
     "sharding_strategy": Key(_strategy_key, "sharding.strategy, sharding.reshard_after_forward"),
     "reshard_after_forward": Key(_reshard_key, "sharding.strategy, sharding.reshard_after_forward"),
     "mesh": _set(_mesh_key, "sharding.strategy, sharding.group_size"),
@@ -302,7 +303,7 @@ KEYS: Mapping[str, Key] = {
     "pin_memory": _set(_pin_key, "offload.pin_memory"),
     "auto_wrap_policy": _set(_policy_key, "sharding.units"),
     "transformer_layer_cls_to_wrap": _set(_classes_key, "sharding.units"),
-    "min_num_params": _set(_size_key, "sharding.min_unit_params", Verdict.EMULATED),
+    "min_num_params": _set(_size_key, "sharding.min_unit_params", Fit.EQUIVALENT),
     "ignored_modules": refuses(
         "unishard shards every parameter; leave these modules out of the model that prepare gets, or freeze them and remove the key", _off
     ),
@@ -315,7 +316,7 @@ KEYS: Mapping[str, Key] = {
     "use_orig_params": _time("FSDP2 always keeps the parameters' own names and groups"),
     "sync_module_states": _time("prepare always gives every rank the parameters of rank 0"),
     "cpu_ram_efficient_loading": _time("concerns how the training script loads the model", kept=True),
-    "state_dict_type": _set(_files_key, "", Verdict.DROPPED, "concerns the files of checkpoints alone"),
+    "state_dict_type": _set(_files_key, "", Fit.IGNORED, "concerns the files of checkpoints alone"),
     "load_monolith_rank0_only": _time("concerns how a checkpoint is read"),
     "activation_checkpointing": _set(_checkpointing_key, "activation_checkpointing"),
     "activation_checkpointing_offload": _time("memory alone; what blocks keep stays on the device here, the results are the same"),

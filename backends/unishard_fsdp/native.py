@@ -11,11 +11,12 @@ from pydantic.fields import FieldInfo
 
 from unishard.config import Config
 from unishard.config.describe import expected, shown
+from unishard.config.nested import Native, flat, merge, nested
 from unishard.errors import ConfigError, Problem
-from unishard.mapping.rules import Fit, Native, flat, merge, nested
+from unishard.mapping.rules import Fit
 from unishard_fsdp.options import FORMS
 
-__all__ = ["DECIDED", "SAME_MATHS", "check", "verdict"]
+__all__ = ["DECIDED", "SAME_MATHS", "check", "fit"]
 
 DECIDED: Mapping[str, str] = {
     "data_parallel": "sharding.strategy and precision.compute",
@@ -76,7 +77,7 @@ def check(cfg: Config, written: Native) -> dict[str, Any]:
     return overrides
 
 
-def verdict(key: str, value: Any, written: Native) -> tuple[Fit, str]:
+def fit(key: str, value: Any, written: Native) -> tuple[Fit, str]:
     """The fit and the note of a checked key.
 
     Args:

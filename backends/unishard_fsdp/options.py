@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from unishard.mapping.rules import Native
+from unishard.config.nested import Native
 
 __all__ = [
     "CONSTANTS",

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean
+from unishard.mapping.rules import Fit
 
 __all__ = ["DTYPES", "PRECISION", "dtype"]
 
@@ -38,7 +39,7 @@ def _short(value: Any, given: Given) -> Meaning:
     """One word for all formats, as Accelerate takes it."""
     word = str(value).strip().lower()
     if value is None or value == {}:
-        return Meaning(Verdict.DROPPED, "is not set")
+        return Meaning(Fit.IGNORED, "is not set")
     if word in _COMPOSER:
         raise Unreadable(f"must name formats, got {shown(value)}, which only says something beside Composer's `precision`; write a mapping")
     found = dtype(value)
@@ -63,16 +64,16 @@ def _buffers(value: Any, given: Given) -> Meaning:
 def _output(value: Any, given: Given) -> Meaning:
     param = given.get("mixed_precision.param_dtype")
     if value is None or (param is not None and dtype(value) == dtype(param)):
-        return Meaning(Verdict.DROPPED, "outputs have the format that the model computes in")
+        return Meaning(Fit.IGNORED, "outputs have the format that the model computes in")
     key, note = "fsdp.mp_policy.output_dtype", "another engine leaves outputs in the format that the model computes in"
-    return Meaning(Verdict.APPROXIMATE, note, native={key: DTYPES[dtype(value)]})
+    return Meaning(Fit.APPROXIMATE, note, native={key: DTYPES[dtype(value)]})
 
 
 def _inputs(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Verdict.DROPPED, "is what happens: floating-point inputs are cast")
+        return Meaning(Fit.IGNORED, "is what happens: floating-point inputs are cast")
     note = "another engine casts floating-point inputs to the format that the model computes in"
-    return Meaning(Verdict.APPROXIMATE, note, native={"fsdp.mp_policy.cast_forward_inputs": False})
+    return Meaning(Fit.APPROXIMATE, note, native={"fsdp.mp_policy.cast_forward_inputs": False})
 
 
 PRECISION: Mapping[str, Key] = {
@@ -80,7 +81,7 @@ PRECISION: Mapping[str, Key] = {
     "mixed_precision.param_dtype": Key(_compute, "precision.compute"),
     "mixed_precision.reduce_dtype": Key(_reduce, "precision.reduce"),
     "mixed_precision.buffer_dtype": Key(_buffers, "precision.buffers"),
-    "mixed_precision.output_dtype": Key(_output, "native.fsdp.mp_policy.output_dtype", Verdict.APPROXIMATE),
-    "mixed_precision.cast_forward_inputs": Key(_inputs, "native.fsdp.mp_policy.cast_forward_inputs", Verdict.APPROXIMATE),
+    "mixed_precision.output_dtype": Key(_output, "native.fsdp.mp_policy.output_dtype", Fit.APPROXIMATE),
+    "mixed_precision.cast_forward_inputs": Key(_inputs, "native.fsdp.mp_policy.cast_forward_inputs", Fit.APPROXIMATE),
 }
 """The rows below `mixed_precision`."""

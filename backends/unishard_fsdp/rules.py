@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.mapping.rules import SAVING, Fit, Native, Rule, When, idle, loop
+from unishard.mapping.rules import SAVING, Fit, Rule, When, loop, unless
 from unishard_fsdp.loop_rules import LOOP
 
 __all__ = ["RULES", "form_of"]
@@ -108,7 +109,7 @@ def _prefetch(cfg: Config) -> Native:
 
 
 _MIXED: tuple[Form, ...] = ("fully_shard", "replicate")
-_NOT_FP16 = idle("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
+_NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 _TOGETHER = "CPUOffloadPolicy moves parameters, gradients and optimizer state together"
 _NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
@@ -175,7 +176,7 @@ RULES: Mapping[str, Rule] = {
         "fully_shard(mesh=...)",
         "ranks in a row form a group; where one group holds all ranks, the mesh has one axis as without groups",
         _mesh,
-        (idle("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),),
+        (unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),),
     ),
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT,
@@ -185,7 +186,7 @@ RULES: Mapping[str, Rule] = {
             ("fully_shard",),
             lambda cfg: {"reshard_after_forward": cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward},
         ),
-        (idle("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers twice"),),
+        (unless("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers twice"),),
     ),
     "sharding.units": Rule(
         Fit.EXACT,
@@ -193,8 +194,8 @@ RULES: Mapping[str, Rule] = {
         "one all-gather and one reduce-scatter a unit; the rest is the root's",
         _for(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
         (
-            idle("DistributedDataParallel", _form("DistributedDataParallel"), "nothing is gathered; DDP reduces in buckets"),
-            idle("replicate", _form("replicate"), "nothing is gathered; gradients are all-reduced block by block"),
+            unless("DistributedDataParallel", _form("DistributedDataParallel"), "nothing is gathered; DDP reduces in buckets"),
+            unless("replicate", _form("replicate"), "nothing is gathered; gradients are all-reduced block by block"),
         ),
     ),
     "sharding.min_unit_params": Rule(
@@ -209,7 +210,7 @@ RULES: Mapping[str, Rule] = {
         "gathered and reduced with the unit around them, or with the root, which is kept from forward to backward",
         lambda cfg, topology: {"whole_units": cfg.sharding.whole_units},
         (
-            idle("empty", lambda cfg: not cfg.sharding.whole_units, ""),
+            unless("empty", lambda cfg: not cfg.sharding.whole_units, ""),
             When(
                 "DistributedDataParallel",
                 _form("DistributedDataParallel"),
@@ -274,7 +275,7 @@ RULES: Mapping[str, Rule] = {
         "CPUOffloadPolicy",
         _TOGETHER,
         when=(
-            idle("none", lambda cfg: cfg.offload.params == "none", ""),
+            unless("none", lambda cfg: cfg.offload.params == "none", ""),
             When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, _NO_NVME),
             When(
                 "cpu without offload.optimizer: cpu",
@@ -290,7 +291,7 @@ RULES: Mapping[str, Rule] = {
         "CPUOffloadPolicy, or the optimizer on host copies",
         _TOGETHER,
         when=(
-            idle("none", lambda cfg: cfg.offload.optimizer == "none", ""),
+            unless("none", lambda cfg: cfg.offload.optimizer == "none", ""),
             When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, _NO_NVME),
             When(
                 "cpu with native.fsdp.zero_redundancy_optimizer",
@@ -318,13 +319,13 @@ RULES: Mapping[str, Rule] = {
         "CPUOffloadPolicy(pin_memory=...), or of the host copies",
         "pinned where a CUDA device is present; without one there is nothing to copy to and torch refuses to pin",
         to=_for(("fully_shard",), _offload),
-        when=(idle("nothing is offloaded", lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none", ""),),
+        when=(unless("nothing is offloaded", lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none", ""),),
     ),
     "offload.nvme_path": Rule(
         Fit.EXACT,
         "none",
         when=(
-            idle("null", lambda cfg: cfg.offload.nvme_path is None, ""),
+            unless("null", lambda cfg: cfg.offload.nvme_path is None, ""),
             When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
         ),
     ),
@@ -353,7 +354,7 @@ RULES: Mapping[str, Rule] = {
         "set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
         "as many of the following units as fit are gathered ahead; where none fits, torch's own prefetch of the next unit remains",
         _for(("fully_shard",), _prefetch),
-        (idle("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers unit by unit"),),
+        (unless("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers unit by unit"),),
     ),
     "communication.overlap": Rule(
         Fit.EXACT,
@@ -370,7 +371,7 @@ RULES: Mapping[str, Rule] = {
         "torch.compile",
         "of each block's `forward`; the hooks that gather and reduce are not compiled",
         when=(
-            idle("none", lambda cfg: cfg.compile.mode == "none", ""),
+            unless("none", lambda cfg: cfg.compile.mode == "none", ""),
             When("full", lambda cfg: cfg.compile.mode == "full", Fit.EQUIVALENT, "of the root's `forward`, a graph break at each unit"),
         ),
     ),

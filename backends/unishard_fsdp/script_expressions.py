@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.mapping.entries import NO_KEY, SCRIPT, Expression, Holds, Verdict
 from unishard.mapping.field_rows import none, saved_by_script, unlooked, write
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule
 
 __all__ = ["BY_SCRIPT"]
 
@@ -28,7 +28,7 @@ _SCALE = ("compute is not fp16", "nothing is scaled")
 _OTHER = "belongs to another optimizer"
 _OWN_CHECK = "unishard's own check of collective calls; torch's is TORCH_NCCL_ENABLE_MONITORING"
 
-BY_SCRIPT: Mapping[str, Expression] = {
+BY_SCRIPT: Mapping[str, Rule] = {
     "precision.loss_scale": write("scale the loss with torch.amp.GradScaler", _exact, *_SCALE),
     "precision.initial_loss_scale": write("GradScaler(init_scale=...)", _exact, *_SCALE),
     "precision.loss_scale_growth_interval": write("GradScaler(growth_interval=...)", _exact, *_SCALE),
@@ -36,13 +36,13 @@ BY_SCRIPT: Mapping[str, Expression] = {
     "training.gradient_accumulation_steps": write(
         "divide the loss by it, and step after as many backward calls", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "1"
     ),
-    "training.global_batch_size": Expression(Verdict.EXACT, NO_KEY, "follows from the other sizes"),
+    "training.global_batch_size": Rule(Fit.EXACT, NO_KEY, "follows from the other sizes"),
     "training.gradient_clipping": write(
         "torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before optimizer.step()",
         lambda cfg: cfg.training.gradient_clipping is None,
         "null",
     ),
-    "training.nonfinite": unlooked(Verdict.UNDECIDED, SCRIPT, "look whether clip_grad_norm_ returns a finite norm before optimizer.step()"),
+    "training.nonfinite": unlooked(Fit.NEEDS_INPUT, SCRIPT, "look whether clip_grad_norm_ returns a finite norm before optimizer.step()"),
     "training.last_window": write(
         "divide the last loss sums by the number of micro-batches that are there, or leave them out",
         lambda cfg: cfg.training.gradient_accumulation_steps == 1,

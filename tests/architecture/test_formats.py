@@ -12,13 +12,14 @@ import pytest
 from unishard.config import Config, leaves
 from unishard.formats import NAMES, catalog
 from unishard.formats.format import Format
-from unishard.mapping.entries import Expression, Key, Verdict
+from unishard.mapping.entries import Key
+from unishard.mapping.rules import Fit, Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "unishard" / "formats"
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
 FIELDS = [path for path, _ in leaves(Config)]
-SAID_OTHERWISE = (Verdict.APPROXIMATE, Verdict.DROPPED, Verdict.UNDECIDED, Verdict.REFUSED)
+SAID_OTHERWISE = (Fit.APPROXIMATE, Fit.IGNORED, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
 BUILDS_ON = {"axolotl": "hf"}
 """axolotl hands its file to TrainingArguments, whose keys and words it has beside its own; no other format may build on another."""
 
@@ -75,15 +76,15 @@ def test_tables_are_whole(name: str) -> None:
     for key, row in one.keys.items():
         assert isinstance(row, Key)
         assert "" not in key.split("."), key
-        assert row.note or row.verdict in (Verdict.EXACT, Verdict.EMULATED), f"{key} says no reason"
+        assert row.note or row.fit in (Fit.EXACT, Fit.EQUIVALENT), f"{key} says no reason"
     said = list(one.expressions)
     assert said == [path for path in FIELDS if path in one.expressions], "rows stand in the order of the schema"
     for path, expression in one.expressions.items():
-        assert isinstance(expression, Expression)
+        assert isinstance(expression, Rule)
         assert expression.key, path
-        assert expression.note or expression.verdict not in SAID_OTHERWISE, f"{path} says no reason"
-        assert ";" in expression.note or expression.verdict is not Verdict.REFUSED, f"{path} says no way out"
+        assert expression.note or expression.fit not in SAID_OTHERWISE, f"{path} says no reason"
+        assert ";" in expression.note or expression.fit is not Fit.UNSUPPORTED, f"{path} says no way out"
         for case in expression.when:
             assert case.case, path
-            assert case.note or case.verdict not in SAID_OTHERWISE, f"{path} if {case.case} says no reason"
-            assert ";" in case.note or case.verdict is not Verdict.REFUSED, f"{path} if {case.case} says no way out"
+            assert case.note or case.fit not in SAID_OTHERWISE, f"{path} if {case.case} says no reason"
+            assert ";" in case.note or case.fit is not Fit.UNSUPPORTED, f"{path} if {case.case} says no way out"

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from unishard.formats import NAMES, Outcome
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 Path = tuple[str, ...]
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
@@ -30,7 +30,7 @@ def value_at(data: Any, path: Path) -> Any:
 
 
 def faults_of(outcome: Outcome) -> list[str]:
-    """What is wrong with a report: keys in no line or in two, lines for no key, verdicts without a reason."""
+    """What is wrong with a report: keys in no line or in two, lines for no key, fits without a reason."""
     faults = []
     written = [entry for entry in outcome.reading.entries if not entry.assumed]
     said = [entry.path for entry in written]
@@ -49,8 +49,8 @@ def faults_of(outcome: Outcome) -> list[str]:
     if len(outcome.items) != len(outcome.reading.entries):
         faults.append(f"{len(outcome.reading.entries)} entries became {len(outcome.items)} lines")
     for item in outcome.items:
-        if item.verdict is not Verdict.EXACT and not item.note:
-            faults.append(f"{item.key} is {item.verdict} without a reason")
-        if item.verdict is Verdict.REFUSED and ";" not in item.note:
+        if item.fit is not Fit.EXACT and not item.note:
+            faults.append(f"{item.key} is {item.fit} without a reason")
+        if item.fit is Fit.UNSUPPORTED and ";" not in item.note:
             faults.append(f"{item.key} is refused without saying what instead: {item.note}")
     return faults

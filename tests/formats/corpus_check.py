@@ -21,7 +21,7 @@ from accounting import FORMATS, faults_of
 from unishard.errors import ConfigError
 from unishard.formats import Item, Outcome, translate
 from unishard.formats.source import Source
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 ENGINES = ("fsdp", "deepspeed")
 MOST_SECONDS = 10.0
@@ -144,7 +144,7 @@ def _refusals(path: Path, source: Source, name: str, target: str, overrides: tup
 
 
 def _refused(outcome: Outcome) -> list[Item]:
-    return outcome.of(Verdict.REFUSED)
+    return outcome.of(Fit.UNSUPPORTED)
 
 
 def _cause(key: str, note: str, what: str, tally: Tally, *, counted: bool) -> str | None:
@@ -178,7 +178,7 @@ def report(tally: Tally) -> str:
     return "\n".join(lines)
 
 
-def verdict(tally: Tally) -> list[str]:
+def fit(tally: Tally) -> list[str]:
     """What must hold and does not."""
     wrong = []
     if not tally.files:
@@ -199,7 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     tally = check(parser.parse_args().folder)
-    wrong = verdict(tally)
+    wrong = fit(tally)
     sys.stdout.write(report(tally) + "\n" + ("FAILED: " + "; ".join(wrong) if wrong else "passed") + "\n")
     return bool(wrong)
 

@@ -17,7 +17,7 @@ from unishard.errors import ConfigError
 from unishard.formats import catalog
 from unishard.formats.accelerate.fsdp import NAMES
 from unishard.formats.source import open_source
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 FSDP = {"distributed_type": "FSDP", "num_processes": 8}
 FSDP2 = {**FSDP, "fsdp_config": {"fsdp_version": 2}}
@@ -60,13 +60,13 @@ def test_distributed_type_selects_the_engine_and_where_the_file_is_silent_the_la
 @pytest.mark.parametrize("kind", ["XLA", "MEGATRON_LM", "fsdp", "MULTI_GPUS", 3, None])
 def test_what_is_no_data_parallelism_is_refused_with_what_instead(kind):
     item = items({"distributed_type": kind})["distributed_type"]
-    assert item.verdict is Verdict.REFUSED
+    assert item.fit is Fit.UNSUPPORTED
     assert "write " in item.note
 
 
 def test_without_distributed_type_the_rest_is_read_as_the_engine_whose_block_is_there():
     found = items({"num_processes": 2, "fsdp_config": {"fsdp_offload_params": True}})
-    assert found["distributed_type"].verdict is Verdict.REFUSED
+    assert found["distributed_type"].fit is Fit.UNSUPPORTED
     assert "write distributed_type: FSDP" in found["distributed_type"].note
     assert found["fsdp_config.fsdp_offload_params"].becomes == "offload.params, offload.optimizer"
 
@@ -74,7 +74,7 @@ def test_without_distributed_type_the_rest_is_read_as_the_engine_whose_block_is_
 @pytest.mark.parametrize(("name", "value"), [("AMAZON_SAGEMAKER", "SageMaker"), ("SLURM", "LOCAL_MACHINE")])
 def test_other_compute_environments_are_refused(name, value):
     item = items({**FSDP, "compute_environment": name})["compute_environment"]
-    assert item.verdict is Verdict.REFUSED
+    assert item.fit is Fit.UNSUPPORTED
     assert value in item.note
 
 
@@ -105,7 +105,7 @@ def test_a_key_with_and_without_prefix_counts_as_accelerate_reads_it():
     document = block(FSDP2, fsdp_offload_params=True, offload_params=False)
     assert config(document).offload.params == "none"
     found = items(document)
-    assert found["fsdp_config.fsdp_offload_params"].verdict is Verdict.DROPPED
+    assert found["fsdp_config.fsdp_offload_params"].fit is Fit.IGNORED
     assert "offload_params, which counts" in found["fsdp_config.fsdp_offload_params"].note
 
 
@@ -125,12 +125,12 @@ def test_the_launcher_assumes_version_1_and_the_whole_model_as_one_unit():
 )
 def test_a_key_that_accelerate_overlooks_is_dropped_with_the_one_that_was_meant(key, meant):
     item = items(block(FSDP, **{key: "X"}))[f"fsdp_config.{key}"]
-    assert item.verdict is Verdict.DROPPED
+    assert item.fit is Fit.IGNORED
     assert f"did you mean '{meant}'" in item.note.replace(f"'{key}'", "")
 
 
 def test_an_unknown_key_at_the_top_is_refused_as_accelerate_does():
-    assert items({**FSDP, "num_proceses": 8})["num_proceses"].verdict is Verdict.REFUSED
+    assert items({**FSDP, "num_proceses": 8})["num_proceses"].fit is Fit.UNSUPPORTED
     assert "num_processes" in items({**FSDP, "num_proceses": 8})["num_proceses"].note
     assert "accelerate-kt" in items({**FSDP, "kt_config": {"enabled": True}})["kt_config"].note
 
@@ -139,15 +139,15 @@ def test_an_unknown_key_at_the_top_is_refused_as_accelerate_does():
 def test_a_value_that_a_key_cannot_have_is_refused_and_the_rest_stands(key):
     document = block(FSDP, **{"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", key: "quite so"})
     found = items({**document, "mixed_precision": "bf16"})
-    assert found[f"fsdp_config.{key}"].verdict is Verdict.REFUSED
+    assert found[f"fsdp_config.{key}"].fit is Fit.UNSUPPORTED
     assert "must be" in found[f"fsdp_config.{key}"].note
-    assert found["mixed_precision"].verdict is not Verdict.REFUSED
+    assert found["mixed_precision"].fit is not Fit.UNSUPPORTED
 
 
 def test_null_is_what_accelerate_takes_for_nothing_where_it_does():
     found = items(block(FSDP, fsdp_transformer_layer_cls_to_wrap=None, fsdp_backward_prefetch=None, fsdp_offload_params=None))
-    assert found["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].verdict is Verdict.DROPPED
-    assert found["fsdp_config.fsdp_offload_params"].verdict is not Verdict.EXACT
+    assert found["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].fit is Fit.IGNORED
+    assert found["fsdp_config.fsdp_offload_params"].fit is not Fit.EXACT
 
 
 def test_a_list_of_classes_is_read_as_it_is_meant_and_the_defect_named():
@@ -168,14 +168,14 @@ def test_fsdp_computes_and_reduces_in_the_format_and_keeps_fp32_masters(version,
     ("document", "word"), [(FSDP2, "no"), (DEEPSPEED, "no"), (FSDP2, False), (FSDP2, None), ({"distributed_type": "NO"}, "NO")]
 )
 def test_no_mixed_precision_is_fp32(document, word):
-    assert items({**document, "mixed_precision": word})["mixed_precision"].verdict is Verdict.EXACT
+    assert items({**document, "mixed_precision": word})["mixed_precision"].fit is Fit.EXACT
     assert config({**document, "mixed_precision": word}).precision.compute == "fp32"
 
 
 def test_autocast_of_replicas_is_approximate():
     document = {"distributed_type": "MULTI_GPU", "mixed_precision": "fp16", "num_processes": 2}
     item = items(document)["mixed_precision"]
-    assert item.verdict is Verdict.APPROXIMATE
+    assert item.fit is Fit.APPROXIMATE
     assert "autocast" in item.note
     assert (config(document).precision.compute, config(document).precision.reduce) == ("fp16", "fp32")
 
@@ -183,16 +183,16 @@ def test_autocast_of_replicas_is_approximate():
 @pytest.mark.parametrize("document", [FSDP2, DEEPSPEED, {"distributed_type": "MULTI_GPU", "num_processes": 8}])
 def test_fp8_becomes_bf16_and_says_so(document):
     found = items({**document, "mixed_precision": "fp8", "fp8_config": {"backend": "TE", "amax_history_length": 16, "fp8_margin": 0}})
-    assert found["mixed_precision"].verdict is Verdict.APPROXIMATE
+    assert found["mixed_precision"].fit is Fit.APPROXIMATE
     assert "instead of fp8" in found["mixed_precision"].note or "bf16, since" in found["mixed_precision"].note
     assert "reads amax_history_len," in found["fp8_config.amax_history_length"].note
-    assert found["fp8_config.fp8_margin"].verdict is Verdict.DROPPED
+    assert found["fp8_config.fp8_margin"].fit is Fit.IGNORED
     assert config({**document, "mixed_precision": "fp8"}).precision.compute == "bf16"
 
 
 @pytest.mark.parametrize("value", ["bf32", 16, ["bf16"], True])
 def test_no_other_format_is_read(value):
-    assert items({**FSDP2, "mixed_precision": value})["mixed_precision"].verdict is Verdict.REFUSED
+    assert items({**FSDP2, "mixed_precision": value})["mixed_precision"].fit is Fit.UNSUPPORTED
 
 
 def test_a_format_that_is_none_is_refused_once_beside_deepspeeds_own_file_too():
@@ -204,8 +204,8 @@ def test_the_old_name_of_mixed_precision():
     assert config({**FSDP2, "fp16": True}).precision.compute == "fp16"
     assert config({**FSDP2, "fp16": False}).precision.compute == "fp32"
     found = items({**FSDP2, "fp16": True, "mixed_precision": "bf16"})
-    assert found["fp16"].verdict is Verdict.DROPPED
-    assert found["mixed_precision"].verdict is not Verdict.REFUSED
+    assert found["fp16"].fit is Fit.IGNORED
+    assert found["mixed_precision"].fit is not Fit.UNSUPPORTED
 
 
 @pytest.mark.parametrize("key", ["dynamo_backend", "dynamo_config"])
@@ -218,7 +218,7 @@ def test_regional_compilation_is_per_block_and_no_backend_is_none():
     settings = {"backend": "EAGER", "dynamo_use_regional_compilation": "true"}
     assert config({**FSDP2, "dynamo_config": settings}).compile.mode == "per_block"
     assert config({**FSDP2, "dynamo_config": {"backend": "NO", "use_regional_compilation": True}}).compile.mode == "none"
-    assert items({**FSDP2, "dynamo_backend": "TURBO"})["dynamo_backend"].verdict is Verdict.REFUSED
+    assert items({**FSDP2, "dynamo_backend": "TURBO"})["dynamo_backend"].fit is Fit.UNSUPPORTED
 
 
 def test_the_last_of_two_names_for_one_key_counts():
@@ -230,12 +230,12 @@ def test_the_last_of_two_names_for_one_key_counts():
 def test_the_old_key_of_compilation_takes_the_place_of_the_new_ones():
     document = {**FSDP2, "dynamo_backend": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
     assert config(document).compile.mode == "none"
-    assert items(document)["dynamo_config.dynamo_backend"].verdict is Verdict.DROPPED
+    assert items(document)["dynamo_config.dynamo_backend"].fit is Fit.IGNORED
 
 
 def test_accelerates_deepspeed_launcher_passes_no_compilation_on():
     item = items({**DEEPSPEED, "dynamo_config": {"dynamo_backend": "INDUCTOR"}})["dynamo_config.dynamo_backend"]
-    assert item.verdict is Verdict.DROPPED
+    assert item.fit is Fit.IGNORED
     assert "does not pass this on" in item.note
 
 
@@ -245,25 +245,25 @@ def groups(replicate, shard, **others):
 
 
 def test_a_compiler_that_deepspeeds_launcher_never_hears_of_is_not_judged():
-    assert items({**DEEPSPEED, "dynamo_backend": "yes"})["dynamo_backend"].verdict is Verdict.DROPPED
+    assert items({**DEEPSPEED, "dynamo_backend": "yes"})["dynamo_backend"].fit is Fit.IGNORED
 
 
 def test_keys_of_older_versions_that_concern_nothing_here():
     older = {"ipex_config": {"ipex": False, "use_xpu": False}, "tpu_cluster": False, "num_machines": None, "tp_config": {"tp_size": 1}}
     found = items({**FSDP2, **older})
-    assert {found[key].verdict for key in ("ipex_config", "tpu_cluster", "num_machines", "tp_config.tp_size")} == {Verdict.DROPPED}
-    assert items({**FSDP2, "tp_config": {"tp_size": 2}})["tp_config.tp_size"].verdict is Verdict.REFUSED
+    assert {found[key].fit for key in ("ipex_config", "tpu_cluster", "num_machines", "tp_config.tp_size")} == {Fit.IGNORED}
+    assert items({**FSDP2, "tp_config": {"tp_size": 2}})["tp_config.tp_size"].fit is Fit.UNSUPPORTED
 
 
-@pytest.mark.parametrize(("policy", "verdict"), [("SIZE_BASED_WRAP", "DROPPED"), ("TRANSFORMER_BASED_WRAP", "REFUSED")])
-def test_a_class_without_a_name_matters_where_classes_are_looked_for(policy, verdict):
+@pytest.mark.parametrize(("policy", "fit"), [("SIZE_BASED_WRAP", "DROPPED"), ("TRANSFORMER_BASED_WRAP", "REFUSED")])
+def test_a_class_without_a_name_matters_where_classes_are_looked_for(policy, fit):
     document = block(FSDP2, fsdp_auto_wrap_policy=policy, fsdp_transformer_layer_cls_to_wrap="")
-    assert items(document)["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].verdict is Verdict[verdict]
+    assert items(document)["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].fit is Fit[fit]
 
 
 def test_groups_count_the_ranks_of_a_model_that_is_split():
     found = items(groups(2, 2, tp_size=2))
-    assert found["parallelism_config.parallelism_config_tp_size"].verdict is Verdict.REFUSED
+    assert found["parallelism_config.parallelism_config_tp_size"].fit is Fit.UNSUPPORTED
     assert "ranks of the" not in found["parallelism_config.parallelism_config_dp_shard_size"].note
 
 
@@ -286,14 +286,14 @@ def test_replicas_of_shards_are_hybrid_and_both_sizes_say_it():
 )
 def test_groups_that_accelerate_refuses(document, why):
     assert why in items(document)["parallelism_config.parallelism_config_dp_replicate_size"].note
-    assert items(document)["parallelism_config.parallelism_config_dp_replicate_size"].verdict is Verdict.REFUSED
+    assert items(document)["parallelism_config.parallelism_config_dp_replicate_size"].fit is Fit.UNSUPPORTED
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
 def test_other_parallelism_is_refused_unless_it_is_off(axis):
     key = f"parallelism_config.parallelism_config_{axis}_size"
-    assert items(groups(1, 8, **{f"{axis}_size": 1}))[key].verdict is Verdict.DROPPED
-    assert items(groups(1, 4, **{f"{axis}_size": 2}))[key].verdict is Verdict.REFUSED
+    assert items(groups(1, 8, **{f"{axis}_size": 1}))[key].fit is Fit.IGNORED
+    assert items(groups(1, 4, **{f"{axis}_size": 2}))[key].fit is Fit.UNSUPPORTED
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -310,7 +310,7 @@ def test_clipping_is_what_comes_out_of_accelerate(clipping, norm):
 
 def test_no_clipping_that_becomes_clipping_is_named():
     item = items(block(DEEPSPEED, gradient_clipping=0.0))["deepspeed_config.gradient_clipping"]
-    assert item.verdict is Verdict.APPROXIMATE
+    assert item.fit is Fit.APPROXIMATE
     assert "clips to 1.0" in item.note
     assert items(DEEPSPEED)["deepspeed_config.gradient_clipping"].assumed
 
@@ -318,7 +318,7 @@ def test_no_clipping_that_becomes_clipping_is_named():
 def test_accumulation_that_the_script_decides_stays_with_it():
     document = block(DEEPSPEED, gradient_accumulation_steps="auto")
     item = items(document)["deepspeed_config.gradient_accumulation_steps"]
-    assert item.verdict is Verdict.UNDECIDED
+    assert item.fit is Fit.NEEDS_INPUT
     assert "gradient_accumulation_steps of the Accelerator" in item.note
     assert config(document, overrides=["training.gradient_accumulation_steps=4"]).training.gradient_accumulation_steps == 4
     assert formats.translate(document, "accelerate").document["deepspeed_config"]["gradient_accumulation_steps"] == "auto"
@@ -331,7 +331,7 @@ def test_offload_and_the_path_that_accelerate_never_passes_on():
     assert "DeepSpeedCPUAdam" in items(document)["deepspeed_config.offload_optimizer_device"].note
     assert "never passes it on" in items(document)["deepspeed_config.offload_optimizer_nvme_path"].note
     idle = items(block(DEEPSPEED, offload_param_nvme_path="/local"))["deepspeed_config.offload_param_nvme_path"]
-    assert idle.verdict is Verdict.DROPPED
+    assert idle.fit is Fit.IGNORED
 
 
 def test_layers_with_experts_are_whole_units():
@@ -343,18 +343,18 @@ def test_layers_with_experts_are_whole_units():
 def test_a_setting_of_deepspeed_alone_is_kept_where_deepspeed_runs():
     key = "deepspeed_config.zero3_save_16bit_model"
     document = block(DEEPSPEED, zero3_save_16bit_model=True)
-    assert items(document)[key].verdict is Verdict.EXACT
+    assert items(document)[key].fit is Fit.EXACT
     assert items(document, "accelerate")[key].becomes == key
     assert formats.translate(document, "accelerate").document["deepspeed_config"]["zero3_save_16bit_model"] is True
 
 
 def test_a_block_of_another_engine_is_not_looked_at():
     found = items({**DEEPSPEED, "fsdp_config": {"fsdp_offload_params": True}})
-    assert found["fsdp_config.fsdp_offload_params"].verdict is Verdict.DROPPED
+    assert found["fsdp_config.fsdp_offload_params"].fit is Fit.IGNORED
     assert "distributed_type: FSDP alone" in found["fsdp_config.fsdp_offload_params"].note
-    assert items({**FSDP, "deepspeed_config": {}})["deepspeed_config"].verdict is Verdict.DROPPED
+    assert items({**FSDP, "deepspeed_config": {}})["deepspeed_config"].fit is Fit.IGNORED
     wrong = items({**DEEPSPEED, "deepspeed_config": "./ds.json"})["deepspeed_config"]
-    assert (wrong.verdict, "deepspeed_config_file" in wrong.note) == (Verdict.REFUSED, True)
+    assert (wrong.fit, "deepspeed_config_file" in wrong.note) == (Fit.UNSUPPORTED, True)
 
 
 JSON = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": 2}
@@ -376,7 +376,7 @@ def test_deepspeeds_own_file_is_read_beside_the_document(tmp_path):
     assert (found.sharding.strategy, found.precision.compute, found.training.micro_batch_size) == ("full_shard", "bf16", 2)
     assert found.training.gradient_clipping == 1.0
     clipping = items(path)["deepspeed_config.deepspeed_config_file.gradient_clipping"]
-    assert (clipping.value, clipping.verdict) == ("auto", Verdict.EXACT)
+    assert (clipping.value, clipping.fit) == ("auto", Fit.EXACT)
     assert items(path)["deepspeed_config.deepspeed_config_file"].note == "its keys follow"
 
 
@@ -406,7 +406,7 @@ def test_deepspeeds_own_file_may_stand_in_the_text_itself(encoded):
 def test_a_file_that_is_not_there_leaves_one_decision(tmp_path):
     path = with_file(tmp_path, name="gone.json")
     item = items(path)["deepspeed_config.deepspeed_config_file"]
-    assert item.verdict is Verdict.UNDECIDED
+    assert item.fit is Fit.NEEDS_INPUT
     assert "gone.json" in item.note
     assert "${sharding.strategy}" in formats.translate(path, "unishard").text
     assert config(path, overrides=["sharding.strategy=zero3"]).sharding.strategy == "full_shard"
@@ -416,18 +416,18 @@ def test_a_file_that_is_not_there_leaves_one_decision(tmp_path):
 def test_a_file_that_is_none_of_deepspeeds_is_one_refusal(tmp_path, content):
     path = with_file(tmp_path)
     (tmp_path / "ds.json").write_text(content)
-    assert items(path)["deepspeed_config.deepspeed_config_file"].verdict is Verdict.REFUSED
+    assert items(path)["deepspeed_config.deepspeed_config_file"].fit is Fit.UNSUPPORTED
 
 
 def test_keys_that_accelerate_refuses_beside_a_file(tmp_path):
     found = items(with_file(tmp_path, zero_stage=2, gradient_clipping=1.0, zero_stag=1, zero3_init_flag=False))
     for key in ("zero_stage", "gradient_clipping"):
-        assert found[f"deepspeed_config.{key}"].verdict is Verdict.REFUSED
+        assert found[f"deepspeed_config.{key}"].fit is Fit.UNSUPPORTED
         assert "beside deepspeed_config_file" in found[f"deepspeed_config.{key}"].note
-    assert found["deepspeed_config.zero_stag"].verdict is Verdict.DROPPED
-    assert found["deepspeed_config.zero3_init_flag"].verdict is Verdict.DROPPED
+    assert found["deepspeed_config.zero_stag"].fit is Fit.IGNORED
+    assert found["deepspeed_config.zero3_init_flag"].fit is Fit.IGNORED
     document = {**DEEPSPEED, "mixed_precision": "bf16", "deepspeed_config": {"deepspeed_config_file": json.dumps(JSON)}}
-    assert items(document)["mixed_precision"].verdict is Verdict.REFUSED
+    assert items(document)["mixed_precision"].fit is Fit.UNSUPPORTED
     without = {**DEEPSPEED, "deepspeed_config": {"deepspeed_config_file": json.dumps({"bf16": {"enabled": True}})}}
     assert "without zero_optimization" in items(without)["deepspeed_config.deepspeed_config_file"].note
 
@@ -448,15 +448,15 @@ def test_the_ranks_that_a_file_speaks_of(document, ranks):
 
 
 def test_a_number_of_processes_that_cannot_be_is_refused():
-    assert items({**FSDP, "num_machines": 3})["num_processes"].verdict is Verdict.REFUSED
-    assert items({**FSDP, "num_processes": -1})["num_processes"].verdict is Verdict.DROPPED
+    assert items({**FSDP, "num_machines": 3})["num_processes"].fit is Fit.UNSUPPORTED
+    assert items({**FSDP, "num_processes": -1})["num_processes"].fit is Fit.IGNORED
 
 
 def test_sharding_on_the_cpu_names_what_accelerate_does():
     item = items({**FSDP, "use_cpu": True})["use_cpu"]
-    assert item.verdict is Verdict.APPROXIMATE
+    assert item.fit is Fit.APPROXIMATE
     assert "unsharded" in item.note
-    assert items({**FSDP, "use_cpu": False})["use_cpu"].verdict is Verdict.DROPPED
+    assert items({**FSDP, "use_cpu": False})["use_cpu"].fit is Fit.IGNORED
 
 
 def test_a_file_in_its_own_format_again_keeps_what_concerns_the_launcher_alone():
@@ -492,10 +492,10 @@ def test_ranks_that_nobody_has_said_are_left_to_the_command_line():
 def test_groups_need_the_number_of_ranks():
     document = {"sharding": "hybrid_shard"}
     refused = {item.key: item for item in formats.translate(document, "accelerate", from_="unishard").items}["sharding.strategy"]
-    assert refused.verdict is Verdict.REFUSED
+    assert refused.fit is Fit.UNSUPPORTED
     assert "--world-size" in refused.note
     written = formats.translate(document, "accelerate", from_="unishard", topology=SIXTEEN)
-    assert not written.of(Verdict.REFUSED)
+    assert not written.of(Fit.UNSUPPORTED)
     assert set(written.document["parallelism_config"].values()) == {2, 8}
 
 
@@ -510,15 +510,15 @@ def test_an_engine_that_accelerate_does_not_have_is_an_error():
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_the_schemas_defaults_are_not_refused(backend):
     outcome = formats.translate({"backend": backend}, "accelerate", from_="unishard")
-    assert not outcome.of(Verdict.REFUSED)
+    assert not outcome.of(Fit.UNSUPPORTED)
 
 
 def test_every_word_of_a_row_says_something_where_something_is_lost():
     for backend in ("fsdp", "deepspeed"):
         reading = formats.read({"backend": backend}, "unishard")
-        words = catalog.get("accelerate").write(reading, SIXTEEN).words
+        words = catalog.get("accelerate").write(reading, SIXTEEN).fields
         assert set(words) == {path for path, _ in leaves(Config)}
-        assert [path for path, word in words.items() if word.verdict is not Verdict.EXACT and not word.note] == []
+        assert [path for path, word in words.items() if word.fit is not Fit.EXACT and not word.note] == []
 
 
 words = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
@@ -600,7 +600,7 @@ def expressible(draw):
 def test_there_and_back_is_what_it_was(document):
     before = formats.read(document, "unishard").config
     there = formats.translate(document, "accelerate", from_="unishard", topology=SIXTEEN)
-    assert not there.of(Verdict.REFUSED)
+    assert not there.of(Fit.UNSUPPORTED)
     back = formats.translate(there.document, "unishard", from_="accelerate").reading
     decided = {path for path in back.decided if path in {name for name, _ in leaves(Config)} and path != "native"}
     assert {"sharding.strategy", "precision.compute", "backend"} <= decided

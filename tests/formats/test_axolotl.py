@@ -12,7 +12,7 @@ from unishard.config import value_at
 from unishard.config.topology import Topology
 from unishard.formats import Outcome, read, translate
 from unishard.formats.hf.optimizing import NO_DECAY
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 BASE = {"base_model": "m", "sequence_len": 512, "datasets": [{"path": "d"}], "learning_rate": 1e-4}
 FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
@@ -95,27 +95,27 @@ def test_a_key_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
 )
 def test_what_cannot_be_had_is_refused_with_what_instead(document: dict[str, Any], key: str, words: str) -> None:
     found = of(document, key)
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert words in found.note
 
 
 @pytest.mark.parametrize("key", ["sharding_strategy", "backward_prefetch", "limit_all_gathers"])
 def test_keys_that_axolotl_overlooks_are_named(key: str) -> None:
     found = of({"fsdp_config": {f"fsdp_{key}": "SHARD_GRAD_OP"}}, f"fsdp_config.fsdp_{key}")
-    assert found.verdict is Verdict.DROPPED
+    assert found.fit is Fit.IGNORED
     assert "overlooks it" in found.note
 
 
 def test_keys_that_axolotl_does_not_know_are_dropped_with_a_hint() -> None:
     found = of({"gradient_acumulation_steps": 4}, "gradient_acumulation_steps")
-    assert found.verdict is Verdict.DROPPED
+    assert found.fit is Fit.IGNORED
     assert "axolotl 0.18.0 does not know this key" in found.note
     assert "did you mean 'gradient_accumulation_steps'?" in found.note
 
 
 def test_files_that_axolotl_brings_along_are_one_decision() -> None:
     outcome = translate({**BASE, "deepspeed": "deepspeed_configs/zero2.json"}, "unishard")
-    assert item(outcome, "deepspeed").verdict is Verdict.UNDECIDED
+    assert item(outcome, "deepspeed").fit is Fit.NEEDS_INPUT
     assert "axolotl fetch deepspeed_configs" in item(outcome, "deepspeed").note
     assert outcome.document["sharding"] == {"strategy": "shard_grad_op"}
 
@@ -127,12 +127,12 @@ def test_a_deepspeed_file_is_filled_in_from_axolotls_keys(tmp_path: Path) -> Non
     (tmp_path / "a.yaml").write_text(yaml.safe_dump({**BASE, "micro_batch_size": 3, "max_grad_norm": 0.7, "deepspeed": "zero.json"}))
     outcome = translate(tmp_path / "a.yaml", "unishard")
     assert outcome.document["training"] | {"micro_batch_size": 3, "gradient_clipping": 0.7} == outcome.document["training"]
-    assert item(outcome, "deepspeed.train_micro_batch_size_per_gpu").verdict is Verdict.EXACT
+    assert item(outcome, "deepspeed.train_micro_batch_size_per_gpu").fit is Fit.EXACT
 
 
 def test_a_template_leaves_its_variables_open() -> None:
     found = of({"num_epochs": "${NUM_EPOCHS}", "optimizer": "${OPTIMIZER}"}, "optimizer")
-    assert found.verdict is Verdict.UNDECIDED
+    assert found.fit is Fit.NEEDS_INPUT
     assert "${OPTIMIZER}" in found.note
 
 
@@ -208,7 +208,7 @@ def test_fp32_is_written_since_axolotl_would_choose_bf16() -> None:
 def test_without_an_engine_axolotl_keeps_no_fp32_masters() -> None:
     outcome = translate({"backend": "fsdp", "sharding": "no_shard", "precision": "bf16"}, "axolotl")
     (found,) = [item for item in outcome.items if item.key == "precision.master"]
-    assert found.verdict is Verdict.APPROXIMATE
+    assert found.fit is Fit.APPROXIMATE
     assert "weights and optimizer state are bf16" in found.note
 
 
@@ -222,7 +222,7 @@ def test_deepspeed_is_written_in_place() -> None:
 @pytest.mark.parametrize("version", ["none", "", 0, None, {}])
 def test_an_empty_version_is_none(version: Any) -> None:
     found = translate(BASE | {"fsdp_version": version, "fsdp_config": {"reshard_after_forward": "FULL_SHARD"}}, "unishard")
-    assert item(found, "fsdp_version").verdict is Verdict.DROPPED
+    assert item(found, "fsdp_version").fit is Fit.IGNORED
 
 
 def test_a_name_of_transformers_does_not_count() -> None:

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from unishard.config import Config, leaves
+from unishard.config.nested import flat, nested
 from unishard.config.topology import Topology
 from unishard.formats import read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.composer import FORMAT
 from unishard.formats.source import open_source
-from unishard.mapping.entries import Verdict
-from unishard.mapping.rules import flat, nested
+from unishard.mapping.rules import Fit
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 TRAINING = {
@@ -63,7 +63,7 @@ def test_a_whole_training_is_understood():
 
 def test_decoupled_decay_is_divided_by_the_learning_rate():
     assert config(TRAINING).optimizer.weight_decay == pytest.approx(1e-2)
-    assert items(TRAINING)["optimizer.weight_decay"].verdict is Verdict.EMULATED
+    assert items(TRAINING)["optimizer.weight_decay"].fit is Fit.EQUIVALENT
     plain = changed(optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 0.1})
     assert config(plain).optimizer.weight_decay == 0.1
     silent = changed(optimizer={"name": "decoupled_adamw", "lr": 1e-4})
@@ -115,7 +115,7 @@ def test_interpolations_are_followed_within_the_file():
 @pytest.mark.parametrize("text", ["${variables.missing}", "${oc.env:SEED}", "${seed}"])
 def test_what_the_file_does_not_hold_needs_a_decision(text):
     document = changed(seed=text)
-    assert items(document)["seed"].verdict is Verdict.UNDECIDED
+    assert items(document)["seed"].fit is Fit.NEEDS_INPUT
     assert "training.seed" in read(document, "composer").undecided
 
 
@@ -131,9 +131,9 @@ def test_uneven_micro_batches_become_even_ones():
     document = changed(global_train_batch_size=48, device_train_microbatch_size=4)
     cfg = config(document)
     assert (cfg.training.micro_batch_size, cfg.training.gradient_accumulation_steps) == (3, 2)
-    assert items(document)["device_train_microbatch_size"].verdict is Verdict.EMULATED
+    assert items(document)["device_train_microbatch_size"].fit is Fit.EQUIVALENT
     refused = items(changed(global_train_batch_size=63))["global_train_batch_size"]
-    assert refused.verdict is Verdict.REFUSED
+    assert refused.fit is Fit.UNSUPPORTED
     assert "multiple of the 8 ranks" in refused.note
 
 
@@ -148,7 +148,7 @@ def test_groups_of_parameters():
     assert written["optimizer"]["param_groups"] == [{"param_str_match": "bias", "weight_decay": 0.0}]
     assert written["optimizer"]["weight_decay"] == 0.25
     refused = items(changed(optimizer={**optimizer, "param_groups": [{"param_str_match": "norm", "betas": [0, 0]}]}))
-    assert refused["optimizer.param_groups"].verdict is Verdict.REFUSED
+    assert refused["optimizer.param_groups"].fit is Fit.UNSUPPORTED
 
 
 def test_a_group_keeps_its_rate_and_decay_on_the_way_back():
@@ -184,7 +184,7 @@ def test_two_names_of_one_argument_are_both_accounted_for():
 
 def test_two_engines_at_once_contradict_each_other():
     found = items(changed(deepspeed_config={"zero_optimization": {"stage": 1}}))
-    assert found["fsdp_config.sharding_strategy"].verdict is Verdict.REFUSED
+    assert found["fsdp_config.sharding_strategy"].fit is Fit.UNSUPPORTED
     assert found["deepspeed_config.zero_optimization.stage"].becomes == "sharding.strategy"
 
 
@@ -232,7 +232,7 @@ def test_hybrid_groups():
 )
 def test_what_cannot_be_had_is_refused(key, settings):
     item = items(changed(**settings))[key]
-    assert item.verdict is Verdict.REFUSED
+    assert item.fit is Fit.UNSUPPORTED
     assert item.note
 
 
@@ -292,8 +292,8 @@ def test_only_what_the_source_decides_is_written():
 
 def test_deepspeed_and_offload_are_refused():
     items = translate({"backend": "deepspeed"}, "composer").items
-    assert {item.key for item in items if item.verdict is Verdict.REFUSED} == {"backend"}
-    offloaded = translate({"offload": "cpu"}, "composer").of(Verdict.REFUSED)
+    assert {item.key for item in items if item.fit is Fit.UNSUPPORTED} == {"backend"}
+    offloaded = translate({"offload": "cpu"}, "composer").of(Fit.UNSUPPORTED)
     assert {item.key for item in offloaded} == {"offload.params", "offload.optimizer"}
     assert "not supported yet" in offloaded[0].note
 

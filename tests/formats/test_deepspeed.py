@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.formats import catalog, translate
 from unishard.formats.source import open_source
-from unishard.mapping.entries import Verdict
-from unishard.mapping.rules import flat
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 from unishard_deepspeed import keys as native
 
@@ -29,7 +29,7 @@ def outcome(document, to="unishard", *overrides, topology=None):
 
 def config(document, *overrides, topology=None):
     found = outcome(document, "unishard", *overrides, topology=topology)
-    assert not found.of(Verdict.REFUSED), found.of(Verdict.REFUSED)
+    assert not found.of(Fit.UNSUPPORTED), found.of(Fit.UNSUPPORTED)
     return found.reading.config
 
 
@@ -52,7 +52,7 @@ def test_absent_zero_is_no_sharding():
 def test_sums_over_ranks_travel_in_the_format_of_compute():
     precision = config({"bf16": {"enabled": "true"}}).precision
     assert (precision.compute, precision.reduce, precision.accumulate, precision.master) == ("bf16", "bf16", "fp32", "fp32")
-    assert item({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}, "data_types.grad_accum_dtype").verdict is Verdict.APPROXIMATE
+    assert item({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}, "data_types.grad_accum_dtype").fit is Fit.APPROXIMATE
 
 
 def test_adam_is_adamw_unless_it_says_otherwise():
@@ -93,7 +93,7 @@ def test_without_the_number_of_ranks_they_are_undecided():
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes):
-    assert outcome(sizes, topology=EIGHT).of(Verdict.REFUSED)
+    assert outcome(sizes, topology=EIGHT).of(Fit.UNSUPPORTED)
 
 
 # -- ZeRO ------------------------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_names_without_their_prefix_mean_the_same():
 
 def test_stage_3_settings_below_it_are_dropped():
     found = outcome({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 5, "offload_param": {"device": "cpu"}}})
-    assert not found.of(Verdict.REFUSED)
+    assert not found.of(Fit.UNSUPPORTED)
     assert found.reading.config.offload.params == "none"
 
 
@@ -161,13 +161,13 @@ def test_the_first_name_of_a_reduction_in_fp32():
 
 
 def test_accelerate_silences_deepspeeds_log():
-    assert item({"steps_per_print": float("inf")}, "steps_per_print").verdict is Verdict.DROPPED
+    assert item({"steps_per_print": float("inf")}, "steps_per_print").fit is Fit.IGNORED
 
 
 @pytest.mark.parametrize("section", ["fp16", "bf16"])
 def test_amps_level_says_nothing_in_another_section(section):
     found = item({section: {"enabled": True, "opt_level": "O2"}}, f"{section}.opt_level")
-    assert (found.verdict, "belongs to amp" in found.note) == (Verdict.DROPPED, True)
+    assert (found.fit, "belongs to amp" in found.note) == (Fit.IGNORED, True)
 
 
 def test_two_pins_that_differ_are_no_contradiction():
@@ -183,9 +183,9 @@ def test_mics_is_hybrid_sharding():
 def test_a_setting_of_deepspeed_alone_is_kept_for_it():
     found = outcome({"zero_optimization": {"stage": 3, "sub_group_size": "1e8", "zero_quantized_weights": True}})
     assert found.reading.config.native == {"deepspeed": {"zero_optimization": {"sub_group_size": 10**8, "zero_quantized_weights": True}}}
-    elsewhere = {i.key: i.verdict for i in outcome(found.reading.source.data, "unishard", "backend=fsdp").items}
-    assert elsewhere["zero_optimization.sub_group_size"] is Verdict.DROPPED
-    assert elsewhere["zero_optimization.zero_quantized_weights"] is Verdict.APPROXIMATE
+    elsewhere = {i.key: i.fit for i in outcome(found.reading.source.data, "unishard", "backend=fsdp").items}
+    assert elsewhere["zero_optimization.sub_group_size"] is Fit.IGNORED
+    assert elsewhere["zero_optimization.zero_quantized_weights"] is Fit.APPROXIMATE
 
 
 # -- precision -------------------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_fp16_scales_as_deepspeed_does():
     precision = config({"fp16": {"enabled": True, "initial_scale_power": 12}}).precision
     assert (precision.loss_scale, precision.initial_loss_scale, precision.loss_scale_growth_interval) == ("dynamic", 4096.0, 1000)
     assert config({"fp16": {"enabled": True, "loss_scale": 128}}).precision.loss_scale == 128.0
-    assert item(FP16, "fp16.hysteresis").verdict is Verdict.APPROXIMATE
+    assert item(FP16, "fp16.hysteresis").fit is Fit.APPROXIMATE
 
 
 def test_what_the_script_decides_stays_open_until_it_is_given():
@@ -266,7 +266,7 @@ def test_what_transformers_fills_in():
 )
 def test_is_refused_with_what_instead(document, key, instead):
     found = item(document, key)
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert instead in found.note
 
 
@@ -281,13 +281,13 @@ def test_is_refused_with_what_instead(document, key, instead):
 )
 def test_a_removed_section_that_is_off_is_left_out(section):
     found = outcome(section, "deepspeed")
-    assert not found.of(Verdict.REFUSED)
+    assert not found.of(Fit.UNSUPPORTED)
     assert not section.keys() & found.document.keys()
 
 
 def test_a_top_level_key_that_deepspeed_overlooks():
     found = item({"gradient_cliping": 0.5}, "gradient_cliping")
-    assert found.verdict is Verdict.DROPPED
+    assert found.fit is Fit.IGNORED
     assert "did you mean 'gradient_clipping'?" in found.note
 
 
@@ -310,7 +310,7 @@ def test_every_key_that_native_settings_know_has_a_row():
 
 def test_a_warm_up_longer_than_its_schedule():
     found = outcome(scheduled("WarmupDecayLR", warmup_num_steps=20, total_num_steps=10))
-    refused = {item.key: item.note for item in found.of(Verdict.REFUSED)}
+    refused = {item.key: item.note for item in found.of(Fit.UNSUPPORTED)}
     assert "must be smaller than total_steps (10)" in refused["scheduler.params.warmup_num_steps"]
 
 
@@ -377,10 +377,10 @@ def near(value):
 @given(expressible())
 def test_there_and_back_is_the_identity_on_what_is_exact(document):
     there = translate(document, "deepspeed", from_="unishard")
-    words = catalog.get("deepspeed").write(there.reading, Topology()).words
+    words = catalog.get("deepspeed").write(there.reading, Topology()).fields
     back = outcome(json.loads(there.text)).reading.config
     for path, _ in leaves(Config):
-        if words[path].verdict is Verdict.EXACT and path != "backend":
+        if words[path].fit is Fit.EXACT and path != "backend":
             assert value_at(back, path) == near(value_at(there.reading.config, path)), path
 
 

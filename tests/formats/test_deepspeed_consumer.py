@@ -8,10 +8,10 @@ import warnings
 import pytest
 
 from unishard.config import Config
+from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
 from unishard.formats import translate
 from unishard.mapping.entries import Unreadable
-from unishard.mapping.rules import merge, nested
 from unishard.plugins import registry
 from unishard_deepspeed.arguments import accepted
 from unishard_deepspeed.start import quiet

@@ -19,7 +19,7 @@ from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 MOST_SECONDS = 2.0
 OVERRIDES = ((), ("backend=fsdp",), ("backend=deepspeed",), ("training.micro_batch_size=3",))
@@ -39,7 +39,7 @@ def outcome_of(data: Any, to: str, from_: str | None, overrides: tuple[str, ...]
 
 
 def lines(outcome: Outcome) -> list[tuple[str, str, str]]:
-    return sorted((item.key, str(item.verdict), item.becomes) for item in outcome.items)
+    return sorted((item.key, str(item.fit), item.becomes) for item in outcome.items)
 
 
 def check(name: str, data: dict[str, Any], to: str, overrides: tuple[str, ...]) -> None:
@@ -50,7 +50,7 @@ def check(name: str, data: dict[str, Any], to: str, overrides: tuple[str, ...]) 
     assert faults_of(outcome) == []
     again = outcome_of(reordered(data), to, name, overrides)
     assert isinstance(again, Outcome)
-    if not outcome.of(Verdict.REFUSED) and not again.of(Verdict.REFUSED):  # of two that contradict each other, the first counts
+    if not outcome.of(Fit.UNSUPPORTED) and not again.of(Fit.UNSUPPORTED):  # of two that contradict each other, the first counts
         assert lines(again) == lines(outcome)
         assert again.document == outcome.document or repr(again.document) != repr(again.document)
 

@@ -12,7 +12,7 @@ from unishard.errors import ConfigError
 from unishard.formats import Outcome, read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 
@@ -56,19 +56,19 @@ OF_2024 = {
 )
 def test_what_torchtitan_of_2024_had_elsewhere_is_no_less_refused(table: str, key: str, value: Any, refused: bool) -> None:
     document = {**OF_2024, table: {**OF_2024[table], key: value}}
-    assert (item(document, "torchtitan", f"{table}.{key}").verdict is Verdict.REFUSED) == refused
+    assert (item(document, "torchtitan", f"{table}.{key}").fit is Fit.UNSUPPORTED) == refused
 
 
 def test_degrees_and_warm_up_of_torchtitan_in_2024() -> None:
     cfg = read(OF_2024, "torchtitan", topology=EIGHT).config
     assert (cfg.sharding.strategy, cfg.sharding.group_size, cfg.scheduler.warmup_steps) == ("hybrid_shard", 4, 0)
-    assert not translated(OF_2024, "torchtitan").of(Verdict.REFUSED)
+    assert not translated(OF_2024, "torchtitan").of(Fit.UNSUPPORTED)
     assert "data_parallel_shard_degree" not in translated(OF_2024, "torchtitan", "torchtitan").document["training"]
 
 
 def test_a_key_at_both_places_is_refused_at_the_older_one() -> None:
     document = {**OF_2024, "lr_scheduler": {"warmup_steps": 3}}
-    assert item(document, "torchtitan", "training.warmup_steps").verdict is Verdict.REFUSED
+    assert item(document, "torchtitan", "training.warmup_steps").fit is Fit.UNSUPPORTED
 
 
 def test_a_warm_up_longer_than_a_trial_run_climbs_to_its_end() -> None:
@@ -83,8 +83,8 @@ def test_updates_in_backward_clip_nothing() -> None:
 
 
 def test_a_models_own_table_is_its_own_and_a_misspelt_one_is_not() -> None:
-    assert item({**OF_2024, "encoder": {"t5": "x"}}, "torchtitan", "encoder").verdict is Verdict.DROPPED
-    assert item({**OF_2024, "paralelism": {"x": 1}}, "torchtitan", "paralelism.x").verdict is Verdict.REFUSED
+    assert item({**OF_2024, "encoder": {"t5": "x"}}, "torchtitan", "encoder").fit is Fit.IGNORED
+    assert item({**OF_2024, "paralelism": {"x": 1}}, "torchtitan", "paralelism.x").fit is Fit.UNSUPPORTED
 
 
 # Lightning
@@ -93,7 +93,7 @@ def test_a_models_own_table_is_its_own_and_a_misspelt_one_is_not() -> None:
 @pytest.mark.parametrize("place", ["accelerator", "distributed_backend"])
 def test_lightning_1_named_the_strategy_elsewhere(place: str) -> None:
     document = {"trainer": {place: "ddp", "gpus": 4, "max_epochs": 3, "resume_from_checkpoint": None, "terminate_on_nan": True}}
-    assert not translated(document, "lightning").of(Verdict.REFUSED)
+    assert not translated(document, "lightning").of(Fit.UNSUPPORTED)
     reading = read(document, "lightning")
     assert (reading.config.sharding.strategy, reading.config.training.nonfinite) == ("no_shard", "raise")
     assert reading.topology == Topology(world_size=4, local_world_size=4)
@@ -101,7 +101,7 @@ def test_lightning_1_named_the_strategy_elsewhere(place: str) -> None:
 
 def test_what_lightning_1_knew_and_no_engine_has() -> None:
     document = {"trainer": {"accelerator": "ddp_sharded", "amp_backend": "apex"}}
-    assert item(document, "lightning", "trainer.amp_backend").verdict is Verdict.REFUSED
+    assert item(document, "lightning", "trainer.amp_backend").fit is Fit.UNSUPPORTED
     assert "FairScale" in item(document, "lightning", "trainer.accelerator").note
 
 
@@ -116,7 +116,7 @@ def test_what_lightning_1_knew_and_no_engine_has() -> None:
 )
 def test_a_trainer_of_lightning_that_hydra_makes_is_read(document: dict[str, Any]) -> None:
     assert recognise(open_source(document)).name == "lightning"
-    assert not translated(document, "lightning").of(Verdict.REFUSED)
+    assert not translated(document, "lightning").of(Fit.UNSUPPORTED)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ ARGUMENTS = {"per_device_train_batch_size": 2, "learning_rate": 1e-5, "output_di
     ],
 )
 def test_arguments_of_the_other_dataclasses_are_the_scripts(others: dict[str, Any]) -> None:
-    assert not translated({**ARGUMENTS, **others}, "hf").of(Verdict.REFUSED)
+    assert not translated({**ARGUMENTS, **others}, "hf").of(Fit.UNSUPPORTED)
 
 
 @pytest.mark.parametrize("wrong", ["learning_rates", "per_device_batch_size", "gradient_acumulation_steps", "lr_schedule_type"])
 def test_a_misspelt_argument_among_them_is_refused(wrong: str) -> None:
     found = item({**ARGUMENTS, "dataset_name": "d", "beta": 0.1, wrong: 1}, "hf", wrong)
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert "did you mean" in found.note
 
 
@@ -173,7 +173,7 @@ def test_a_misspelt_argument_among_them_is_refused(wrong: str) -> None:
 )
 def test_what_a_script_trains_otherwise_is_refused(key: str, value: Any, refused: bool) -> None:
     found = item({**ARGUMENTS, "stage": "sft", "finetuning_type": "full", key: value}, "hf", key)
-    assert (found.verdict is Verdict.REFUSED) == refused
+    assert (found.fit is Fit.UNSUPPORTED) == refused
 
 
 def test_ms_swift_assumes_other_values_than_transformers() -> None:
@@ -193,7 +193,7 @@ def test_llama_factory_checkpoints_unless_it_is_told_not_to() -> None:
 @pytest.mark.parametrize(("steps", "name"), [(10, "constant"), (11, "cosine")])
 def test_a_warm_up_as_long_as_the_run_of_trainer_never_falls(steps: int, name: str) -> None:
     document = {**ARGUMENTS, "lr_scheduler_type": "cosine", "warmup_steps": 10, "max_steps": steps}
-    assert not translated(document, "hf").of(Verdict.REFUSED)
+    assert not translated(document, "hf").of(Fit.UNSUPPORTED)
     scheduler = read(document, "hf").config.scheduler
     assert (scheduler.name, scheduler.warmup_steps) == (name, 10)
 
@@ -211,14 +211,14 @@ TRAINING = {
 
 def test_keys_of_another_script_of_composers_are_the_scripts() -> None:
     document = {**TRAINING, "is_train": True, "eval_dataset": {"path": "x"}, "tasks": {"mnli": {"max_duration": "2ba"}}, "use_ema": False}
-    assert not translated(document, "composer").of(Verdict.REFUSED)
+    assert not translated(document, "composer").of(Fit.UNSUPPORTED)
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("recipe_name", "hot"), ("use_recipe", True), ("lr_scheduler", {"gamma": 0.1}), ("max_durations", "1ep")]
 )
 def test_keys_that_change_the_training_are_refused(key: str, value: Any) -> None:
-    refused = translated({**TRAINING, key: value}, "composer").of(Verdict.REFUSED)
+    refused = translated({**TRAINING, key: value}, "composer").of(Fit.UNSUPPORTED)
     assert [item.key.partition(".")[0] for item in refused] == [key]
 
 
@@ -232,7 +232,7 @@ def test_a_part_of_a_duration_that_is_not_there_needs_a_decision() -> None:
     document = {key: value for key, value in TRAINING.items() if key != "max_duration"}
     document["scheduler"] = {"name": "linear_decay_with_warmup", "t_warmup": "0.5dur", "alpha_f": 0.0}
     found = item(document, "composer", "scheduler.t_warmup")
-    assert found.verdict is Verdict.UNDECIDED
+    assert found.fit is Fit.NEEDS_INPUT
     assert "max_duration" in found.note
 
 
@@ -247,13 +247,13 @@ def test_a_warm_up_as_long_as_the_training_never_falls() -> None:
 @pytest.mark.parametrize("key", ["weight_decay", "micro_batch_size", "seed", "adam_beta2", "max_steps", "learning_rate"])
 def test_null_in_axolotl_is_not_set(key: str) -> None:
     document = {"base_model": "m", "datasets": [{"path": "d"}], "sequence_len": 8, "learning_rate": 1e-4, key: None}
-    assert not translated(document, "axolotl").of(Verdict.REFUSED)
+    assert not translated(document, "axolotl").of(Fit.UNSUPPORTED)
 
 
 def test_arguments_in_a_section_of_a_scripts_own_file() -> None:
     document = {"model": {"name": "m"}, "training": {**ARGUMENTS, "bf16": True, "early_stopping": 3}, "data": {"path": "d"}}
     assert recognise(open_source(document)).name == "hf"
-    assert not translated(document, "hf").of(Verdict.REFUSED)
+    assert not translated(document, "hf").of(Fit.UNSUPPORTED)
     cfg = read(document, "hf").config
     assert (cfg.training.micro_batch_size, cfg.optimizer.lr, cfg.precision.compute) == (2, 1e-5, "bf16")
     assert "training" not in translated(document, "hf", "hf").document
@@ -261,5 +261,5 @@ def test_arguments_in_a_section_of_a_scripts_own_file() -> None:
 
 def test_modules_for_galore_matter_with_it_alone() -> None:
     document = {**ARGUMENTS, "optim_target_modules": ["q"]}
-    assert item(document, "hf", "optim_target_modules").verdict is Verdict.DROPPED
-    assert item({**document, "optim": "galore_adamw"}, "hf", "optim_target_modules").verdict is Verdict.REFUSED
+    assert item(document, "hf", "optim_target_modules").fit is Fit.IGNORED
+    assert item({**document, "optim": "galore_adamw"}, "hf", "optim_target_modules").fit is Fit.UNSUPPORTED

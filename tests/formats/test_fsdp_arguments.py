@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.config import Config, leaves
+from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Undecided, Verdict
-from unishard.mapping.rules import flat, merge, nested
+from unishard.mapping.entries import Undecided
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 FSDP = registry.get("fsdp")
@@ -46,7 +47,7 @@ def test_a_strategy_of_version_1_by_name_and_by_number(word, number, said):
 @pytest.mark.parametrize("value", ["zero3", 0, 6, "stage3", True, ["FULL_SHARD"]])
 def test_a_word_of_another_tool_is_no_strategy(value):
     meaning = read({"sharding_strategy": value})["sharding_strategy"].meaning
-    assert meaning.verdict is Verdict.REFUSED
+    assert meaning.fit is Fit.UNSUPPORTED
     assert "FULL_SHARD" in meaning.note
 
 
@@ -58,20 +59,20 @@ def test_reshard_after_forward_of_version_2(value, reshards):
 
 def test_groups_after_forward_are_the_same_maths():
     meaning = read({"version": 2, "reshard_after_forward": 4})["reshard_after_forward"].meaning
-    assert meaning.verdict is Verdict.EMULATED
+    assert meaning.fit is Fit.EQUIVALENT
     assert "groups of 4" in meaning.note
 
 
 def test_a_word_of_version_1_is_refused_by_version_2():
     meaning = read({"version": 2, "reshard_after_forward": "FULL_SHARD"})["reshard_after_forward"].meaning
-    assert meaning.verdict is Verdict.REFUSED
+    assert meaning.fit is Fit.UNSUPPORTED
     assert "write true for FULL_SHARD" in meaning.note
 
 
 def test_version_1_is_taken_at_its_word_where_accelerate_ignores_it():
     launcher = {"version": 1, "sharding_strategy": "FULL_SHARD"}
     meaning = read({"reshard_after_forward": "SHARD_GRAD_OP"}, defaults=launcher)["reshard_after_forward"].meaning
-    assert meaning.verdict is Verdict.APPROXIMATE
+    assert meaning.fit is Fit.APPROXIMATE
     assert meaning.fields == WITHOUT_RESHARD
     assert "Accelerate 1.15.0 ignores" in meaning.note
 
@@ -79,7 +80,7 @@ def test_version_1_is_taken_at_its_word_where_accelerate_ignores_it():
 def test_the_strategy_of_version_1_counts_more_than_reshard_after_forward():
     native = {"version": 1, "sharding_strategy": "NO_SHARD", "reshard_after_forward": "FULL_SHARD"}
     assert fields(native)["sharding.strategy"] == "no_shard"
-    assert read(native)["reshard_after_forward"].meaning.verdict is Verdict.DROPPED
+    assert read(native)["reshard_after_forward"].meaning.fit is Fit.IGNORED
 
 
 @pytest.mark.parametrize("native", [{"version": 1, "sharding_strategy": None}, {"version": 1, "reshard_after_forward": None}])
@@ -89,7 +90,7 @@ def test_null_is_the_default(native):
 
 def test_version_2_has_no_strategy_word():
     native = {"version": 2, "sharding_strategy": "NO_SHARD"}
-    assert read(native)["sharding_strategy"].meaning.verdict is Verdict.DROPPED
+    assert read(native)["sharding_strategy"].meaning.fit is Fit.IGNORED
     assert fields(native)["sharding.strategy"] == "full_shard"
 
 
@@ -116,7 +117,7 @@ def test_groups_of_an_unknown_number_of_ranks_need_a_decision():
 
 @pytest.mark.parametrize("mesh", ["2x4", {"dp": 2}, {}, {"shard": 0}, {"shard": "many"}])
 def test_a_mesh_that_is_none(mesh):
-    assert read({"version": 2, "mesh": mesh})["mesh"].meaning.verdict is Verdict.REFUSED
+    assert read({"version": 2, "mesh": mesh})["mesh"].meaning.fit is Fit.UNSUPPORTED
 
 
 def test_offload_moves_parameters_and_optimizer():
@@ -124,7 +125,7 @@ def test_offload_moves_parameters_and_optimizer():
     assert (said["offload.params"], said["offload.optimizer"], said["offload.pin_memory"]) == ("cpu", "cpu", False)
     assert "offload.pin_memory" not in fields({"version": 2, "cpu_offload": False, "pin_memory": True})
     refused = read({"sharding_strategy": "NO_SHARD", "cpu_offload": True})["cpu_offload"].meaning
-    assert refused.verdict is Verdict.REFUSED
+    assert refused.fit is Fit.UNSUPPORTED
 
 
 def test_units_come_from_the_policy_and_its_classes():
@@ -136,7 +137,7 @@ def test_units_come_from_the_policy_and_its_classes():
     sized = fields({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1e8})
     assert (sized["sharding.units"], sized["sharding.min_unit_params"]) == ("auto", 100_000_000)
     assert "sharding.units" not in fields({**named, "sharding_strategy": "NO_SHARD"})
-    assert read({"min_num_params": 5})["min_num_params"].meaning.verdict is Verdict.DROPPED
+    assert read({"min_num_params": 5})["min_num_params"].meaning.fit is Fit.IGNORED
 
 
 def test_reductions_follow_the_parameters_unless_said():
@@ -144,7 +145,7 @@ def test_reductions_follow_the_parameters_unless_said():
     said = fields({"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "float32", "buffer_dtype": "float16"}})
     assert (said["precision.compute"], said["precision.reduce"], said["precision.buffers"]) == ("fp16", "fp32", "fp16")
     assert fields({"mixed_precision": "bf16"})["precision.reduce"] == "bf16"
-    assert read({"mixed_precision": "PURE"})["mixed_precision"].meaning.verdict is Verdict.REFUSED
+    assert read({"mixed_precision": "PURE"})["mixed_precision"].meaning.fit is Fit.UNSUPPORTED
 
 
 def test_another_format_of_the_output_belongs_to_one_engine():
@@ -153,7 +154,7 @@ def test_another_format_of_the_output_belongs_to_one_engine():
     assert entries["mixed_precision.output_dtype"].meaning.native == {"fsdp.mp_policy.output_dtype": "float32"}
     assert entries["mixed_precision.cast_forward_inputs"].meaning.native == {"fsdp.mp_policy.cast_forward_inputs": False}
     same = read({"mixed_precision": {"param_dtype": "bf16", "output_dtype": "bfloat16"}})["mixed_precision.output_dtype"]
-    assert same.meaning.verdict is Verdict.DROPPED
+    assert same.meaning.fit is Fit.IGNORED
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_another_format_of_the_output_belongs_to_one_engine():
 )
 def test_what_changes_no_result_is_dropped(key, value):
     meaning = read({"version": 1, key: value})[key].meaning
-    assert meaning.verdict is Verdict.DROPPED
+    assert meaning.fit is Fit.IGNORED
     assert meaning.note
 
 
@@ -197,7 +198,7 @@ def test_what_changes_no_result_is_dropped(key, value):
 )
 def test_what_cannot_be_had_is_refused(key, value):
     meaning = read({key: value})[key].meaning
-    assert meaning.verdict is Verdict.REFUSED
+    assert meaning.fit is Fit.UNSUPPORTED
     assert not meaning.fields
 
 
@@ -214,20 +215,20 @@ def test_every_field_has_a_row_in_the_order_of_the_schema():
 def test_zeros_lower_stages_have_only_a_nearest_neighbour(strategy):
     expressed = FSDP.arguments(Config.model_validate({"sharding": strategy}), EIGHT)
     assert expressed.document["reshard_after_forward"] is False
-    assert expressed.words["sharding.strategy"].verdict is Verdict.APPROXIMATE
+    assert expressed.fields["sharding.strategy"].fit is Fit.APPROXIMATE
 
 
 def test_files_are_refused_and_nothing_of_a_default_is():
     nvme = Config.model_validate({"offload": {"params": "nvme", "optimizer": "nvme", "nvme_path": "/disk"}})
-    words = FSDP.arguments(nvme, EIGHT).words
-    assert {path for path, word in words.items() if word.verdict is Verdict.REFUSED} == {
+    words = FSDP.arguments(nvme, EIGHT).fields
+    assert {path for path, word in words.items() if word.fit is Fit.UNSUPPORTED} == {
         "offload.params",
         "offload.optimizer",
         "offload.nvme_path",
     }
     defaults = FSDP.arguments(Config(), EIGHT)
     assert defaults.document == {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    assert all(word.verdict is not Verdict.REFUSED for word in defaults.words.values())
+    assert all(word.fit is not Fit.UNSUPPORTED for word in defaults.fields.values())
 
 
 @pytest.mark.parametrize("group", [None, 4])
@@ -235,8 +236,8 @@ def test_groups_need_the_number_of_ranks(group):
     cfg = Config.model_validate({"sharding": {"strategy": "hybrid_shard", "group_size": group}})
     assert FSDP.arguments(cfg, EIGHT).document["mesh"] == {"replicate": 2, "shard": 4}
     alone = FSDP.arguments(cfg, Topology())
-    assert alone.words["sharding.strategy"].verdict is Verdict.UNDECIDED
-    assert "--world-size" in alone.words["sharding.strategy"].note
+    assert alone.fields["sharding.strategy"].fit is Fit.NEEDS_INPUT
+    assert "--world-size" in alone.fields["sharding.strategy"].note
     assert alone.document.get("mesh", {}).get("shard") != 1
 
 
@@ -245,7 +246,7 @@ def test_a_native_policy_comes_along():
     expressed = FSDP.arguments(cfg, EIGHT)
     assert expressed.document["mixed_precision"]["output_dtype"] == "float32"
     other = Config.model_validate({"native": {"fsdp": {"requires_gradient_sync": "last_micro_batch"}}})
-    assert FSDP.arguments(other, EIGHT).words["native"].verdict is Verdict.UNDECIDED
+    assert FSDP.arguments(other, EIGHT).fields["native"].fit is Fit.NEEDS_INPUT
 
 
 JUNK = st.sampled_from([None, True, False, 0, -1, 2.5, 10**30, "", "auto", "bf16", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, [[]]])

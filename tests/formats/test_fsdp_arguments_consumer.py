@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 FSDP = registry.get("fsdp")
@@ -29,7 +29,7 @@ def meaning(key, value):
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_torchs_strategies_have_these_names_and_numbers(strategy):
     by_name, by_number = meaning("sharding_strategy", strategy.name), meaning("sharding_strategy", strategy.value)
-    assert by_name.verdict is Verdict.EXACT
+    assert by_name.fit is Fit.EXACT
     assert by_name.fields == by_number.fields
     assert meaning("sharding_strategy", str(strategy)).fields == by_name.fields
 
@@ -37,8 +37,8 @@ def test_torchs_strategies_have_these_names_and_numbers(strategy):
 @pytest.mark.parametrize(("key", "words"), [("backward_prefetch", BackwardPrefetch), ("state_dict_type", StateDictType)])
 def test_torchs_other_words_are_known(key, words):
     for word in words:
-        assert meaning(key, word.name).verdict is Verdict.DROPPED
-        assert meaning(key, word.value).verdict is Verdict.DROPPED
+        assert meaning(key, word.name).fit is Fit.IGNORED
+        assert meaning(key, word.value).fit is Fit.IGNORED
 
 
 def test_the_formats_are_torchs():

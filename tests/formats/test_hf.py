@@ -16,7 +16,7 @@ from unishard.errors import ConfigError
 from unishard.formats import Outcome, read, translate
 from unishard.formats.hf.expressions import written
 from unishard.formats.hf.optimizing import NO_DECAY
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 BASE = {"per_device_train_batch_size": 4}
 
@@ -131,7 +131,7 @@ def test_only_the_dataset_knows_how_many_updates_there_are() -> None:
 )
 def test_what_cannot_be_had_is_refused_with_what_instead(document: dict[str, Any], key: str, words: str) -> None:
     found = of({**BASE, **document}, key)
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert words in found.note
 
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_had_is_refused_with_what_instead(document: dict[str, Any
 )
 def test_keys_that_transformers_overlooks_are_named(key: str, words: str) -> None:
     found = of({**BASE, "fsdp": True, "fsdp_config": {f"fsdp_{key}": "FULL_SHARD"}}, f"fsdp_config.fsdp_{key}")
-    assert found.verdict is Verdict.DROPPED
+    assert found.fit is Fit.IGNORED
     assert words in found.note
 
 
@@ -161,7 +161,7 @@ def test_a_file_that_fsdp_config_names_is_read(tmp_path: Path) -> None:
     (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "fsdp": True, "fsdp_config": "fsdp.json"}))
     outcome = translate(tmp_path / "args.yaml", "unishard")
     assert outcome.reading.config.sharding.reshard_after_forward is False
-    assert item(outcome, "fsdp_config.fsdp_reshard_after_forward").verdict is Verdict.EXACT
+    assert item(outcome, "fsdp_config.fsdp_reshard_after_forward").fit is Fit.EXACT
 
 
 def test_such_a_file_can_be_read_alone(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_auto_is_filled_in_from_the_arguments() -> None:
     assert found["precision.compute"] == "bf16"
     outcome = translate(document, "unishard", from_="hf")
     assert item(outcome, "deepspeed.gradient_clipping").value == "auto"
-    assert not outcome.of(Verdict.REFUSED)
+    assert not outcome.of(Fit.UNSUPPORTED)
 
 
 def test_auto_in_a_scheduler_is_filled_in_where_max_steps_says_it() -> None:
@@ -204,7 +204,7 @@ def test_auto_in_a_scheduler_is_filled_in_where_max_steps_says_it() -> None:
 
 def test_numbers_that_contradict_the_arguments_stop_transformers() -> None:
     found = of({**BASE, "deepspeed": {"train_micro_batch_size_per_gpu": 2}}, "deepspeed.train_micro_batch_size_per_gpu")
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert "transformers stops here, since per_device_train_batch_size is 4" in found.note
 
 
@@ -220,14 +220,14 @@ def test_the_optimizer_of_the_json_counts() -> None:
     found = fields(document)
     assert (found["optimizer.name"], found["optimizer.lr"], found["optimizer.weight_decay"]) == ("adamw", 0.01, 0.1)
     assert not found.get("optimizer.no_decay")  # DeepSpeed gets one group of parameters
-    assert of(document, "optim").verdict is Verdict.DROPPED
+    assert of(document, "optim").fit is Fit.IGNORED
 
 
 def test_a_json_that_is_not_there_is_one_decision(tmp_path: Path) -> None:
     (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "deepspeed": "examples/ds_z2_config.json"}))
     outcome = translate(tmp_path / "args.yaml", "unishard")
     found = item(outcome, "deepspeed")
-    assert found.verdict is Verdict.UNDECIDED
+    assert found.fit is Fit.NEEDS_INPUT
     assert "is not there" in found.note
     assert outcome.document["sharding"]["strategy"] == "shard_grad_op"  # as its name says
     unnamed = translate({**BASE, "deepspeed": "ds.json"}, "unishard", from_="hf")
@@ -246,14 +246,14 @@ def test_a_json_without_a_format_gets_that_of_the_arguments() -> None:
 
 def test_version_1_is_translated_as_what_it_asks_for_and_says_what_runs() -> None:
     found = of({**BASE, "fsdp": "shard_grad_op", "fsdp_config": {"version": 1}}, "fsdp")
-    assert found.verdict is Verdict.APPROXIMATE
+    assert found.fit is Fit.APPROXIMATE
     assert "runs FULL_SHARD" in found.note
 
 
 def test_broken_json_is_one_decision_too(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"a": [}')
     (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "deepspeed": "ds.json"}))
-    assert item(translate(tmp_path / "args.yaml", "unishard"), "deepspeed").verdict is Verdict.UNDECIDED
+    assert item(translate(tmp_path / "args.yaml", "unishard"), "deepspeed").fit is Fit.NEEDS_INPUT
 
 
 FACTORY = {
@@ -270,13 +270,13 @@ FACTORY = {
 def test_a_file_with_the_keys_of_a_script_around_is_read() -> None:
     outcome = translate(FACTORY, "unishard")
     assert outcome.reading.format == "hf"
-    assert not outcome.of(Verdict.REFUSED)
+    assert not outcome.of(Fit.UNSUPPORTED)
     assert "the script around" in item(outcome, "brand_new_key").note
 
 
 def test_a_misspelt_argument_is_refused_there_as_well() -> None:
     found = of({**FACTORY, "gradient_acumulation_steps": 8}, "gradient_acumulation_steps")
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert "did you mean 'gradient_accumulation_steps'?" in found.note
 
 
@@ -350,7 +350,7 @@ def test_what_is_written_for_deepspeed_leaves_shared_numbers_to_the_arguments() 
 def test_groups_of_ranks_need_the_script() -> None:
     outcome = translate({"sharding": {"strategy": "hybrid_shard", "group_size": 2}}, "hf", topology=Topology(4, 4))
     assert "ParallelismConfig" in item(outcome, "sharding.strategy").note
-    assert item(outcome, "sharding.strategy").verdict is Verdict.UNDECIDED
+    assert item(outcome, "sharding.strategy").fit is Fit.NEEDS_INPUT
     assert outcome.document["fsdp"] is True
 
 
@@ -359,8 +359,8 @@ def test_groups_of_ranks_need_the_script() -> None:
 def test_every_field_of_the_schema_gets_a_word(name: str, backend: str) -> None:
     outcome = translate({"backend": backend}, name)
     assert {item.key for item in outcome.items} == {path for path, _ in leaves(Config)} - {"native"}
-    assert not outcome.of(Verdict.REFUSED)
-    assert all(item.becomes or item.note or item.verdict is Verdict.EXACT for item in outcome.items)
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert all(item.becomes or item.note or item.fit is Fit.EXACT for item in outcome.items)
 
 
 def test_a_third_engine_is_refused() -> None:

@@ -15,7 +15,7 @@ from unishard.config.topology import Topology
 from unishard.formats import catalog, translate
 from unishard.formats.hf.optimizing import NO_DECAY
 from unishard.formats.hf.sharding import BOTH, FIRST
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 MANY = 60
 RANKS = Topology(world_size=8, local_world_size=4)
@@ -98,7 +98,7 @@ def test_what_is_said_exactly_comes_back(name: str, data: dict[str, Any]) -> Non
     there = translate(data, name, from_="unishard", topology=RANKS)
     back = translate(yaml.safe_load(there.text), "unishard", from_=name, topology=RANKS)
     again = Config.model_validate(back.document)
-    exact = {item.key for item in there.items if item.verdict is Verdict.EXACT and not (item.assumed and _idle(item.key))}
+    exact = {item.key for item in there.items if item.fit is Fit.EXACT and not (item.assumed and _idle(item.key))}
     exact -= {"sharding.units"} if config.backend == "deepspeed" else set()  # named only where parameters are sharded
     kept = [path for path, _ in leaves(Config) if path in exact and not path.startswith(ELSEWHERE)]
     assert {path: value_at(again, path) for path in kept} == {path: value_at(config, path) for path in kept}
@@ -116,7 +116,7 @@ def test_translating_twice_changes_nothing(name: str, data: dict[str, Any]) -> N
     once = translate(data, name, from_="unishard", topology=RANKS)
     twice = translate(yaml.safe_load(once.text), name, from_=name, topology=RANKS)
     assert twice.document == translate(twice.document, name, from_=name, topology=RANKS).document
-    assert not twice.of(Verdict.REFUSED)
+    assert not twice.of(Fit.UNSUPPORTED)
 
 
 WORDS = ["", "auto", "true", "1e-5", "x" * 9, "a=b", "${V}", "no_such_file.json", '{"a": 1}', "{"]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unishard.mapping.entries import Given, Key, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, listed, number, one_of, own, refuses, sets, text
+from unishard.mapping.rules import Fit
 
 NOTHING_GIVEN = Given({}, {}, None)
 anything = st.recursive(
@@ -97,16 +98,16 @@ def test_rows() -> None:
     def meaning(row: Key, value: Any) -> Any:
         return row.read(value, NOTHING_GIVEN)
 
-    seed = sets("training.seed", integer(0), Verdict.APPROXIMATE, "another generator", kept=True)
-    assert (seed.fields, seed.verdict, seed.note) == ("training.seed", Verdict.APPROXIMATE, "another generator")
+    seed = sets("training.seed", integer(0), Fit.APPROXIMATE, "another generator", kept=True)
+    assert (seed.fields, seed.fit, seed.note) == ("training.seed", Fit.APPROXIMATE, "another generator")
     assert meaning(seed, 4).fields == {"training.seed": 4}
     assert meaning(seed, 4).kept
     with pytest.raises(Unreadable):
         meaning(seed, "auto")  # a word that only some keys know
-    assert meaning(drops("logs alone"), 1).verdict is Verdict.DROPPED
+    assert meaning(drops("logs alone"), 1).fit is Fit.IGNORED
     assert meaning(drops("logs alone"), 1).kept
     gone = refuses("is gone; remove it", off=lambda value: value is False)
-    assert [meaning(gone, value).verdict for value in (True, False)] == [Verdict.REFUSED, Verdict.DROPPED]
-    mine = meaning(own("deepspeed.zero_optimization.sub_group_size", integer(1), Verdict.DROPPED, "memory alone"), "1e9")
+    assert [meaning(gone, value).fit for value in (True, False)] == [Fit.UNSUPPORTED, Fit.IGNORED]
+    mine = meaning(own("deepspeed.zero_optimization.sub_group_size", integer(1), Fit.IGNORED, "memory alone"), "1e9")
     assert mine.native == {"deepspeed.zero_optimization.sub_group_size": 10**9}
-    assert (mine.verdict, mine.note, mine.fields) == (Verdict.DROPPED, "memory alone", {})
+    assert (mine.fit, mine.note, mine.fields) == (Fit.IGNORED, "memory alone", {})

@@ -16,7 +16,7 @@ from unishard.formats.lightning import FORMAT
 from unishard.formats.lightning.keys import TRAINER
 from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Item, Outcome
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 BLOCK = "torch.nn.modules.transformer.TransformerEncoderLayer"
 
@@ -106,14 +106,14 @@ def test_every_place_for_a_strategy_is_found(document: dict[str, Any]) -> None:
     ],
 )
 def test_a_strategy_that_cannot_be_had_is_refused_with_what_instead(value: Any, hint: str) -> None:
-    refused = translating.translate({"strategy": value}, "unishard", from_="lightning").of(Verdict.REFUSED)
+    refused = translating.translate({"strategy": value}, "unishard", from_="lightning").of(Fit.UNSUPPORTED)
     assert len(refused) == 1
     assert hint in refused[0].note
 
 
 def test_a_name_of_lightning_1_is_translated_and_named() -> None:
     found = item({"strategy": "fsdp_native"}, "strategy")
-    assert found.verdict is Verdict.EMULATED
+    assert found.fit is Fit.EQUIVALENT
     assert "calls it fsdp" in found.note
 
 
@@ -142,7 +142,7 @@ def test_every_argument_of_fsdp_strategy_has_a_meaning() -> None:
         "timeout": "0:10:00",
     }
     outcome = translating.translate({"strategy": built("FSDPStrategy", **arguments)}, "unishard", from_="lightning")
-    assert outcome.of(Verdict.REFUSED) == []
+    assert outcome.of(Fit.UNSUPPORTED) == []
     keys = [item.key for item in outcome.items if not item.assumed]
     assert sorted(keys) == sorted(["strategy.class_path", *(f"strategy.init_args.{name}" for name in arguments)])
     cfg = outcome.reading.config
@@ -181,7 +181,7 @@ def test_the_two_flavours_of_fsdp_strategy_write_other_checkpoints() -> None:
 
 def test_a_policy_of_code_is_refused_with_what_instead() -> None:
     found = item({"strategy": built("FSDPStrategy", auto_wrap_policy="my.code.policy")}, "strategy.init_args.auto_wrap_policy")
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert "write the classes" in found.note
 
 
@@ -192,7 +192,7 @@ def test_a_misspelt_argument_is_refused_with_the_right_one() -> None:
         ("DDPStrategy", "find_unused_parameter", "find_unused_parameters"),
     ):
         found = item({"strategy": built(strategy, **{wrong: 1})}, f"strategy.init_args.{wrong}")
-        assert found.verdict is Verdict.REFUSED
+        assert found.fit is Fit.UNSUPPORTED
         assert repr(right) in found.note
 
 
@@ -225,7 +225,7 @@ def test_own_formats_of_the_strategy_count_more_than_the_word() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
 def test_formats_that_no_engine_has_are_refused(word: str, why: str, strategy: str) -> None:
     found = item({"strategy": strategy, "precision": word}, "precision")
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert why in found.note
 
 
@@ -251,7 +251,7 @@ def test_a_config_inside_replaces_the_arguments_and_wins_over_the_trainer() -> N
     document = {"strategy": built("DeepSpeedStrategy", stage=1, config=inside), "gradient_clip_val": 1.0}
     cfg = config(document)
     assert (cfg.sharding.strategy, cfg.training.gradient_clipping, cfg.training.gradient_accumulation_steps) == ("full_shard", 0.3, 4)
-    assert item(document, "strategy.init_args.stage").verdict is Verdict.DROPPED
+    assert item(document, "strategy.init_args.stage").fit is Fit.IGNORED
     assert "no effect" in item(document, "gradient_clip_val").note
     refused_there = item(document, "strategy.init_args.config.gradient_accumulation_steps")
     assert "accumulate_grad_batches" in refused_there.note
@@ -263,7 +263,7 @@ def test_a_config_in_a_file_is_read_beside_the_document(tmp_path: Any) -> None:
     path.write_text("strategy:\n  class_path: DeepSpeedStrategy\n  init_args: {config: zero.json}\n")
     assert translating.read(path).config.sharding.strategy == "shard_optimizer"
     (tmp_path / "zero.json").unlink()
-    refused = translating.translate(path, "unishard").of(Verdict.REFUSED)
+    refused = translating.translate(path, "unishard").of(Fit.UNSUPPORTED)
     assert [found.key for found in refused] == ["strategy.init_args.config"]
     assert "put the file beside" in refused[0].note
 
@@ -271,7 +271,7 @@ def test_a_config_in_a_file_is_read_beside_the_document(tmp_path: Any) -> None:
 def test_arguments_without_effect_are_dropped_with_the_reason() -> None:
     document = {"strategy": built("DeepSpeedStrategy", offload_optimizer_device="nvme", nvme_path="/disk", thread_count=4)}
     for name in ("offload_optimizer_device", "nvme_path", "thread_count"):
-        assert item(document, f"strategy.init_args.{name}").verdict is Verdict.DROPPED
+        assert item(document, f"strategy.init_args.{name}").fit is Fit.IGNORED
     assert config(document).offload.optimizer == "none"
 
 
@@ -280,13 +280,13 @@ def test_arguments_without_effect_are_dropped_with_the_reason() -> None:
 
 def test_clipping_with_fsdp_names_that_lightning_refuses_it() -> None:
     found = item({"strategy": "fsdp", "gradient_clip_val": 1.0}, "gradient_clip_val")
-    assert (found.verdict, found.becomes) == (Verdict.EMULATED, "training.gradient_clipping")
+    assert (found.fit, found.becomes) == (Fit.EQUIVALENT, "training.gradient_clipping")
     assert "refuses to clip by norm" in found.note
 
 
 def test_clipping_each_value_is_refused() -> None:
     document = {"strategy": "ddp", "gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
-    assert item(document, "gradient_clip_val").verdict is Verdict.REFUSED
+    assert item(document, "gradient_clip_val").fit is Fit.UNSUPPORTED
     assert config(document).training.gradient_clipping is None
 
 
@@ -299,35 +299,35 @@ def test_devices_and_nodes_say_how_many_ranks(devices: Any, nodes: int, world: i
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "verdict"),
+    ("argument", "value", "fit"),
     [
-        ("logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}, Verdict.DROPPED),
-        ("sync_batchnorm", True, Verdict.UNDECIDED),
-        ("sync_batchnorm", False, Verdict.DROPPED),
-        ("deterministic", "warn", Verdict.UNDECIDED),
-        ("benchmark", True, Verdict.DROPPED),
-        ("max_steps", 1000, Verdict.UNDECIDED),
-        ("max_steps", -1, Verdict.DROPPED),
-        ("limit_val_batches", 0.1, Verdict.DROPPED),
-        ("callbacks", [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}], Verdict.DROPPED),
-        ("callbacks", [{"class_path": "StochasticWeightAveraging", "init_args": {"swa_lrs": 0.1}}], Verdict.UNDECIDED),
-        ("plugins", [{"class_path": "lightning.pytorch.plugins.BitsandbytesPrecision"}], Verdict.REFUSED),
-        ("plugins", [{"class_path": "lightning.pytorch.plugins.environments.SLURMEnvironment"}], Verdict.DROPPED),
-        ("accelerator", "tpu", Verdict.REFUSED),
-        ("accelerator", "cuda", Verdict.DROPPED),
-        ("max_stepz", 3, Verdict.REFUSED),
-        ("accumulate_grad_batches", "often", Verdict.REFUSED),
+        ("logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}, Fit.IGNORED),
+        ("sync_batchnorm", True, Fit.NEEDS_INPUT),
+        ("sync_batchnorm", False, Fit.IGNORED),
+        ("deterministic", "warn", Fit.NEEDS_INPUT),
+        ("benchmark", True, Fit.IGNORED),
+        ("max_steps", 1000, Fit.NEEDS_INPUT),
+        ("max_steps", -1, Fit.IGNORED),
+        ("limit_val_batches", 0.1, Fit.IGNORED),
+        ("callbacks", [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}], Fit.IGNORED),
+        ("callbacks", [{"class_path": "StochasticWeightAveraging", "init_args": {"swa_lrs": 0.1}}], Fit.NEEDS_INPUT),
+        ("plugins", [{"class_path": "lightning.pytorch.plugins.BitsandbytesPrecision"}], Fit.UNSUPPORTED),
+        ("plugins", [{"class_path": "lightning.pytorch.plugins.environments.SLURMEnvironment"}], Fit.IGNORED),
+        ("accelerator", "tpu", Fit.UNSUPPORTED),
+        ("accelerator", "cuda", Fit.IGNORED),
+        ("max_stepz", 3, Fit.UNSUPPORTED),
+        ("accumulate_grad_batches", "often", Fit.UNSUPPORTED),
     ],
 )
-def test_other_arguments_concern_the_launcher_the_script_or_nothing(argument: str, value: Any, verdict: Verdict) -> None:
-    assert item({"trainer": {"strategy": "fsdp", argument: value}}, f"trainer.{argument}").verdict is verdict
+def test_other_arguments_concern_the_launcher_the_script_or_nothing(argument: str, value: Any, fit: Fit) -> None:
+    assert item({"trainer": {"strategy": "fsdp", argument: value}}, f"trainer.{argument}").fit is fit
 
 
 def test_model_parallel_strategy_is_fsdp_only_without_tensor_parallelism() -> None:
-    assert item({"strategy": built("ModelParallelStrategy")}, "strategy.init_args.tensor_parallel_size").verdict is Verdict.REFUSED
+    assert item({"strategy": built("ModelParallelStrategy")}, "strategy.init_args.tensor_parallel_size").fit is Fit.UNSUPPORTED
     sharded = {"strategy": built("ModelParallelStrategy", data_parallel_size=8, tensor_parallel_size=1)}
     assert config(sharded).sharding.strategy == "full_shard"
-    assert item(sharded, "strategy.init_args.data_parallel_size").verdict is Verdict.APPROXIMATE
+    assert item(sharded, "strategy.init_args.data_parallel_size").fit is Fit.APPROXIMATE
 
 
 def test_sections_of_lightning_cli_say_seed_optimizer_and_schedule() -> None:
@@ -343,15 +343,15 @@ def test_sections_of_lightning_cli_say_seed_optimizer_and_schedule() -> None:
     assert (found.config.optimizer.name, found.config.optimizer.lr, found.config.optimizer.betas) == ("adamw", 1e-4, (0.9, 0.95))
     assert found.config.scheduler.name == "cosine"
     assert "epochs" in found.undecided["scheduler.total_steps"].who
-    assert item(document, "model").verdict is Verdict.DROPPED
+    assert item(document, "model").fit is Fit.IGNORED
     other = item({"trainer": {}, "optimizer": {"class_path": "torch.optim.LBFGS", "init_args": {}}}, "optimizer.class_path")
-    assert (other.verdict, "unishard.prepare" in other.note) == (Verdict.UNDECIDED, True)
+    assert (other.fit, "unishard.prepare" in other.note) == (Fit.NEEDS_INPUT, True)
 
 
 def test_a_saved_file_with_every_argument_at_null_is_plain_ddp() -> None:
     arguments = dict.fromkeys(TRAINER, None)
     outcome = translating.translate({"trainer": {**arguments, "strategy": "auto"}}, "unishard", from_="lightning")
-    assert outcome.of(Verdict.REFUSED) == outcome.of(Verdict.UNDECIDED) == []
+    assert outcome.of(Fit.UNSUPPORTED) == outcome.of(Fit.NEEDS_INPUT) == []
     assert outcome.reading.config.sharding.strategy == "no_shard"
 
 
@@ -458,12 +458,12 @@ def test_what_lightning_can_say_comes_back_the_same(
         said |= {"backend": "deepspeed", "sharding": {"strategy": "full_shard" if sharded else "no_shard"}}
     ranks = Topology(world_size=8, local_world_size=4)
     reading = translating.read(said, "unishard")
-    words = FORMAT.write(reading, ranks).words
+    words = FORMAT.write(reading, ranks).fields
     outcome = translating.translate(said, "lightning", topology=ranks)
     compile(outcome.text, "snippet", "exec")
     again = translating.read(outcome.document, "lightning")
     for path, word in words.items():
-        if word.verdict in (Verdict.EXACT, Verdict.EMULATED) and word.key not in BY_SCRIPT:
+        if word.fit in (Fit.EXACT, Fit.EQUIVALENT) and word.key not in BY_SCRIPT:
             assert value_at(again.config, path) == value_at(reading.config, path), path
 
 
@@ -474,7 +474,7 @@ def test_writing_lightning_again_changes_nothing(strategy: Any, precision: str, 
     once = _again({"trainer": inner} if cli else inner)
     twice = _again(once.document)
     assert twice.document == once.document
-    assert twice.reading.config == once.reading.config or once.of(Verdict.REFUSED) or once.of(Verdict.APPROXIMATE)
+    assert twice.reading.config == once.reading.config or once.of(Fit.UNSUPPORTED) or once.of(Fit.APPROXIMATE)
 
 
 def _again(document: Any) -> Outcome:
@@ -501,7 +501,7 @@ def test_what_fsdp_does_not_have_becomes_the_nearest_and_says_so(name: str, shar
     outcome = translating.translate({"sharding": name}, "lightning")
     assert outcome.document["trainer"]["strategy"]["init_args"]["sharding_strategy"] == sharding
     found = next(item for item in outcome.items if item.key == "sharding.strategy")
-    assert found.verdict is Verdict.APPROXIMATE
+    assert found.fit is Fit.APPROXIMATE
     assert "deepspeed" in found.note
 
 
@@ -512,7 +512,7 @@ def test_a_backend_that_lightning_does_not_have_is_refused(monkeypatch: pytest.M
     )
     found = FORMAT.write(other, Topology())
     assert found.document == {}
-    assert found.words["backend"].verdict is Verdict.REFUSED
+    assert found.fields["backend"].fit is Fit.UNSUPPORTED
     assert FORMAT.render(found.document, other).startswith("# Lightning has no strategy")
 
 
@@ -537,7 +537,7 @@ def test_values_that_the_launch_fills_in_are_left_to_it() -> None:
     outcome = translating.translate(
         {"trainer": {"strategy": "ddp", "devices": "${gpus}", "num_nodes": "${nodes}"}}, "unishard", from_="lightning"
     )
-    assert outcome.of(Verdict.REFUSED) == []
+    assert outcome.of(Fit.UNSUPPORTED) == []
     assert outcome.reading.topology is None
 
 
@@ -549,7 +549,7 @@ def test_a_block_in_a_config_file_decides_the_format(tmp_path: Any) -> None:
     assert outcome.reading.config.precision.compute == "bf16"
     found = {item.key: item for item in outcome.items}
     assert found["trainer.strategy.init_args.config.bf16.enabled"].becomes == "precision.compute"
-    assert found["trainer.precision"].verdict is Verdict.DROPPED
+    assert found["trainer.precision"].fit is Fit.IGNORED
 
 
 def test_another_backend_takes_no_arguments_of_the_strategy_before() -> None:
@@ -573,14 +573,14 @@ def test_a_rate_that_only_the_script_knows_stays_named_and_is_no_default() -> No
     assert config["optimizer"]["params"]["lr"] == "auto"
     assert "train_micro_batch_size_per_gpu" not in config
     found = {item.key: item for item in outcome.items}
-    assert found["optimizer.params.lr"].verdict is Verdict.UNDECIDED
-    assert found["train_micro_batch_size_per_gpu"].verdict is Verdict.EXACT
+    assert found["optimizer.params.lr"].fit is Fit.NEEDS_INPUT
+    assert found["train_micro_batch_size_per_gpu"].fit is Fit.EXACT
 
 
 def test_groups_without_a_number_of_ranks_need_a_decision() -> None:
     sharding = {"strategy": "hybrid_shard", "group_size": 8}
     found = {item.key: item for item in translating.translate({"sharding": sharding}, "lightning").items}
-    assert found["sharding.group_size"].verdict is Verdict.UNDECIDED
+    assert found["sharding.group_size"].fit is Fit.NEEDS_INPUT
     assert "device_mesh=(copies, 8)" in found["sharding.group_size"].note
     outcome = translating.translate({"sharding": sharding}, "lightning", topology=Topology(world_size=16, local_world_size=8))
     assert outcome.document["trainer"]["strategy"]["init_args"]["device_mesh"] == [2, 8]
@@ -596,7 +596,7 @@ def test_groups_without_a_number_of_ranks_need_a_decision() -> None:
 )
 def test_a_second_strategy_beside_a_class_is_refused(beside: dict[str, Any], key: str) -> None:
     found = item({"class_path": "FSDPStrategy", "init_args": {"cpu_offload": True}, **beside}, key)
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert "keep one of the two" in found.note
 
 
@@ -608,4 +608,4 @@ def test_an_argument_of_the_class_hides_none_of_the_trainers() -> None:
 
 @pytest.mark.parametrize("class_", [5, None, {}, [1]])
 def test_a_class_without_a_name_is_refused(class_: Any) -> None:
-    assert item({"class_path": class_, "strategy": "ddp"}, "class_path").verdict is Verdict.REFUSED
+    assert item({"class_path": class_, "strategy": "ddp"}, "class_path").fit is Fit.UNSUPPORTED

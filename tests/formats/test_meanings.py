@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 
 from unishard import Config, Topology
-from unishard.mapping.entries import Case, Entry, Expression, Given, Key, Meaning, Undecided, Verdict, express, interpret
+from unishard.config.nested import nested
+from unishard.mapping.entries import Entry, Given, Key, Meaning, Undecided, interpret
+from unishard.mapping.express import express
 from unishard.mapping.key_rows import boolean, drops, integer, refuses, sets
-from unishard.mapping.rules import Fit, nested
+from unishard.mapping.rules import Fit, Rule, When
 
 WHO = "per_device_train_batch_size of the TrainingArguments"
 
 
 def depends(value: Any, given: Given) -> Meaning:
-    return (
-        Meaning(fields={"training.seed": given.get("seed.base") + value}) if "seed.base" in given else Meaning(Verdict.DROPPED, "no base")
-    )
+    return Meaning(fields={"training.seed": given.get("seed.base") + value}) if "seed.base" in given else Meaning(Fit.IGNORED, "no base")
 
 
 KEYS = {
@@ -38,8 +38,8 @@ def read(document: dict[str, Any], **more: Any) -> dict[str, Entry]:
 def test_each_key_is_one_entry_with_what_it_means() -> None:
     found = read({"batch": "4", "zero": {"stage": 2, "offload": "no"}, "mapping": {"a": {"b": 1}}})
     assert found["batch"].meaning == Meaning(fields={"training.micro_batch_size": 4})
-    assert found["zero.stage"].meaning.verdict is Verdict.DROPPED
-    assert (found["zero.offload"].meaning.verdict, found["zero.offload"].meaning.note) == (Verdict.DROPPED, "is off")
+    assert found["zero.stage"].meaning.fit is Fit.IGNORED
+    assert (found["zero.offload"].meaning.fit, found["zero.offload"].meaning.note) == (Fit.IGNORED, "is off")
     assert found["mapping"].value == {"a": {"b": 1}}
     assert [key for key, entry in found.items() if entry.assumed] == ["clip"]
 
@@ -52,10 +52,10 @@ def test_what_a_tool_assumes_yields_to_what_is_written_and_to_the_tool_around_it
 
 def test_auto_is_undecided_and_a_wrong_value_refused_with_what_to_write() -> None:
     meaning = read({"batch": "auto"})["batch"].meaning
-    assert (meaning.verdict, meaning.fields) == (Verdict.UNDECIDED, {"training.micro_batch_size": Undecided(WHO)})
+    assert (meaning.fit, meaning.fields) == (Fit.NEEDS_INPUT, {"training.micro_batch_size": Undecided(WHO)})
     assert WHO in meaning.note
     wrong = read({"batch": [4]})["batch"].meaning
-    assert (wrong.verdict, wrong.note) == (Verdict.REFUSED, "must be a whole number of at least 1, got [4]; write one")
+    assert (wrong.fit, wrong.note) == (Fit.UNSUPPORTED, "must be a whole number of at least 1, got [4]; write one")
     assert wrong.fields == {}
 
 
@@ -78,50 +78,49 @@ def test_a_key_sees_the_others() -> None:
 )
 def test_keys_that_are_refused(document: dict[str, Any], key: str, note: str) -> None:
     found = read(document)[key]
-    assert found.meaning.verdict is Verdict.REFUSED
+    assert found.meaning.fit is Fit.UNSUPPORTED
     assert note in found.meaning.note
     assert ";" in found.meaning.note
 
 
 def test_a_key_that_the_tool_overlooks_is_dropped_and_kept() -> None:
     meaning = read({"bach": 1}, ignores_unknown=True)["bach"].meaning
-    assert (meaning.verdict, meaning.kept) == (Verdict.DROPPED, True)
+    assert (meaning.fit, meaning.kept) == (Fit.IGNORED, True)
     assert "ignores it; did you mean 'batch'?" in meaning.note
     some = read({"x": 1, "zero": {"y": 1}}, ignores_unknown=lambda key: "." not in key)
-    assert [some["x"].meaning.verdict, some["zero.y"].meaning.verdict] == [Verdict.DROPPED, Verdict.REFUSED]
+    assert [some["x"].meaning.fit, some["zero.y"].meaning.fit] == [Fit.IGNORED, Fit.UNSUPPORTED]
 
 
 @pytest.mark.parametrize("nothing", [None, {}])
 def test_a_block_that_holds_nothing_is_dropped(nothing: Any) -> None:
     meaning = read({"zero": nothing})["zero"].meaning
-    assert (meaning.verdict, meaning.note) == (Verdict.DROPPED, "holds nothing")
+    assert (meaning.fit, meaning.note) == (Fit.IGNORED, "holds nothing")
 
 
-def test_verdicts_in_order_and_from_rules() -> None:
-    assert [verdict.badness for verdict in Verdict] == list(range(6))
-    assert {Verdict.of(fit) for fit in Fit} == {Verdict.EXACT, Verdict.EMULATED, Verdict.APPROXIMATE, Verdict.REFUSED}
+def test_fits_are_ordered() -> None:
+    assert [fit.badness for fit in Fit] == list(range(6))
 
 
 def test_an_entry_that_is_refused_decides_nothing_any_more() -> None:
     entry = Entry(("a",), 1, Meaning(fields={"training.seed": 1}, native={"fsdp.x": 1}))
-    refused = entry.but(Verdict.REFUSED, "why; what")
+    refused = entry.but(Fit.UNSUPPORTED, "why; what")
     assert (refused.meaning.fields, refused.meaning.native) == ({}, {})
-    assert entry.but(Verdict.APPROXIMATE, "so").meaning.fields == {"training.seed": 1}
+    assert entry.but(Fit.APPROXIMATE, "so").meaning.fields == {"training.seed": 1}
     assert entry.at("b", "c").key == "b.c"
 
 
 EXPRESSIONS = {
-    "training.seed": Expression(Verdict.UNDECIDED, "your training script", "write torch.manual_seed", lambda cfg, topology: {"seed": 1}),
-    "training.micro_batch_size": Expression(
-        Verdict.EXACT, "batch.size", to=lambda cfg, topology: nested({"batch.size": cfg.training.micro_batch_size}), auto=True
+    "training.seed": Rule(Fit.NEEDS_INPUT, "your training script", "write torch.manual_seed", lambda cfg, topology: {"seed": 1}),
+    "training.micro_batch_size": Rule(
+        Fit.EXACT, "batch.size", to=lambda cfg, topology: nested({"batch.size": cfg.training.micro_batch_size}), auto=True
     ),
-    "training.gradient_clipping": Expression(
-        Verdict.EXACT,
+    "training.gradient_clipping": Rule(
+        Fit.EXACT,
         "clip",
         to=lambda cfg, topology: {"clip": cfg.training.gradient_clipping},
-        when=(Case("none", lambda cfg: cfg.training.gradient_clipping is None, Verdict.REFUSED, "always clips; write a number"),),
+        when=(When("none", lambda cfg: cfg.training.gradient_clipping is None, Fit.UNSUPPORTED, "always clips; write a number"),),
     ),
-    "optimizer.lr": Expression(Verdict.EXACT, "lr", to=lambda cfg, topology: {"lr": cfg.optimizer.lr}),
+    "optimizer.lr": Rule(Fit.EXACT, "lr", to=lambda cfg, topology: {"lr": cfg.optimizer.lr}),
 }
 
 
@@ -129,7 +128,7 @@ def test_fields_become_fragments_of_one_document() -> None:
     cfg = Config.model_validate({"training": {"micro_batch_size": 3, "gradient_clipping": 0.5}, "optimizer": {"lr": 0.1}})
     document, words = express(EXPRESSIONS, cfg, Topology())
     assert document == {"batch": {"size": 3}, "clip": 0.5, "lr": 0.1}
-    assert words["training.seed"].verdict is Verdict.UNDECIDED
+    assert words["training.seed"].fit is Fit.NEEDS_INPUT
     assert words["training.gradient_clipping"].key == "clip"
 
 
@@ -144,7 +143,7 @@ def test_what_the_script_decides_is_auto_where_the_format_has_that_word_and_left
     document, words = express(EXPRESSIONS, Config(), Topology(), undecided)
     assert document["batch"] == {"size": "auto"}
     assert "lr" not in document
-    assert words["training.micro_batch_size"].verdict is Verdict.UNDECIDED
-    assert words["training.seed"].verdict is Verdict.EXACT, "the script goes on doing what the format has no key for"
-    assert words["optimizer.lr"].verdict is Verdict.UNDECIDED
+    assert words["training.micro_batch_size"].fit is Fit.NEEDS_INPUT
+    assert words["training.seed"].fit is Fit.EXACT, "the script goes on doing what the format has no key for"
+    assert words["optimizer.lr"].fit is Fit.NEEDS_INPUT
     assert "write the value" in words["optimizer.lr"].note

@@ -8,7 +8,8 @@ from unishard import ConfigError, Topology
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import open_source
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
-from unishard.mapping.entries import Entry, Meaning, Undecided, Verdict
+from unishard.mapping.entries import Entry, Meaning, Undecided
+from unishard.mapping.rules import Fit
 
 WHO = Undecided("the script")
 
@@ -23,7 +24,7 @@ def put(*entries: Entry, overrides: tuple[str, ...] = ()) -> ReadDocument:
 
 
 def notes(reading: ReadDocument) -> dict[str, str]:
-    return {one.key: one.meaning.note for one in reading.entries if one.meaning.verdict is Verdict.REFUSED}
+    return {one.key: one.meaning.note for one in reading.entries if one.meaning.fit is Fit.UNSUPPORTED}
 
 
 def test_fields_become_a_config() -> None:
@@ -155,9 +156,9 @@ def test_a_default_may_depend_on_fields_beside_it() -> None:
 
 def test_an_assumed_entry_is_never_refused() -> None:
     said = put(entry("a", precision__compute="fp16"), entry("b", assumed=True, precision__reduce="bf16"))
-    assert [found.meaning.verdict for found in said.entries] == [Verdict.EXACT, Verdict.APPROXIMATE]
+    assert [found.meaning.fit for found in said.entries] == [Fit.EXACT, Fit.APPROXIMATE]
     assert "the default holds" in said.entries[1].meaning.note
     clash = put(
         entry("a", precision__compute="fp16"), entry("b", precision__compute="bf16"), entry("c", assumed=True, precision__reduce="bf16")
     )
-    assert [found.key for found in clash.entries if found.meaning.verdict is Verdict.REFUSED] == ["b"]
+    assert [found.key for found in clash.entries if found.meaning.fit is Fit.UNSUPPORTED] == ["b"]

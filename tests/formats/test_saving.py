@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.config import value_at
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.formats import Outcome, read, translate
 from unishard.formats.translating import Item
-from unishard.mapping.entries import Verdict
-from unishard.mapping.rules import flat
+from unishard.mapping.rules import Fit
 
 HF = {"per_device_train_batch_size": 4}
 AXOLOTL = {"base_model": "m", "micro_batch_size": 1}
@@ -113,7 +113,7 @@ def test_an_object_store_needs_a_decision_and_one_decides_it() -> None:
     document = {**COMPOSER, "save_folder": "s3://bucket/a", "save_interval": "5ba"}
     outcome = translate(document, "unishard", from_="composer")
     assert "checkpoint.dir" in outcome.reading.undecided
-    assert item(outcome, "save_folder").verdict is Verdict.UNDECIDED
+    assert item(outcome, "save_folder").fit is Fit.NEEDS_INPUT
     assert outcome.document["checkpoint"] == {"dir": "${checkpoint.dir}", "every_steps": 5}
     chosen = translate(document, "unishard", from_="composer", overrides=["checkpoint.dir=/mnt/a"])
     assert chosen.document["checkpoint"] == {"dir": "/mnt/a", "every_steps": 5}
@@ -210,7 +210,7 @@ ASKED = ("output_dir", "save_strategy", "save_steps", "saves_per_epoch", "save_f
 )
 def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(document: dict[str, Any], name: str, key: str, word: str) -> None:
     found = item(translate(document, "unishard", from_=name), key)
-    assert found.verdict is Verdict.UNDECIDED
+    assert found.fit is Fit.NEEDS_INPUT
     assert word in found.note
     assert "engine.save()" in found.note or "checkpoint.every_steps" in found.note
     again = translate(document, name, from_=name)
@@ -236,8 +236,8 @@ def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(documen
 )
 def test_what_a_tool_would_not_take_is_refused_with_what_instead(document: dict[str, Any], name: str, key: str) -> None:
     found = [item for item in translate(document, "unishard", from_=name).items if item.key == key]
-    assert Verdict.REFUSED in {item.verdict for item in found}
-    assert all(";" in item.note for item in found if item.verdict is Verdict.REFUSED)
+    assert Fit.UNSUPPORTED in {item.fit for item in found}
+    assert all(";" in item.note for item in found if item.fit is Fit.UNSUPPORTED)
 
 
 WHOLE = {"dir": "runs/a", "every_steps": 50, "keep_last": 3}
@@ -266,7 +266,7 @@ def test_the_usual_section_is_said_in_every_tools_words(name: str) -> None:
     outcome = translate({"checkpoint": WHOLE}, name, from_="unishard", topology=Topology(2, 2))
     assert WRITTEN[name].items() <= dict(flat(outcome.document)).items()
     for key in WHOLE:
-        assert item(outcome, f"checkpoint.{key}").verdict in (Verdict.EXACT, Verdict.EMULATED)
+        assert item(outcome, f"checkpoint.{key}").fit in (Fit.EXACT, Fit.EQUIVALENT)
 
 
 NOTHING: dict[str, dict[str, Any]] = {
@@ -295,7 +295,7 @@ def test_where_none_can_be_spared_all_are_kept_and_it_is_said(name: str) -> None
     outcome = translate(document, name, from_="unishard", topology=Topology(2, 2))
     for key in ("keep_last", "keep_every"):
         found = item(outcome, f"checkpoint.{key}")
-        assert found.verdict is Verdict.APPROXIMATE
+        assert found.fit is Fit.APPROXIMATE
         assert "all are kept" in found.note
     again = read(outcome.document, name).config.checkpoint
     assert (again.dir, again.every_steps, again.keep_last) == ("runs/a", 50, None)
@@ -307,8 +307,8 @@ def test_where_the_script_saves_the_report_says_so(name: str, backend: str) -> N
     checkpoint = {**WHOLE, "every_minutes": 5.0, "keep_every": 100, "async_save": True, "on_signal": ["SIGTERM"]}
     outcome = translate({"backend": "deepspeed" if name == "deepspeed" else backend, "checkpoint": checkpoint}, name, from_="unishard")
     found = {key: item(outcome, f"checkpoint.{key}") for key in checkpoint}
-    assert found.pop("async_save").verdict is Verdict.DROPPED
-    assert {entry.verdict for entry in found.values()} == {Verdict.UNDECIDED}
+    assert found.pop("async_save").fit is Fit.IGNORED
+    assert {entry.fit for entry in found.values()} == {Fit.NEEDS_INPUT}
     assert {entry.becomes for entry in found.values()} == {"your training script"}
     call = "accelerator.save_state(...)" if name == "accelerate" else "engine.save_checkpoint(...)"
     assert call in found["every_steps"].note
@@ -320,15 +320,15 @@ def test_an_interval_in_minutes_is_said_where_a_tool_has_one() -> None:
     assert translate(document, "composer", from_="unishard").document["save_interval"] == "90sec"
     callbacks = translate(document, "lightning", from_="unishard").document["trainer"]["callbacks"]
     assert callbacks == [model_checkpoint(dirpath="runs/a", train_time_interval="0:01:30", save_top_k=-1)]
-    assert item(translate(document, "torchtitan", from_="unishard"), "checkpoint.every_minutes").verdict is Verdict.REFUSED
-    assert item(translate(document, "hf", from_="unishard"), "checkpoint.every_minutes").verdict is Verdict.UNDECIDED
+    assert item(translate(document, "torchtitan", from_="unishard"), "checkpoint.every_minutes").fit is Fit.UNSUPPORTED
+    assert item(translate(document, "hf", from_="unishard"), "checkpoint.every_minutes").fit is Fit.NEEDS_INPUT
 
 
-@pytest.mark.parametrize(("signals", "verdict"), [(["SIGTERM"], Verdict.EMULATED), (["SIGTERM", "SIGUSR1"], Verdict.UNDECIDED)])
-def test_sigterm_is_the_one_signal_that_trainer_saves_at(signals: list[str], verdict: Verdict) -> None:
+@pytest.mark.parametrize(("signals", "fit"), [(["SIGTERM"], Fit.EQUIVALENT), (["SIGTERM", "SIGUSR1"], Fit.NEEDS_INPUT)])
+def test_sigterm_is_the_one_signal_that_trainer_saves_at(signals: list[str], fit: Fit) -> None:
     outcome = translate({"checkpoint": {"dir": "a", "on_signal": signals}}, "hf", from_="unishard")
-    assert item(outcome, "checkpoint.on_signal").verdict is verdict
-    assert outcome.document.get("enable_jit_checkpoint", False) is (verdict is Verdict.EMULATED)
+    assert item(outcome, "checkpoint.on_signal").fit is fit
+    assert outcome.document.get("enable_jit_checkpoint", False) is (fit is Fit.EQUIVALENT)
 
 
 @st.composite

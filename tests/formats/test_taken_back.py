@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from unishard.config.nested import flat, merge, nested
 from unishard.formats import Outcome, translate
-from unishard.mapping.entries import Verdict
-from unishard.mapping.rules import flat, merge, nested
+from unishard.mapping.rules import Fit
 
 ARGUMENTS = {"output_dir": "out", "per_device_train_batch_size": 1}
 GPUS = {"distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1}
@@ -48,7 +48,7 @@ def stage(number: int, key: str, value: Any) -> dict[str, Any]:
 )
 def test_deepspeed_refuses_a_value_that_nothing_reads(key: str, value: Any) -> None:
     found = next(item for item in again(stage(2, key, value), "deepspeed").items if item.key == key)
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
     assert found.note.startswith("must ")
     assert ";" in found.note
 
@@ -110,7 +110,7 @@ def test_deepspeed_takes_what_is_repeated(number: int, key: str, value: Any, kep
 )
 def test_transformers_refuses_a_value_about_logs_and_files(key: str, value: Any) -> None:
     found = next(item for item in again({**ARGUMENTS, key: value}, "hf").items if item.key == key)
-    assert found.verdict is Verdict.REFUSED
+    assert found.fit is Fit.UNSUPPORTED
 
 
 @pytest.mark.parametrize(

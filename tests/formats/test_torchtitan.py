@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.config import Config, leaves
+from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.formats import read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
 from unishard.formats.torchtitan import FORMAT
 from unishard.formats.torchtitan.text import toml_of
-from unishard.mapping.entries import Verdict
-from unishard.mapping.rules import flat, merge, nested
+from unishard.mapping.rules import Fit
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 TRAINING = """
@@ -142,18 +142,18 @@ def test_offload_and_formats():
 
 def test_warm_ups_begin_one_update_earlier():
     item = items(changed("lr_scheduler.warmup_steps", 100))["lr_scheduler.warmup_steps"]
-    assert item.verdict is Verdict.APPROXIMATE
+    assert item.fit is Fit.APPROXIMATE
     assert "(i + 1)" in item.note
     constant = merge(changed("lr_scheduler.warmup_steps", 100), {"lr_scheduler": {"decay_ratio": 0.0, "min_lr_factor": 0.0}})
     cfg = config(constant)
     assert (cfg.scheduler.name, cfg.scheduler.warmup_steps, cfg.scheduler.warmup_start_ratio) == ("constant", 99, 0.01)
-    assert items(constant)["lr_scheduler.warmup_steps"].verdict is Verdict.EXACT
+    assert items(constant)["lr_scheduler.warmup_steps"].fit is Fit.EXACT
 
 
 def test_a_decay_as_long_as_the_rest_is_no_other_schedule():
-    assert items(changed("lr_scheduler.decay_ratio", 1.0))["lr_scheduler.decay_ratio"].verdict is Verdict.DROPPED
+    assert items(changed("lr_scheduler.decay_ratio", 1.0))["lr_scheduler.decay_ratio"].fit is Fit.IGNORED
     stable = items(changed("lr_scheduler.decay_ratio", 0.2))["lr_scheduler.decay_ratio"]
-    assert stable.verdict is Verdict.REFUSED
+    assert stable.fit is Fit.UNSUPPORTED
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_decay_as_long_as_the_rest_is_no_other_schedule():
 )
 def test_what_cannot_be_had_is_refused(key, value):
     item = items(changed(key, value))[key]
-    assert item.verdict is Verdict.REFUSED
+    assert item.fit is Fit.UNSUPPORTED
     assert item.note
 
 
@@ -191,7 +191,7 @@ KEPT = ["job.description", "model.flavor", "training.seq_len", "compile.componen
 def test_what_concerns_torchtitan_alone_is_kept(key):
     section = key.partition(".")[0]
     found = {**items(DOCUMENT), key: items(DOCUMENT).get(key) or items(DOCUMENT)[section]}
-    assert found[key].verdict is Verdict.DROPPED
+    assert found[key].fit is Fit.IGNORED
     kept = dict(flat(translate(DOCUMENT, "torchtitan", from_="torchtitan", topology=EIGHT).document))
     assert kept[key] == dict(flat(DOCUMENT))[key]
 
@@ -200,13 +200,13 @@ def test_what_concerns_torchtitan_alone_is_kept(key):
 def test_selective_checkpointing_keeps_other_results(mode, option):
     document = {**DOCUMENT, "activation_checkpoint": {"mode": mode, "selective_ac_option": option}}
     item = items(document)["activation_checkpoint.mode"]
-    assert (item.verdict, config(document).activation_checkpointing) == (Verdict.EMULATED, "selective")
+    assert (item.fit, config(document).activation_checkpointing) == (Fit.EQUIVALENT, "selective")
 
 
 def test_only_a_compiled_model_is_compiled():
     document = {**DOCUMENT, "compile": {"enable": True, "components": ["loss"]}}
     assert config(document).compile.mode == "none"
-    assert items(document)["compile.enable"].verdict is Verdict.EMULATED
+    assert items(document)["compile.enable"].fit is Fit.EQUIVALENT
 
 
 def test_older_names():
@@ -234,7 +234,7 @@ def test_every_field_has_a_row_in_the_order_of_the_schema():
     ],
 )
 def test_what_torchtitan_does_not_have(config, refused):
-    assert {item.key for item in translate(config, "torchtitan", from_="unishard").of(Verdict.REFUSED)} == refused
+    assert {item.key for item in translate(config, "torchtitan", from_="unishard").of(Fit.UNSUPPORTED)} == refused
 
 
 def test_copies_need_the_number_of_ranks():
@@ -242,7 +242,7 @@ def test_copies_need_the_number_of_ranks():
     known = translate(hybrid, "torchtitan", from_="unishard", topology=EIGHT)
     assert known.document["parallelism"]["data_parallel_replicate_degree"] == 2
     items = {item.key: item for item in translate(hybrid, "torchtitan", from_="unishard").items}
-    assert items["sharding.strategy"].verdict is Verdict.UNDECIDED
+    assert items["sharding.strategy"].fit is Fit.NEEDS_INPUT
 
 
 def test_the_whole_batch_needs_the_number_of_ranks():
@@ -250,7 +250,7 @@ def test_the_whole_batch_needs_the_number_of_ranks():
     assert alone.document["training"]["global_batch_size"] == -1
     windows = translate({"training": {"gradient_accumulation_steps": 4}}, "torchtitan", from_="unishard")
     assert "global_batch_size" not in windows.document["training"]
-    assert {item.key for item in windows.of(Verdict.UNDECIDED)} == {"training.gradient_accumulation_steps"}
+    assert {item.key for item in windows.of(Fit.NEEDS_INPUT)} == {"training.gradient_accumulation_steps"}
 
 
 def test_writing_twice_changes_nothing():

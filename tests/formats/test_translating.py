@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 
 from unishard import ConfigError, Topology
+from unishard.config.nested import Native
 from unishard.formats import Item, Outcome, catalog, translate
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source, open_source
-from unishard.mapping.entries import Case, Entry, Expressed, Expression, Key, Meaning, Verdict, express, interpret
+from unishard.mapping.entries import Entry, Key, Meaning, interpret
+from unishard.mapping.express import Expressed, express
 from unishard.mapping.key_rows import boolean, drops, integer, number, own, refuses, sets
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit, Rule, When
 
 SCRIPT = "batch_size of the script"
 
 
 def _both(value: Any, given: Any) -> Meaning:
-    return Meaning(Verdict.DROPPED, "time alone", {"training.seed": value}, {"deepspeed.bucket": value})
+    return Meaning(Fit.IGNORED, "time alone", {"training.seed": value}, {"deepspeed.bucket": value})
 
 
 class Toy:
@@ -30,25 +32,23 @@ class Toy:
     keys: Mapping[str, Key] = {
         "engine": sets("backend", str),
         "batch": sets("training.micro_batch_size", integer(1), auto=SCRIPT),
-        "seed": sets("training.seed", integer(0), Verdict.APPROXIMATE, "another generator"),
+        "seed": sets("training.seed", integer(0), Fit.APPROXIMATE, "another generator"),
         "clip": sets("training.gradient_clipping", number(0), silent=1.0),
         "log": drops("logs alone"),
         "magic": refuses("cannot be had; remove it", off=lambda value: not boolean(value)),
-        "group.size": own("deepspeed.zero_optimization.sub_group_size", integer(1), Verdict.APPROXIMATE, "only DeepSpeed has it"),
+        "group.size": own("deepspeed.zero_optimization.sub_group_size", integer(1), Fit.APPROXIMATE, "only DeepSpeed has it"),
         "both": Key(_both),
     }
-    expressions: Mapping[str, Expression] = {
-        "backend": Expression(Verdict.EXACT, "engine", to=lambda cfg, topology: {"engine": cfg.backend}),
-        "training.micro_batch_size": Expression(
-            Verdict.EXACT, "batch", to=lambda cfg, topology: {"batch": cfg.training.micro_batch_size}, auto=True
-        ),
-        "training.gradient_clipping": Expression(
-            Verdict.EXACT,
+    expressions: Mapping[str, Rule] = {
+        "backend": Rule(Fit.EXACT, "engine", to=lambda cfg, topology: {"engine": cfg.backend}),
+        "training.micro_batch_size": Rule(Fit.EXACT, "batch", to=lambda cfg, topology: {"batch": cfg.training.micro_batch_size}, auto=True),
+        "training.gradient_clipping": Rule(
+            Fit.EXACT,
             "clip",
             to=lambda cfg, topology: {"clip": cfg.training.gradient_clipping},
-            when=(Case("2", lambda cfg: cfg.training.gradient_clipping == 2, Verdict.REFUSED, "never 2; write 3"),),
+            when=(When("2", lambda cfg: cfg.training.gradient_clipping == 2, Fit.UNSUPPORTED, "never 2; write 3"),),
         ),
-        "training.seed": Expression(Verdict.UNDECIDED, "your training script", "call torch.manual_seed"),
+        "training.seed": Rule(Fit.NEEDS_INPUT, "your training script", "call torch.manual_seed"),
     }
     held = True
 
@@ -90,15 +90,15 @@ def test_each_key_is_one_line_with_its_place(tmp_path: Path) -> None:
         ("clip", None, True),
     ]
     assert outcome.status(strict=False) == 1
-    assert [one.key for one in outcome.of(Verdict.REFUSED)] == ["magic"]
+    assert [one.key for one in outcome.of(Fit.UNSUPPORTED)] == ["magic"]
 
 
 @pytest.mark.usefixtures("toy")
 def test_the_worse_of_what_a_key_means_and_what_is_made_of_it_counts() -> None:
     outcome = translate({"seed": 1, "batch": 2, "clip": 2}, "toy", from_="toy")
-    assert (item(outcome, "seed").verdict, item(outcome, "seed").note) == (Verdict.UNDECIDED, "another generator; call torch.manual_seed")
-    assert item(outcome, "batch").verdict is Verdict.EXACT
-    assert (item(outcome, "clip").verdict, item(outcome, "clip").note) == (Verdict.REFUSED, "never 2; write 3")
+    assert (item(outcome, "seed").fit, item(outcome, "seed").note) == (Fit.NEEDS_INPUT, "another generator; call torch.manual_seed")
+    assert item(outcome, "batch").fit is Fit.EXACT
+    assert (item(outcome, "clip").fit, item(outcome, "clip").note) == (Fit.UNSUPPORTED, "never 2; write 3")
 
 
 @pytest.mark.usefixtures("toy")
@@ -112,39 +112,39 @@ def test_what_concerns_the_tool_alone_is_kept_in_its_own_format_and_dropped_else
     data = {"log": {"every": 5}, "xyz": 1, "magic": False}
     same, other = translate(data, "toy", from_="toy"), translate(data, "unishard", from_="toy")
     assert {key: same.document[key] for key in data} == data
-    assert {item(same, key).verdict for key in ("log", "xyz", "magic")} == {Verdict.EXACT}
-    assert {item(other, key).verdict for key in ("log", "xyz", "magic")} == {Verdict.DROPPED}
+    assert {item(same, key).fit for key in ("log", "xyz", "magic")} == {Fit.EXACT}
+    assert {item(other, key).fit for key in ("log", "xyz", "magic")} == {Fit.IGNORED}
     assert "log" not in other.document
 
 
 def test_a_setting_of_one_engine_is_exact_where_that_engine_runs_and_the_document_holds_it(toy: Toy) -> None:
     data = {"engine": "deepspeed", "group": {"size": 5}}
     here = item(translate(data, "toy", from_="toy"), "group.size")
-    assert (here.verdict, here.becomes) == (Verdict.EXACT, "zero_optimization.sub_group_size")
+    assert (here.fit, here.becomes) == (Fit.EXACT, "zero_optimization.sub_group_size")
     ours = translate(data, "unishard", from_="toy")
     assert item(ours, "group.size").becomes == "native.deepspeed.zero_optimization.sub_group_size"
     assert ours.document["native"] == {"deepspeed": {"zero_optimization": {"sub_group_size": 5}}}
     switched = item(translate(data, "toy", from_="toy", overrides=["backend=fsdp"]), "group.size")
-    assert (switched.verdict, switched.note) == (Verdict.APPROXIMATE, "only DeepSpeed has it")
+    assert (switched.fit, switched.note) == (Fit.APPROXIMATE, "only DeepSpeed has it")
     toy.held = False
-    assert item(translate(data, "toy", from_="toy"), "group.size").verdict is Verdict.APPROXIMATE
+    assert item(translate(data, "toy", from_="toy"), "group.size").fit is Fit.APPROXIMATE
 
 
 @pytest.mark.usefixtures("toy")
 def test_a_key_may_say_a_field_and_a_setting_of_one_engine() -> None:
     here = item(translate({"engine": "deepspeed", "both": 3}, "unishard", from_="toy"), "both")
-    assert (here.verdict, here.becomes) == (Verdict.EXACT, "training.seed, native.deepspeed.bucket")
+    assert (here.fit, here.becomes) == (Fit.EXACT, "training.seed, native.deepspeed.bucket")
     other = item(translate({"engine": "fsdp", "both": 3}, "unishard", from_="toy"), "both")
-    assert (other.verdict, other.note) == (Verdict.DROPPED, "time alone")
+    assert (other.fit, other.note) == (Fit.IGNORED, "time alone")
 
 
 @pytest.mark.usefixtures("toy")
 def test_what_the_script_decides_is_named_until_an_override_decides_it() -> None:
     outcome = translate({"batch": "auto"}, "unishard", from_="toy")
-    assert item(outcome, "batch").verdict is Verdict.UNDECIDED
+    assert item(outcome, "batch").fit is Fit.NEEDS_INPUT
     assert "${training.micro_batch_size}  # needs your decision: the value comes from batch_size of the script" in outcome.text
     decided = translate({"batch": "auto"}, "unishard", from_="toy", overrides=["training.micro_batch_size=3"])
-    assert (item(decided, "batch").verdict, decided.document["training"]["micro_batch_size"]) == (Verdict.EXACT, 3)
+    assert (item(decided, "batch").fit, decided.document["training"]["micro_batch_size"]) == (Fit.EXACT, 3)
     assert translate({"batch": "auto"}, "toy", from_="toy").document["batch"] == "auto"
 
 

@@ -79,9 +79,9 @@ def test_the_document_goes_to_stdout_and_the_report_to_stderr() -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith("backend: fsdp\n")
     header, first, *_, counts = result.stderr.splitlines()
-    assert re.split(r"  +", header) == ["where", "key = value", "verdict", "becomes", "note"]
+    assert re.split(r"  +", header) == ["where", "key = value", "fit", "becomes", "note"]
     assert re.split(r"  +", first) == [f"{TINY}:2", "backend = fsdp", "exact", "backend"]
-    assert re.match(r"unishard -> unishard: \d+ exact, \d+ emulated \(--report full shows \d+ more", counts)
+    assert re.match(r"unishard -> unishard: \d+ exact, \d+ equivalent \(--report full shows \d+ more", counts)
 
 
 def test_what_the_document_leaves_out_is_shown_on_demand() -> None:
@@ -97,8 +97,8 @@ def test_what_needs_attention_comes_last(config: Path) -> None:
         ROUGH + "training: {micro_batch_size: '${training.micro_batch_size}', seed: 3}\noffload: {params: nvme, nvme_path: files}\n"
     )
     lines = run("translate", "c.yaml", "--to", "unishard").stderr.splitlines()
-    verdicts = [re.split(r"  +", line)[2] for line in lines if line.startswith("c.yaml:")]
-    assert verdicts == ["exact", "exact", "approximate", "undecided", "refused", "refused"]
+    fits = [re.split(r"  +", line)[2] for line in lines if line.startswith("c.yaml:")]
+    assert fits == ["exact", "exact", "approximate", "undecided", "refused", "refused"]
 
 
 def test_report_as_json(config: Path) -> None:
@@ -110,7 +110,7 @@ def test_report_as_json(config: Path) -> None:
     assert report["items"][1] == {
         "key": "native.deepspeed.vocabulary_size",
         "value": 3,
-        "verdict": "approximate",
+        "fit": "approximate",
         "becomes": "",
         "note": "only deepspeed has this setting, so another engine trains without it",
         "line": 3,
@@ -122,7 +122,7 @@ def test_report_as_markdown(config: Path) -> None:
     config.write_text(ROUGH + "sharding: {units: ['A|B']}\n")
     lines = run("translate", "c.yaml", "--to", "unishard", "--report", "markdown").stderr.splitlines()
     assert lines[0].startswith("**c.yaml**: unishard → unishard (")
-    assert lines[2:4] == ["| line | key = value | verdict | becomes | note |", "|---|---|---|---|---|"]
+    assert lines[2:4] == ["| line | key = value | fit | becomes | note |", "|---|---|---|---|---|"]
     assert "| 4 | `sharding.units = [A\\|B]` | exact | `sharding.units` |  |" in lines
     assert any(line.startswith("| 3 | `native.deepspeed.vocabulary_size = 3` | **approximate** |") for line in lines)
 
@@ -257,7 +257,7 @@ def test_the_report_on_a_wide_terminal_is_drawn_side_by_side(config: Path, monke
     config.write_text(ROUGH)
     coloured = on_a_terminal(monkeypatch, 120)
     shown = [plain(line) for line in coloured]
-    assert re.split(r" *┃ *", shown[1]) == ["", "line", "unishard", "verdict", "unishard", ""]
+    assert re.split(r" *┃ *", shown[1]) == ["", "line", "unishard", "fit", "unishard", ""]
     assert any(re.match(r"│ +3 │ native\.deepspeed\.vocabulary_size = 3 +│ approximate +│ only deepspeed has", line) for line in shown)
     assert any("\x1b[33m" in line and "approximate" in line for line in coloured), "what is approximate stands out"
     assert max(map(len, shown[:-1])) <= 120

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from unishard.config import Config, leaves
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, TranslationError
-from unishard.mapping.rules import Fit, Line, Translation, flat
+from unishard.mapping.report import Line, Translation
+from unishard.mapping.rules import Fit
 from unishard_deepspeed import backend
 from unishard_deepspeed.keys import ACCEPTED, DECIDED, REFUSED, REMOVED, SAME_MATHS
 

@@ -132,7 +132,7 @@ def test_every_key_and_every_field_of_every_format_is_on_the_page() -> None:
         for key in keys:
             assert f"`{key}`" in sections[title]
         for path, row in expressions.items():
-            assert f"| `{path}` | **{row.verdict}** |" in sections[title]
+            assert f"| `{path}` | **{row.fit}** |" in sections[title]
             for case in row.when:
                 assert f"| if {case.case.replace('|', chr(92) + '|')} |" in sections[title]
     assert "[accelerate](docs/formats.md#accelerate) | Accelerate 1.15.0 | " in pages()["MAPPING.md"]

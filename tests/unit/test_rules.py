@@ -14,7 +14,9 @@ from schema_strategies import documents
 import unishard
 from unishard import Config, ConfigError, Fit, Topology, TranslationError, translate
 from unishard.config import leaves, value_at
-from unishard.mapping.rules import Line, Report, Rule, Translation, When, apply, flat, merge, nested
+from unishard.config.nested import flat, merge, nested
+from unishard.mapping.report import Line, Report, Translation, apply
+from unishard.mapping.rules import Rule, When
 from unishard.plugins import registry
 
 BACKENDS = sorted(registry.available())
@@ -138,8 +140,8 @@ def test_the_first_case_that_holds_counts() -> None:
             When("strict again", lambda cfg: cfg.strict, Fit.UNSUPPORTED, "never; do not"),
         ),
     )
-    assert rule.verdict(Config()) == (Fit.EXACT, "as it is")
-    assert rule.verdict(Config(strict=True)) == (Fit.APPROXIMATE, "roughly")
+    assert rule.outcome(Config()) == (Fit.EXACT, "as it is")
+    assert rule.outcome(Config(strict=True)) == (Fit.APPROXIMATE, "roughly")
 
 
 def test_merge_replaces_everything_but_mappings() -> None:

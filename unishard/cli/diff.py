@@ -38,7 +38,7 @@ def diff(
     readings = [formats.read(a, from_a), formats.read(b, from_b)]
     found = formats.compare(*readings)
     for reading in readings:
-        refused = [entry for entry in reading.entries if entry.meaning.verdict == "refused"]
+        refused = [entry for entry in reading.entries if entry.meaning.fit == "unsupported"]
         for entry in refused:
             typer.echo(f"not compared: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
     if not found:

@@ -63,7 +63,7 @@ def _started(old: Path, changes: list[str]) -> Draft:
 
     reading = formats.translate(old, "unishard", overrides=changes).reading
     for entry in reading.entries:
-        if entry.meaning.verdict == "refused":
+        if entry.meaning.fit == "unsupported":
             typer.echo(f"not taken over: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
     return Draft.of(reading)
 

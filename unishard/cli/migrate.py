@@ -12,7 +12,7 @@ import typer
 
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.errors import UnishardError
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.formats.surveying import FoundConfig, UnreadableConfig
@@ -66,7 +66,7 @@ def _show(configs: list[FoundConfig], broken: list[UnreadableConfig], to: str) -
 
 
 def _cells(one: FoundConfig) -> tuple[str, ...]:
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in one.counts.items() if count)
+    counts = ", ".join(f"{count} {fit}" for fit, count in one.counts.items() if count)
     return (one.path, one.format, one.backend, one.strategy, one.precision, _OUTCOMES[one.status], counts)
 
 
@@ -77,7 +77,7 @@ def _object(one: FoundConfig) -> dict[str, object]:
         "backend": one.backend,
         "strategy": one.strategy,
         "precision": one.precision,
-        "keys": {str(verdict): one.counts[verdict] for verdict in Verdict},
+        "keys": {str(fit): one.counts[fit] for fit in Fit},
         "status": one.status,
     }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from unishard.cli.table import FIT_STYLES, is_narrow, show, show_blocks
 from unishard.config.describe import bare
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ReportForm", "plain", "value_of", "write_report"]
 
-_ORDER = (Verdict.EXACT, Verdict.EMULATED, Verdict.DROPPED, Verdict.APPROXIMATE, Verdict.UNDECIDED, Verdict.REFUSED)
+_ORDER = (Fit.EXACT, Fit.EQUIVALENT, Fit.IGNORED, Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
 """What needs attention stands last, where the eye is when the command has ended."""
-_LOUD = frozenset({Verdict.APPROXIMATE, Verdict.UNDECIDED, Verdict.REFUSED})
+_LOUD = frozenset({Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED})
 _LONGEST = 60
 
 
@@ -51,14 +51,14 @@ def write_report(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
 
 
 def _sorted(outcome: Outcome, *, full: bool) -> list[Item]:
-    shown = [item for item in outcome.items if full or not item.assumed or item.verdict in _LOUD]
-    return sorted(shown, key=lambda item: _ORDER.index(item.verdict))
+    shown = [item for item in outcome.items if full or not item.assumed or item.fit in _LOUD]
+    return sorted(shown, key=lambda item: _ORDER.index(item.fit))
 
 
 def _counts_of(items: Sequence[Item]) -> str:
-    """How many there are of each verdict: `4 exact, 1 refused`."""
-    counts = [(verdict, sum(item.verdict is verdict for item in items)) for verdict in _ORDER]
-    return ", ".join(f"{count} {verdict}" for verdict, count in counts if count) or "no keys"
+    """How many there are of each fit: `4 exact, 1 unsupported`."""
+    counts = [(fit, sum(item.fit is fit for item in items)) for fit in _ORDER]
+    return ", ".join(f"{count} {fit}" for fit, count in counts if count) or "no keys"
 
 
 def value_of(value: Any) -> str:
@@ -87,8 +87,8 @@ def _write_text(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
     if not items:
         pass
     elif not file.isatty():
-        columns = ("where", "key = value", "verdict", "becomes", "note")
-        rows = [(_where(item, outcome), _said(item), str(item.verdict), item.becomes, item.note) for item in items]
+        columns = ("where", "key = value", "fit", "becomes", "note")
+        rows = [(_where(item, outcome), _said(item), str(item.fit), item.becomes, item.note) for item in items]
         show(columns, rows, file)
     elif is_narrow(3, file):
         show_blocks(((f"{_said(item)}  ({_where(item, outcome)})", _lines(item, outcome.to)) for item in items), file)
@@ -99,7 +99,7 @@ def _write_text(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
 
 
 def _lines(item: Item, to: str) -> list[tuple[str, str]]:
-    becomes = f"{item.verdict}: {item.becomes}" if item.becomes else str(item.verdict)
+    becomes = f"{item.fit}: {item.becomes}" if item.becomes else str(item.fit)
     return [(to, becomes), *([("", item.note)] if item.note else [])]
 
 
@@ -110,12 +110,12 @@ def _draw(outcome: Outcome, items: Sequence[Item], file: TextIO) -> None:
     table = Table(header_style="bold")
     table.add_column("line", justify="right", style="dim", no_wrap=True)
     table.add_column(outcome.reading.format, overflow="fold", ratio=4)
-    table.add_column("verdict", no_wrap=True)
+    table.add_column("fit", no_wrap=True)
     table.add_column(outcome.to, overflow="fold", ratio=5)
     for item in items:
-        style = FIT_STYLES[item.verdict]
+        style = FIT_STYLES[item.fit]
         line = "" if item.line is None else str(item.line)
-        table.add_row(line, _text(_said(item), "dim" if item.assumed else ""), _text(str(item.verdict), style), _becomes(item))
+        table.add_row(line, _text(_said(item), "dim" if item.assumed else ""), _text(str(item.fit), style), _becomes(item))
     Console(file=file).print(table)
 
 
@@ -130,7 +130,7 @@ def _becomes(item: Item) -> Text:
     cell = _text(item.becomes, "")
     if item.note:
         cell.append("\n" if item.becomes else "")
-        cell.append(item.note, style=FIT_STYLES[item.verdict] if item.verdict in _LOUD else "dim")
+        cell.append(item.note, style=FIT_STYLES[item.fit] if item.fit in _LOUD else "dim")
     return cell
 
 
@@ -140,7 +140,7 @@ def _pressing(outcome: Outcome) -> dict[str, str]:
 
 
 def _closing(outcome: Outcome, hidden: int) -> list[str]:
-    """The last lines: what to decide, and how many there are of each verdict."""
+    """The last lines: what to decide, and how many there are of each fit."""
     open_ = _pressing(outcome)
     lines = [f"to decide: {' '.join(f'--set {path}=VALUE' for path in open_)}"] if open_ else []
     more = f" (--report full shows {hidden} more that {outcome.reading.format} assumes)" if hidden else ""
@@ -148,14 +148,14 @@ def _closing(outcome: Outcome, hidden: int) -> list[str]:
 
 
 def _object(outcome: Outcome) -> dict[str, Any]:
-    fields = ("key", "value", "verdict", "becomes", "note", "line", "assumed")
+    fields = ("key", "value", "fit", "becomes", "note", "line", "assumed")
     return {
         "file": outcome.reading.source.name,
         "from": outcome.reading.format,
         "to": outcome.to,
         "backend": outcome.reading.config.backend,
-        "summary": {str(verdict): len(outcome.of(verdict)) for verdict in _ORDER},
-        "undecided": _pressing(outcome),
+        "summary": {str(fit): len(outcome.of(fit)) for fit in _ORDER},
+        "needs_input": _pressing(outcome),
         "warnings": list(outcome.warnings),
         "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
     }
@@ -179,11 +179,11 @@ def _markdown(outcome: Outcome) -> str:
     name = outcome.reading.source.name or "config"
     lines = [f"**{_escaped(name)}**: {outcome.reading.format} → {outcome.to} ({_counts_of(outcome.items)})", ""]
     lines += [f"> warning: {_escaped(warning)}\n" for warning in outcome.warnings]
-    lines += ["| line | key = value | verdict | becomes | note |", "|---|---|---|---|---|"]
+    lines += ["| line | key = value | fit | becomes | note |", "|---|---|---|---|---|"]
     for item in _sorted(outcome, full=False):
-        verdict = f"**{item.verdict}**" if item.verdict in _LOUD else str(item.verdict)
+        fit = f"**{item.fit}**" if item.fit in _LOUD else str(item.fit)
         line = "" if item.line is None else str(item.line)
-        cells = (line, _code(_said(item)), verdict, _code(item.becomes), _escaped(item.note))
+        cells = (line, _code(_said(item)), fit, _code(item.becomes), _escaped(item.note))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in _pressing(outcome).items())]
     return "\n".join(lines).rstrip() + "\n"

@@ -12,7 +12,7 @@ from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topolo
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.saving import save
 from unishard.errors import ConfigError, Problem
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.formats import Outcome
@@ -22,8 +22,8 @@ __all__ = ["translate"]
 APPROXIMATE = 2
 """Exit status under `--strict` when something is only approximate."""
 _REASONS = {
-    1: (Verdict.REFUSED, "what is refused cannot be had", "do what its note says, or remove the key"),
-    APPROXIMATE: (Verdict.APPROXIMATE, "strict is on, and something is only approximate", "change it, or go without strict"),
+    1: (Fit.UNSUPPORTED, "what is refused cannot be had", "do what its note says, or remove the key"),
+    APPROXIMATE: (Fit.APPROXIMATE, "strict is on, and something is only approximate", "change it, or go without strict"),
 }
 
 
@@ -61,8 +61,8 @@ def translate(
 
 def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
     """Why nothing is written, if the report has not said it."""
-    verdict, why, instead = _REASONS[status]
-    found = outcome.of(verdict)
+    fit, why, instead = _REASONS[status]
+    found = outcome.of(fit)
     match form:
         case ReportForm.NONE:
             name = outcome.reading.source.name

@@ -1,4 +1,4 @@
-"""From nothing to a verdict: train on each engine, compare the curves, show them."""
+"""From nothing to a fit: train on each engine, compare the curves, show them."""
 
 from __future__ import annotations
 

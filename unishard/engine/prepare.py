@@ -23,7 +23,7 @@ from unishard.engine.optim.builder import Recipe
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ConfigError, ModelError, Problem
-from unishard.mapping.rules import Translation
+from unishard.mapping.report import Translation
 from unishard.plugins import registry, tested_versions
 from unishard.plugins.backend import Backend, Engine, OptimizerFactory
 from unishard.plugins.translate import translate

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.nested import flat
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import Entry
-from unishard.mapping.rules import flat
 
 __all__ = ["Difference", "Side", "compare"]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import Expressed, Expression, Key
-from unishard.mapping.rules import Native
+from unishard.mapping.entries import Key
+from unishard.mapping.express import Expressed
+from unishard.mapping.rules import Rule
 
 __all__ = ["Format"]
 
@@ -38,7 +40,7 @@ class Format(Protocol):
         ...
 
     @property
-    def expressions(self) -> Mapping[str, Expression]:
+    def expressions(self) -> Mapping[str, Rule]:
         """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
         ...
 

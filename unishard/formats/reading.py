@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from unishard.config import Config, leaves
 from unishard.config.describe import shown
+from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
@@ -18,8 +19,8 @@ from unishard.loading.origins import OVERRIDE, Origins
 from unishard.loading.overrides import override
 from unishard.loading.placeholders import STAND_INS
 from unishard.loading.validation import dotted, findings_of
-from unishard.mapping.entries import Entry, Undecided, Verdict
-from unishard.mapping.rules import merge, nested
+from unishard.mapping.entries import Entry, Undecided
+from unishard.mapping.rules import Fit
 
 __all__ = ["ReadDocument", "assemble", "default_of"]
 
@@ -100,7 +101,7 @@ def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:
             entry = replace(entry, meaning=replace(entry.meaning, fields=fields, native={}))
         elif clashes := [name for name in clashes if not isinstance(said[name][1], Undecided) and not isinstance(sayings[name], Undecided)]:
             other = said[clashes[0]][0]
-            found.append(entry.but(Verdict.REFUSED, f"contradicts {other.key}, which is {shown(other.value)}; keep one of the two"))
+            found.append(entry.but(Fit.UNSUPPORTED, f"contradicts {other.key}, which is {shown(other.value)}; keep one of the two"))
             continue
         found.append(entry)
         for name, value in sayings.items():
@@ -173,16 +174,16 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
     if not blamed:
         raise ConfigError([Problem(path, what, "override") for path, what in faults.items()])
     yielding = {index for index in blamed if entries[index].assumed}
-    if yielding and len(yielding) == len(blamed) and not any(entry.meaning.verdict is Verdict.REFUSED for entry in entries):
+    if yielding and len(yielding) == len(blamed) and not any(entry.meaning.fit is Fit.UNSUPPORTED for entry in entries):
         return [_yielded(entry, blamed[index]) if index in blamed else entry for index, entry in enumerate(entries)]
     if yielding:
         return [entry for index, entry in enumerate(entries) if index not in yielding]
-    return [entry.but(Verdict.REFUSED, _worded(blamed[index])) if index in blamed else entry for index, entry in enumerate(entries)]
+    return [entry.but(Fit.UNSUPPORTED, _worded(blamed[index])) if index in blamed else entry for index, entry in enumerate(entries)]
 
 
 def _yielded(entry: Entry, fault: str) -> Entry:
     note = f"what the tool assumes here {_worded(fault)}; the default holds"
-    return replace(entry, meaning=replace(entry.meaning, verdict=Verdict.APPROXIMATE, note=note, fields={}, native={}))
+    return replace(entry, meaning=replace(entry.meaning, fit=Fit.APPROXIMATE, note=note, fields={}, native={}))
 
 
 def _worded(fault: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Verdict
+from unishard.mapping.entries import Entry, Meaning, Path, Undecided
+from unishard.mapping.rules import Fit
 
 __all__ = ["open_end"]
 
@@ -21,4 +22,4 @@ def open_end(entries: Iterable[Entry], path: Path) -> Iterator[Entry]:
     fields = {field: value for entry in entries for field, value in entry.meaning.fields.items()}
     if fields.get("scheduler.name") in ("linear", "cosine") and _TOTAL not in fields:
         who = Undecided(f"{'.'.join(path)}, which the file does not hold in updates")
-        yield Entry(path, None, Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True)
+        yield Entry(path, None, Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True)

@@ -12,7 +12,7 @@ from unishard.errors import UnishardError
 from unishard.formats import catalog
 from unishard.formats.source import open_source
 from unishard.formats.translating import translate
-from unishard.mapping.entries import Verdict
+from unishard.mapping.rules import Fit
 
 __all__ = ["FoundConfig", "UnreadableConfig", "survey"]
 
@@ -35,7 +35,7 @@ class FoundConfig:
     backend: str
     strategy: str
     precision: str
-    counts: Mapping[Verdict, int]
+    counts: Mapping[Fit, int]
     """Of its keys."""
     status: int
     """What `unishard translate` would exit with."""
@@ -86,8 +86,8 @@ def _look(path: Path, to: str) -> FoundConfig | None:
         return None
     outcome = translate(path, to)
     reading, config = outcome.reading, outcome.reading.config
-    counts = {verdict: len(outcome.of(verdict)) for verdict in Verdict}
-    backend, strategy, precision = ("undecided" if field in reading.undecided else value_at(config, field) for field in _TOLD)
+    counts = {fit: len(outcome.of(fit)) for fit in Fit}
+    backend, strategy, precision = ("needs input" if field in reading.undecided else value_at(config, field) for field in _TOLD)
     return FoundConfig(
         str(path),
         reading.format,

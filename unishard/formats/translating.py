@@ -9,14 +9,16 @@ from typing import Any
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
+from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source, open_source
-from unishard.mapping.entries import LEFT_OUT, NO_KEY, Entry, Expressed, Verdict, Word
-from unishard.mapping.rules import Native, flat, merge
+from unishard.mapping.entries import Entry
+from unishard.mapping.express import LEFT_OUT, Expressed, FieldResult
+from unishard.mapping.rules import NO_KEY, Fit
 
 __all__ = ["Item", "Outcome", "read", "translate"]
 
@@ -27,7 +29,7 @@ class Item:
 
     key: str
     value: Any
-    verdict: Verdict
+    fit: Fit
     becomes: str
     """What says it in the other format, in words; empty where nothing does."""
     note: str
@@ -50,15 +52,15 @@ class Outcome:
     """The document as a file holds it."""
     warnings: tuple[str, ...]
 
-    def of(self, verdict: Verdict) -> list[Item]:
-        """The items with this verdict."""
-        return [item for item in self.items if item.verdict is verdict]
+    def of(self, fit: Fit) -> list[Item]:
+        """The items with this fit."""
+        return [item for item in self.items if item.fit is fit]
 
     def status(self, *, strict: bool) -> int:
         """Exit status: 1 if something is refused, 2 if something is approximate under `strict`, else 0."""
-        if self.of(Verdict.REFUSED):
+        if self.of(Fit.UNSUPPORTED):
             return 1
-        return 2 if strict and self.of(Verdict.APPROXIMATE) else 0
+        return 2 if strict and self.of(Fit.APPROXIMATE) else 0
 
 
 def read(
@@ -136,18 +138,18 @@ def _without_refused_assumptions(reading: ReadDocument, expressed: Expressed) ->
 
 
 def _yielding(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Entry:
-    refused = [field for field in entry.meaning.fields if field in expressed.words and expressed.words[field].verdict is Verdict.REFUSED]
+    refused = [field for field in entry.meaning.fields if field in expressed.fields and expressed.fields[field].fit is Fit.UNSUPPORTED]
     if not refused or any(field in reading.undecided for field in refused):
         return entry
     said = {field: entry.meaning.fields[field] for field in refused}
     values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
     note = "; ".join(
-        f"{reading.format} has {shown(value)} here, which cannot be had ({expressed.words[field].note}); "
+        f"{reading.format} has {shown(value)} here, which cannot be had ({expressed.fields[field].note}); "
         f"{field} is {shown(default_of(field, values))}"
         for field, value in said.items()
     )
     fields = {field: value for field, value in entry.meaning.fields.items() if field not in said}
-    return replace(entry, meaning=replace(entry.meaning, verdict=Verdict.APPROXIMATE, note=note, fields=fields))
+    return replace(entry, meaning=replace(entry.meaning, fit=Fit.APPROXIMATE, note=note, fields=fields))
 
 
 def _kept(reading: ReadDocument) -> Native:
@@ -165,61 +167,61 @@ def _kept(reading: ReadDocument) -> Native:
 def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> Item:
     word = _word(entry, reading, target, expressed)
     line = None if entry.assumed else reading.source.origins.of(entry.path).line
-    return Item(entry.key, entry.value, word.verdict, word.key, word.note, line, entry.assumed)
+    return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed)
 
 
-def _word(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> Word:
+def _word(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
     meaning = entry.meaning
-    if meaning.verdict is Verdict.REFUSED:
-        return Word(Verdict.REFUSED, "", meaning.note)
+    if meaning.fit is Fit.UNSUPPORTED:
+        return FieldResult(Fit.UNSUPPORTED, "", meaning.note)
     if meaning.kept and reading.format == target.name and not meaning.fields:
-        return Word(Verdict.EXACT, entry.key, "kept")
+        return FieldResult(Fit.EXACT, entry.key, "kept")
     own = _own(entry, reading, expressed) if meaning.native else None
     if not meaning.fields:
-        return own or Word(meaning.verdict, "", meaning.note)
+        return own or FieldResult(meaning.fit, "", meaning.note)
     if own is None:
         word = _worst(entry, reading, expressed)
         silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
-        return Word(Verdict.EXACT, "", "goes on being left to it") if silent else word
-    said = _worst(entry.but(Verdict.EXACT, ""), reading, expressed)
+        return FieldResult(Fit.EXACT, "", "goes on being left to it") if silent else word
+    said = _worst(entry.but(Fit.EXACT, ""), reading, expressed)
     becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
-    return Word(max(said.verdict, own.verdict, key=lambda verdict: verdict.badness), becomes, note)
+    return FieldResult(max(said.fit, own.fit, key=lambda fit: fit.badness), becomes, note)
 
 
-def _own(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Word:
+def _own(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
     """What became of settings that only one engine has: exact where the document that is written holds them, or says that it does."""
     words = [_setting(path, reading, expressed) for path in entry.meaning.native]
-    said = max(words, key=lambda word: word.verdict.badness)
-    if said.verdict is Verdict.EXACT:
-        return Word(Verdict.EXACT, ", ".join(word.key for word in words), "")
+    said = max(words, key=lambda word: word.fit.badness)
+    if said.fit is Fit.EXACT:
+        return FieldResult(Fit.EXACT, ", ".join(word.key for word in words), "")
     # What is lost where the setting is dropped, the key itself says.
-    own = entry.meaning.verdict
-    verdict = own if said.verdict is Verdict.DROPPED else max(own, said.verdict, key=lambda verdict: verdict.badness)
-    return Word(verdict, "", "; ".join(dict.fromkeys(filter(None, (entry.meaning.note, said.note)))))
+    own = entry.meaning.fit
+    fit = own if said.fit is Fit.IGNORED else max(own, said.fit, key=lambda fit: fit.badness)
+    return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.meaning.note, said.note)))))
 
 
-def _setting(path: str, reading: ReadDocument, expressed: Expressed) -> Word:
+def _setting(path: str, reading: ReadDocument, expressed: Expressed) -> FieldResult:
     engine, _, key = path.partition(".")
     if engine != reading.config.backend:
-        return Word(Verdict.DROPPED, "", "")
-    if said := expressed.words.get(f"native.{path}"):
+        return FieldResult(Fit.IGNORED, "", "")
+    if said := expressed.fields.get(f"native.{path}"):
         return said
     held = [name for name, _ in flat(expressed.document) if f".{key}." in f".{name}."]
-    return Word(Verdict.EXACT, min(held, key=len), "") if held else Word(Verdict.DROPPED, "", "")
+    return FieldResult(Fit.EXACT, min(held, key=len), "") if held else FieldResult(Fit.IGNORED, "", "")
 
 
-def _worst(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Word:
+def _worst(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.meaning
     left = [field for field in own.fields if field in reading.undecided]
-    words = [expressed.words[field] for field in own.fields if field in expressed.words]
-    said = max((word.verdict for word in words), key=lambda verdict: verdict.badness, default=Verdict.EXACT)
-    verdict, notes = max(own.verdict, said, key=lambda verdict: verdict.badness), [own.note] if own.verdict is not Verdict.EXACT else []
-    if own.verdict is Verdict.UNDECIDED:
+    words = [expressed.fields[field] for field in own.fields if field in expressed.fields]
+    said = max((word.fit for word in words), key=lambda fit: fit.badness, default=Fit.EXACT)
+    fit, notes = max(own.fit, said, key=lambda fit: fit.badness), [own.note] if own.fit is not Fit.EXACT else []
+    if own.fit is Fit.NEEDS_INPUT:
         # Whether it must be decided now is the other format's to say.
-        verdict, notes = said, notes if left and said is Verdict.UNDECIDED else []
-    elif said is Verdict.UNDECIDED:
+        fit, notes = said, notes if left and said is Fit.NEEDS_INPUT else []
+    elif said is Fit.NEEDS_INPUT:
         notes += [f"{field} comes from {reading.undecided[field].who}" for field in left]
-    notes += [word.note for word in words if word.note and word.verdict is not Verdict.EXACT] if said is not Verdict.EXACT else []
+    notes += [word.note for word in words if word.note and word.fit is not Fit.EXACT] if said is not Fit.EXACT else []
     becomes = ", ".join(dict.fromkeys(word.key for word in words if word.key not in ("", NO_KEY)))
-    return Word(verdict, becomes, "; ".join(dict.fromkeys(filter(None, notes))))
+    return FieldResult(fit, becomes, "; ".join(dict.fromkeys(filter(None, notes))))

@@ -9,13 +9,14 @@ from typing import Any
 
 from unishard.config import Config, Section, leaves, value_at
 from unishard.config.describe import choices
+from unishard.config.nested import nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import ReadDocument
 from unishard.formats.unishard.from_config import described
 from unishard.loading.editing import check_text
 from unishard.loading.placeholders import placeholder
-from unishard.mapping.rules import Fit, nested
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 __all__ = ["Draft", "Question", "offered"]

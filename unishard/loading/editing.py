@@ -14,12 +14,12 @@ from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from unishard.config import Config, Section, leaves
+from unishard.config.nested import flat
 from unishard.errors import ConfigError, Problem
 from unishard.loading import settle
 from unishard.loading.document import from_file, from_text, text_of
 from unishard.loading.placeholders import STAND_INS, undecided_in
 from unishard.loading.validation import dotted
-from unishard.mapping.rules import flat
 
 __all__ = ["check_text", "edit"]
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Holds, Setting, Verdict
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, When
 
-__all__ = ["NO_FILES", "idle", "lost", "moved_together", "none", "saved_by_script", "unlooked", "write"]
+__all__ = ["NO_FILES", "lost", "moved_together", "none", "saved_by_script", "unless", "unlooked", "write"]
 
 _WAITS = "time alone: the training waits until the files are written"
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
 
-def idle(case: str, holds: Holds, note: str = "") -> Case:
+def unless(case: str, holds: Holds, note: str = "") -> When:
     """A case in which a config needs nothing, so that nothing can be lost."""
-    return Case(case, holds, Verdict.EXACT, note)
+    return When(case, holds, Fit.EXACT, note)
 
 
-def write(note: str, off: Holds | None = None, case: str = "", why: str = "") -> Expression:
+def write(note: str, off: Holds | None = None, case: str = "", why: str = "") -> Rule:
     """A row for what the training script must do.
 
     Args:
@@ -24,27 +24,27 @@ def write(note: str, off: Holds | None = None, case: str = "", why: str = "") ->
         case: That condition in words.
         why: Why nothing is needed.
     """
-    return Expression(Verdict.UNDECIDED, SCRIPT, note, when=(idle(case, off, why),) if off else ())
+    return Rule(Fit.NEEDS_INPUT, SCRIPT, note, when=(unless(case, off, why),) if off else ())
 
 
-def none(note: str, off: Holds | None = None, case: str = "", verdict: Verdict = Verdict.DROPPED) -> Expression:
+def none(note: str, off: Holds | None = None, case: str = "", fit: Fit = Fit.IGNORED) -> Rule:
     """A row for what the format has no key for.
 
     Args:
         note: Why nothing is lost, or what is.
         off: Whether a config asks for what happens anyway.
         case: That condition in words.
-        verdict: What is lost otherwise.
+        fit: What is lost otherwise.
     """
-    return Expression(verdict, NO_KEY, note, when=(idle(case, off),) if off else ())
+    return Rule(fit, NO_KEY, note, when=(unless(case, off),) if off else ())
 
 
-def lost(why: str, off: Holds, case: str) -> Expression:
+def lost(why: str, off: Holds, case: str) -> Rule:
     """A row for what cannot be had, unless a config does without it."""
-    return none(why, off, case, Verdict.REFUSED)
+    return none(why, off, case, Fit.UNSUPPORTED)
 
 
-def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Expression]:
+def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Rule]:
     """The rows of `offload.params` and `offload.optimizer` where one flag moves both to the host.
 
     Args:
@@ -53,34 +53,34 @@ def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Ex
         files: Why nothing can lie in files.
     """
     return {
-        "offload.params": Expression(
-            Verdict.EXACT,
+        "offload.params": Rule(
+            Fit.EXACT,
             key,
             "",
             to,
             (
-                idle("none", lambda cfg: cfg.offload.params == "none"),
-                Case("nvme", lambda cfg: cfg.offload.params == "nvme", Verdict.REFUSED, files),
-                Case(
+                unless("none", lambda cfg: cfg.offload.params == "none"),
+                When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, files),
+                When(
                     "cpu without offload.optimizer: cpu",
                     lambda cfg: cfg.offload.optimizer != "cpu",
-                    Verdict.APPROXIMATE,
+                    Fit.APPROXIMATE,
                     f"{key} moves the optimizer's state as well, and its step to the host",
                 ),
             ),
         ),
-        "offload.optimizer": Expression(
-            Verdict.EXACT,
+        "offload.optimizer": Rule(
+            Fit.EXACT,
             key,
             "",
             to,
             (
-                idle("none", lambda cfg: cfg.offload.optimizer == "none"),
-                Case("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Verdict.REFUSED, files),
-                Case(
+                unless("none", lambda cfg: cfg.offload.optimizer == "none"),
+                When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, files),
+                When(
                     "cpu without offload.params: cpu",
                     lambda cfg: cfg.offload.params != "cpu",
-                    Verdict.APPROXIMATE,
+                    Fit.APPROXIMATE,
                     f"{key} moves the parameters as well, which are copied to the device for each use",
                 ),
             ),
@@ -88,7 +88,7 @@ def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Ex
     }
 
 
-def saved_by_script(call: str) -> dict[str, Expression]:
+def saved_by_script(call: str) -> dict[str, Rule]:
     """The rows of `checkpoint` where the training script saves.
 
     Args:
@@ -112,25 +112,23 @@ def saved_by_script(call: str) -> dict[str, Expression]:
     }
 
 
-def unlooked(
-    verdict: Verdict, key: str, note: str, *more: Case, scaled: tuple[Verdict, str] = (Verdict.EXACT, "GradScaler does it")
-) -> Expression:
+def unlooked(fit: Fit, key: str, note: str, *more: When, scaled: tuple[Fit, str] = (Fit.EXACT, "GradScaler does it")) -> Rule:
     """The row of `training.nonfinite` where only torch's `GradScaler` looks at gradients, which fp16 alone has.
 
     Args:
-        verdict: Without it.
+        fit: Without it.
         key: Where an update that is not finite can be stopped.
         note: How.
         more: Further cases.
         scaled: How well it does what `skip` asks.
     """
-    return Expression(
-        verdict,
+    return Rule(
+        fit,
         key,
         note,
         when=(
-            idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
-            Case("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16", *scaled),
+            unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
+            When("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16", *scaled),
             *more,
         ),
     )

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import AUTO, NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
+from unishard.mapping.rules import Fit
 
 __all__ = ["boolean", "drops", "integer", "listed", "number", "one_of", "own", "refuses", "sets", "text"]
 
@@ -117,7 +119,7 @@ def one_of(words: Mapping[str, Any]) -> Convert:
 def sets(
     field: str,
     convert: Convert,
-    verdict: Verdict = Verdict.EXACT,
+    fit: Fit = Fit.EXACT,
     note: str = "",
     *,
     auto: str = "",
@@ -129,7 +131,7 @@ def sets(
     Args:
         field: Dotted path.
         convert: The field's value from the key's.
-        verdict: How well the field says it.
+        fit: How well the field says it.
         note: How it differs.
         auto: Who decides the value of `"auto"`; empty where the key knows no such word.
         silent: What the tool assumes where a document does not have the key.
@@ -138,15 +140,15 @@ def sets(
 
     def read(value: Any, given: Given) -> Meaning:
         if auto and value == AUTO:
-            return Meaning(Verdict.UNDECIDED, f"the value comes from {auto}", {field: Undecided(auto)})
-        return Meaning(verdict, note, {field: convert(value)}, kept=kept)
+            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {auto}", {field: Undecided(auto)})
+        return Meaning(fit, note, {field: convert(value)}, kept=kept)
 
-    return Key(read, field, verdict, note, silent)
+    return Key(read, field, fit, note, silent)
 
 
 def drops(why: str, *, silent: Any = NOTHING) -> Key:
     """A key that concerns a launcher, a log, or files alone. It is repeated where the document is written in its own format again."""
-    return Key(lambda value, given: Meaning(Verdict.DROPPED, why, kept=True), "", Verdict.DROPPED, why, silent)
+    return Key(lambda value, given: Meaning(Fit.IGNORED, why, kept=True), "", Fit.IGNORED, why, silent)
 
 
 def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
@@ -159,19 +161,19 @@ def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         if off is not None and off(value):
-            return Meaning(Verdict.DROPPED, "is off", kept=True)
-        return Meaning(Verdict.REFUSED, why)
+            return Meaning(Fit.IGNORED, "is off", kept=True)
+        return Meaning(Fit.UNSUPPORTED, why)
 
-    return Key(read, "", Verdict.REFUSED, why)
+    return Key(read, "", Fit.UNSUPPORTED, why)
 
 
-def own(key: str, convert: Convert, verdict: Verdict, note: str) -> Key:
+def own(key: str, convert: Convert, fit: Fit, note: str) -> Key:
     """A key for a setting that only one engine has.
 
     Args:
         key: The setting, dotted, after the engine's name: `deepspeed.zero_optimization.sub_group_size`.
         convert: Its value from the key's.
-        verdict: What is lost where another engine runs: `dropped` for what is about time, memory or logs alone.
+        fit: What is lost where another engine runs: `dropped` for what is about time, memory or logs alone.
         note: Why.
     """
-    return Key(lambda value, given: Meaning(verdict, note, native={key: convert(value)}), "", verdict, note)
+    return Key(lambda value, given: Meaning(fit, note, native={key: convert(value)}), "", fit, note)

@@ -1,37 +1,50 @@
-"""A mapping is a table: one `Rule` for each leaf of the config, and what each table makes of a given config.
+"""A mapping is a table: one `Rule` for each leaf of the config.
 
-A backend writes its rules as data. From the same rows come the native config, the report, `unishard explain` and MAPPING.md,
-so none of them can say something else than another.
+A backend describes its engine with such a table, and a format of another tool describes its documents with one. From the same rows come
+the native config, the document, the report, `unishard explain`, MAPPING.md and docs/formats.md, so all of them agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-from unishard.config import Config, value_at
+from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.errors import Problem, TranslationError
 
-__all__ = ["SAVING", "Fit", "Line", "Report", "Rule", "Translation", "When", "apply", "flat", "idle", "loop", "merge", "nested"]
+__all__ = ["NO_KEY", "SAVING", "SCRIPT", "Fit", "Holds", "Rule", "Setting", "When", "loop", "unless"]
 
-Native = dict[str, Any]
 Setting = Callable[[Config, Topology], Native]
+Holds = Callable[[Config], bool]
+
+NO_KEY = "none"
+"""Stands, among a format's keys, where it has none for a field."""
+SCRIPT = "your training script"
+"""Stands there where the format has none and the script must do it."""
 
 
 class Fit(StrEnum):
-    """How well a backend keeps what a field asks for."""
+    """How well a field or a key is kept. In order: of several, the last counts. Backends need the first three and the last."""
 
     EXACT = "exact"
     """Same maths, same collectives."""
     EQUIVALENT = "equivalent"
     """Same maths to rounding; other collectives or memory, or unishard's loop does it around the engine."""
     APPROXIMATE = "approximate"
-    """Same purpose, another trade-off. Reported; an error under `strict: true`."""
+    """Same purpose, another trade-off; the note says how it differs. An error under `strict: true` and `--strict`."""
+    IGNORED = "ignored"
+    """Left out, and nothing is lost: it concerns only a launcher, a log, time or memory, or is off."""
+    NEEDS_INPUT = "needs input"
+    """Needs your decision: only the training script knows it, or must do it."""
     UNSUPPORTED = "unsupported"
-    """Cannot be had. Refused."""
+    """Refused; the note says why, and what instead."""
+
+    @property
+    def badness(self) -> int:
+        """Position in the order."""
+        return list(Fit).index(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +53,33 @@ class When:
 
     case: str
     """The condition in words, for MAPPING.md."""
-    holds: Callable[[Config], bool]
+    holds: Holds
     fit: Fit
     note: str
     """How it differs; for `unsupported`: why, and after a semicolon what instead."""
 
 
-def idle(case: str, holds: Callable[[Config], bool], note: str) -> When:
+def unless(case: str, holds: Holds, note: str = "") -> When:
     """A case in which the field has nothing to decide, so that nothing can be lost."""
     return When(case, holds, Fit.EXACT, note)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one backend makes of one field."""
+    """What one backend, or one format, makes of one field."""
 
     fit: Fit
-    native: str
-    """The native keys or calls, in words, for people."""
+    key: str
+    """The native keys or calls, in words; `SCRIPT` where the training script must do it, and `NO_KEY` where nothing does."""
     note: str = ""
     to: Setting = lambda cfg, topology: {}
-    """The fragment of native config that the field decides; fragments are merged."""
+    """The nested fragment of native config, or of the document, that the field decides; fragments are merged."""
     when: tuple[When, ...] = ()
     """Exceptions, the first that holds counts."""
+    auto: bool = False
+    """Whether a format has the word `auto` for a value that the training script decides; otherwise such a value is left out."""
 
-    def verdict(self, cfg: Config) -> tuple[Fit, str]:
+    def outcome(self, cfg: Config) -> tuple[Fit, str]:
         """The fit and the note for this config."""
         for case in self.when:
             if case.holds(cfg):
@@ -87,98 +102,3 @@ SAVING: Mapping[str, Rule] = {
     "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
 }
 """Rows of every backend that supplies its engine's state, since the saving itself is the same around all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What became of one field."""
-
-    path: str
-    value: Any
-    fit: Fit
-    native: str
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What became of every field, in the order of the schema."""
-
-    lines: tuple[Line, ...]
-
-    def __iter__(self) -> Iterator[Line]:
-        return iter(self.lines)
-
-    def of(self, fit: Fit) -> list[Line]:
-        """The lines with this fit."""
-        return [line for line in self.lines if line.fit is fit]
-
-
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """A config in an engine's own words, and the report of how well it fits."""
-
-    backend: str
-    engine: str
-    """Class that must run the model, such as `DeepSpeedEngine`; `prepare` checks that it does."""
-    native: Native
-    report: Report
-
-    def check(self, *, strict: bool) -> Translation:
-        """Return self if it may be run.
-
-        Raises:
-            TranslationError: A field is unsupported, or approximate under `strict`.
-        """
-        problems = [
-            Problem(line.path, f"{line.value!r} is not supported by {self.backend}: {line.note}")
-            for line in self.report.of(Fit.UNSUPPORTED)
-        ]
-        if strict:
-            problems += [
-                Problem(line.path, f"{line.value!r} is only approximate on {self.backend}, and strict is true: {line.note}")
-                for line in self.report.of(Fit.APPROXIMATE)
-            ]
-        if problems:
-            raise TranslationError(problems)
-        return self
-
-
-def apply(rules: Mapping[str, Rule], cfg: Config, topology: Topology) -> tuple[Native, Report]:
-    """What a backend's rules make of a config: its native config and the report. Pure; imports no engine."""
-    native: Native = {}
-    lines = []
-    for path, rule in rules.items():
-        fit, note = rule.verdict(cfg)
-        lines.append(Line(path, value_at(cfg, path), fit, rule.native, note))
-        if fit is not Fit.UNSUPPORTED:
-            native = merge(native, rule.to(cfg, topology))
-    return native, Report(tuple(lines))
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Native:
-    """A new nested dict: `base` with `over` on top, dicts merged key by key, everything else replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-def flat(native: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a nested native config, each with its dotted key."""
-    for key, value in native.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def nested(settings: Mapping[str, Any]) -> Native:
-    """Dotted keys as nested dicts, the inverse of `flat`."""
-    native: Native = {}
-    for key, value in settings.items():
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        native = merge(native, value)
-    return native

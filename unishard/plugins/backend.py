@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry, Expressed, Expression, Key
-from unishard.mapping.rules import Rule, Translation
+from unishard.mapping.entries import Entry, Key
+from unishard.mapping.express import Expressed
+from unishard.mapping.report import Translation
+from unishard.mapping.rules import Rule
 from unishard.patches import Patch
 
 if TYPE_CHECKING:
@@ -279,7 +281,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def expressions(self) -> Mapping[str, Expression]:
+    def expressions(self) -> Mapping[str, Rule]:
         """How a training script without unishard hands each field to the engine: one row for each leaf of `Config`, in its order."""
         ...
 

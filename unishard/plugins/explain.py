@@ -8,9 +8,10 @@ from typing import Any
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.describe import bare
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.loading import Origins
-from unishard.mapping.rules import Fit, flat
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 from unishard.plugins.translate import check_batch, translate
 
@@ -66,6 +67,6 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
 
 def _image(name: str, path: str, cfg: Config, topology: Topology) -> Image:
     rule = registry.get(name).rules[path]
-    fit, note = rule.verdict(cfg)
+    fit, note = rule.outcome(cfg)
     settings = {} if fit is Fit.UNSUPPORTED else dict(flat(rule.to(cfg, topology)))
-    return Image(fit, ", ".join(f"{key} = {bare(value)}" for key, value in settings.items()) or rule.native, note)
+    return Image(fit, ", ".join(f"{key} = {bare(value)}" for key, value in settings.items()) or rule.key, note)

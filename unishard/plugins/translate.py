@@ -8,7 +8,7 @@ from unishard.config import Config, expect_config
 from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
 from unishard.errors import BackendError, ConfigError, Problem
-from unishard.mapping.rules import Translation
+from unishard.mapping.report import Translation
 from unishard.plugins import registry
 
 __all__ = ["check_batch", "translate"]

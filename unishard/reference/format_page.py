@@ -9,7 +9,9 @@ from typing import NamedTuple
 from unishard.config import Config, leaves
 from unishard.formats import catalog
 from unishard.formats.format import Format
-from unishard.mapping.entries import NOTHING, Expression, Key, Verdict, Word
+from unishard.mapping.entries import NOTHING, Key
+from unishard.mapping.express import FieldResult
+from unishard.mapping.rules import Fit, Rule
 from unishard.plugins.backend import Backend
 from unishard.reference.markdown import code, table
 
@@ -23,13 +25,13 @@ What each key of another tool's config means in the words of a unishard config, 
 [translate.md](translate.md) shows how to use it.
 
 - **exact**: it means the same there.
-- **emulated**: same maths to rounding; other collectives or memory, or unishard's loop does it around the engine.
+- **equivalent**: same maths to rounding; other collectives or memory, or unishard's loop does it around the engine.
 - **approximate**: same purpose, another trade-off; the note says how it differs. An error under `--strict`.
-- **dropped**: left out, and nothing is lost: it concerns a launcher, a log, time or memory alone, or is off.
-- **undecided**: needs your decision: only the training script knows it, or must do it; where nothing says it, it is left out.
-- **refused**: cannot be had; the note says why, and what instead.
+- **ignored**: left out, and nothing is lost: it concerns a launcher, a log, time or memory alone, or is off.
+- **needs input**: needs your decision: only the training script knows it, or must do it; where nothing says it, it is left out.
+- **unsupported**: cannot be had; the note says why, and what instead.
 
-A verdict is that of the usual case; a value can fare worse or better, and the report of a translation says so. "if absent" is the value
+A fit is that of the usual case; a value can fare worse or better, and the report of a translation says so. "if absent" is the value
 that the tool assumes where its config is silent and that must be said to keep its meaning. A row that begins with "if" is an exception to
 the row above it.
 """
@@ -43,22 +45,22 @@ def formats() -> list[Format]:
 
 
 def overview(backends: Sequence[Backend]) -> str:
-    """A table with a row for each section of the page: how many keys and fields come to which verdict as a rule."""
+    """A table with a row for each section of the page: how many keys and fields come to which fit as a rule."""
     rows = [
         (
             f"[{section.title}](docs/formats.md#{_anchor(section.title)})",
             section.tool,
-            _counts(row.verdict for row in section.keys.values()),
-            _counts(row.verdict for row in section.expressions.values()),
+            _counts(row.fit for row in section.keys.values()),
+            _counts(row.fit for row in section.expressions.values()),
         )
         for section in _sections(backends)
     ]
     return table(("Format", "Tool", "Its keys", "How it says the config's fields"), rows)
 
 
-def _counts(verdicts: Iterable[Verdict]) -> str:
-    found = Counter(verdicts)
-    return ", ".join(f"{found[verdict]} {verdict}" for verdict in Verdict if found[verdict])
+def _counts(fits: Iterable[Fit]) -> str:
+    found = Counter(fits)
+    return ", ".join(f"{found[fit]} {fit}" for fit in Fit if found[fit])
 
 
 def _sections(backends: Sequence[Backend]) -> list[_Section]:
@@ -85,14 +87,14 @@ class _Section(NamedTuple):
     title: str
     tool: str
     keys: Mapping[str, Key]
-    expressions: Mapping[str, Expression]
+    expressions: Mapping[str, Rule]
     what: str
 
     @property
     def tables(self) -> list[tuple[str, str]]:
         """Those that it has, each with its heading."""
-        keys = table(("Key", "Decides", "Verdict", "If absent", "Note"), _keys(self.keys))
-        fields = table(("Field", "Verdict", "Said by", "Note"), _fields(self.expressions))
+        keys = table(("Key", "Decides", "Fit", "If absent", "Note"), _keys(self.keys))
+        fields = table(("Field", "Fit", "Said by", "Note"), _fields(self.expressions))
         found = ((self.keys, "what its keys mean", keys), (self.expressions, "how it says each field", fields))
         return [(f"{self.title}: {what}", rows) for there, what, rows in found if there]
 
@@ -120,20 +122,20 @@ def _keys(keys: Mapping[str, Key]) -> Iterator[tuple[str, ...]]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, key in keys.items():
         silent = "" if key.silent is NOTHING else code(key.silent)
-        alike.setdefault((key.fields, f"**{key.verdict}**", silent, key.note), []).append(f"`{name}`")
-    for (fields, verdict, silent, note), names in alike.items():
-        yield ", ".join(names), ", ".join(f"`{field}`" for field in fields.split(", ") if field), verdict, silent, note
+        alike.setdefault((key.fields, f"**{key.fit}**", silent, key.note), []).append(f"`{name}`")
+    for (fields, fit, silent, note), names in alike.items():
+        yield ", ".join(names), ", ".join(f"`{field}`" for field in fields.split(", ") if field), fit, silent, note
 
 
-def _fields(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, ...]]:
+def _fields(expressions: Mapping[str, Rule]) -> Iterator[tuple[str, ...]]:
     for path, _ in leaves(Config):
         if path not in expressions:
             continue
         row = expressions[path]
-        yield f"`{path}`", *_said(Word(row.verdict, row.key, row.note))
+        yield f"`{path}`", *_said(FieldResult(row.fit, row.key, row.note))
         for case in row.when:
-            yield "", *_said(Word(case.verdict, f"if {case.case}", case.note))
+            yield "", *_said(FieldResult(case.fit, f"if {case.case}", case.note))
 
 
-def _said(word: Word) -> tuple[str, str, str]:
-    return f"**{Verdict(word.verdict)}**", word.key, word.note
+def _said(word: FieldResult) -> tuple[str, str, str]:
+    return f"**{Fit(word.fit)}**", word.key, word.note

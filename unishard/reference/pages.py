@@ -39,7 +39,7 @@ _OTHER_TOOLS = """\
 ## Configs of other tools
 
 `unishard translate` reads and writes {names}.
-How many of a format's keys come to which verdict as a rule, and how many of the config's fields when it is written; each links to its
+How many of a format's keys come to which fit as a rule, and how many of the config's fields when it is written; each links to its
 rows. What a format hands on to an engine counts with the arguments of that engine.
 
 {overview}
@@ -116,7 +116,7 @@ def mapping(backends: Sequence[Backend]) -> str:
 
 def _rows(path: str, field: FieldInfo, backends: Sequence[Backend]) -> Iterator[tuple[str, ...]]:
     rules = [backend.rules[path] for backend in backends]
-    yield (f"`{path.rpartition('.')[2]}`", expected(field), *(_cell(rule.fit, rule.note, rule.native) for rule in rules))
+    yield (f"`{path.rpartition('.')[2]}`", expected(field), *(_cell(rule.fit, rule.note, rule.key) for rule in rules))
     for case in dict.fromkeys(case.case for rule in rules for case in rule.when):
         yield ("", f"if {case}", *(_exception(rule, case) for rule in rules))
 

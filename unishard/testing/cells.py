@@ -16,7 +16,7 @@ from torch import nn
 
 import unishard
 from unishard.config import Config
-from unishard.mapping.rules import merge
+from unishard.config.nested import merge
 from unishard.testing import oracle
 from unishard.testing.models import MODELS, TestModel, batch_of
 from unishard.testing.oracle import Curve

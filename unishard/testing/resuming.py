@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import unishard
 from unishard.checkpoint import keys, manifest
 from unishard.config import Config
-from unishard.mapping.rules import merge
+from unishard.config.nested import merge
 from unishard.testing.cells import STRATEGIES
 from unishard.testing.models import MODELS, llama
 from unishard.testing.ranks import run_ranks

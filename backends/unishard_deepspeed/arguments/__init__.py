@@ -7,9 +7,11 @@ from typing import Any
 
 from unishard.config import Config, leaves
 from unishard.config.describe import shown
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry, Expressed, Expression, Given, Key, Meaning, Unreadable, Verdict, express, interpret
-from unishard.mapping.rules import flat
+from unishard.mapping.entries import Entry, Given, Key, Meaning, Unreadable, interpret
+from unishard.mapping.express import Expressed, express
+from unishard.mapping.rules import Fit, Rule
 from unishard_deepspeed.arguments import accepted, batch, offload, optimizer, precision, rest, scheduler, zero
 
 __all__ = ["EXPRESSIONS", "KEYS", "TOOL", "arguments", "parse"]
@@ -22,7 +24,7 @@ _STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.param
 
 def _block(value: Any, given: Given) -> Meaning:
     if value is None or value == {}:
-        return Meaning(Verdict.DROPPED, "is empty")
+        return Meaning(Fit.IGNORED, "is empty")
     raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it")
 
 
@@ -41,7 +43,7 @@ KEYS: Mapping[str, Key] = _all()
 """What each key says in the config's words."""
 
 _ROWS = {field: row for section in _SECTIONS for field, row in section.EXPRESSIONS.items()}
-EXPRESSIONS: Mapping[str, Expression] = {path: _ROWS[path] for path, _ in leaves(Config)}
+EXPRESSIONS: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Config)}
 """How raw DeepSpeed says each field."""
 
 
@@ -65,7 +67,7 @@ def _overlooked(key: str) -> bool:
 
 def _says_nothing(entry: Entry) -> bool:
     meaning = entry.meaning
-    return meaning.verdict in (Verdict.DROPPED, Verdict.EXACT) and not meaning.fields and not meaning.native
+    return meaning.fit in (Fit.IGNORED, Fit.EXACT) and not meaning.fields and not meaning.native
 
 
 def arguments(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import AUTO, Unreadable
+from unishard.mapping.entries import Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, integer, number, one_of
 from unishard_deepspeed.arguments.facts import dtype
 

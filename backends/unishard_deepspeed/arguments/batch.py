@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import drops, integer, number
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
 
@@ -42,7 +44,7 @@ def _size(field: str, derived: str, who: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if value in (AUTO, derived):
             undecided = Undecided(f"{who} {ARGUMENTS}" if value == AUTO else f"the number of ranks, {derived}; give --world-size")
-            return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {field: undecided})
+            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {field: undecided})
         return Meaning(fields={field: integer(1)(value)})
 
     return Key(read, field)
@@ -62,7 +64,7 @@ def _global(value: Any, given: Given) -> Meaning:
 def _clipping(value: Any, given: Given) -> Meaning:
     if value == AUTO:
         undecided = Undecided(f"max_grad_norm {ARGUMENTS}")
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {"training.gradient_clipping": undecided})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {"training.gradient_clipping": undecided})
     note = "" if "gradient_clipping" in given else "DeepSpeed clips to 1.0 where the key is absent since 0.19.3; before, it did not clip"
     return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None})
 
@@ -86,67 +88,67 @@ def _global_of(cfg: Config, topology: Topology) -> Native:
     return {} if size is None else {_TRAIN: size}
 
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "training.micro_batch_size": Expression(
-        Verdict.EXACT,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "training.micro_batch_size": Rule(
+        Fit.EXACT,
         _MICRO,
         "the DataLoader of your training script needs the same batch_size",
         lambda cfg, topology: {_MICRO: cfg.training.micro_batch_size},
         auto=True,
     ),
-    "training.gradient_accumulation_steps": Expression(
-        Verdict.EXACT, _WINDOW, to=lambda cfg, topology: {_WINDOW: cfg.training.gradient_accumulation_steps}, auto=True
+    "training.gradient_accumulation_steps": Rule(
+        Fit.EXACT, _WINDOW, to=lambda cfg, topology: {_WINDOW: cfg.training.gradient_accumulation_steps}, auto=True
     ),
-    "training.global_batch_size": Expression(Verdict.EXACT, _TRAIN, to=_global_of),
-    "training.gradient_clipping": Expression(
-        Verdict.EXACT,
+    "training.global_batch_size": Rule(Fit.EXACT, _TRAIN, to=_global_of),
+    "training.gradient_clipping": Rule(
+        Fit.EXACT,
         "gradient_clipping",
         "0.0 for null, since DeepSpeed clips to 1.0 when the key is absent",
         lambda cfg, topology: {"gradient_clipping": cfg.training.gradient_clipping or 0.0},
         auto=True,
     ),
-    "training.nonfinite": Expression(
-        Verdict.EXACT,
+    "training.nonfinite": Rule(
+        Fit.EXACT,
         "bf16.check_grad_overflow",
         to=lambda cfg, topology: {"bf16": {"check_grad_overflow": cfg.training.nonfinite != "ignore"}},
         when=(
-            Case(
+            When(
                 "raise",
                 lambda cfg: cfg.training.nonfinite == "raise",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "DeepSpeed leaves the update out without an error, and at stage 0 in fp32 it makes it",
             ),
-            Case(
+            When(
                 "skip with no_shard in fp32",
                 lambda cfg: cfg.training.nonfinite == "skip" and _bare(cfg),
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "DeepSpeed makes updates that are not finite at stage 0 in fp32",
             ),
-            Case(
+            When(
                 "ignore but with shard_optimizer or shard_grad_op in bf16",
                 lambda cfg: (
                     cfg.training.nonfinite == "ignore"
                     and not _bare(cfg)
                     and not (fields.stage(cfg) in (1, 2) and cfg.precision.compute == "bf16")
                 ),
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "DeepSpeed always leaves out an update that is not finite there",
             ),
         ),
     ),
-    "training.last_window": Expression(
-        Verdict.UNDECIDED,
+    "training.last_window": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "drop the micro-batches that do not fill a window, such as by the length of the DataLoader",
         when=(
-            Case("gradient_accumulation_steps is 1", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Verdict.EXACT, ""),
-            Case(
+            When("gradient_accumulation_steps is 1", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Fit.EXACT, ""),
+            When(
                 "step",
                 lambda cfg: cfg.training.last_window == "step",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "DeepSpeed carries the micro-batches of a window that is not full over to the next epoch",
             ),
         ),
     ),
-    "training.seed": Expression(Verdict.UNDECIDED, SCRIPT, "torch.manual_seed(seed) before the model is made, and the sampler's seed"),
+    "training.seed": Rule(Fit.NEEDS_INPUT, SCRIPT, "torch.manual_seed(seed) before the model is made, and the sampler's seed"),
 }

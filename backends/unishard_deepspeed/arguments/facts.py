@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from unishard.mapping.entries import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, integer, one_of
+from unishard.mapping.rules import Fit
 
 __all__ = ["ARGUMENTS", "LEAST_STAGE", "compute", "device", "dropped", "dtype", "only", "quiet", "spelt", "stage", "unless_auto"]
 
@@ -35,7 +37,7 @@ def quiet(convert: Callable[[Any], Any], value: Any, otherwise: Any = None) -> A
 
 def dropped(note: str) -> Meaning:
     """Nothing is lost without the key; it is repeated where a DeepSpeed config is written again."""
-    return Meaning(Verdict.DROPPED, note, kept=True)
+    return Meaning(Fit.IGNORED, note, kept=True)
 
 
 def only(key: Key, holds: Callable[[Given], bool], otherwise: str) -> Key:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, drops, number, one_of, text
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, quiet, spelt, stage
 
@@ -34,7 +36,7 @@ def _place(what: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if value == AUTO and stage(given) >= LEAST_STAGE[what]:
             undecided = Undecided(_BY_ACCELERATE.format(what))
-            return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {_FIELDS[what]: undecided})
+            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {_FIELDS[what]: undecided})
         place = "none" if value in (None, AUTO) else _PLACES(value)
         if place != "none" and device(given, what) == "none":
             return dropped(_LOW[what])
@@ -92,7 +94,7 @@ _PART = "the part of the optimizer that is offloaded; unishard offloads all of i
 def _part(value: Any, given: Given) -> Meaning:
     if stage(given) == 3 or value == AUTO or number(0, 1)(value) == 1:
         return dropped(_PART)
-    return Meaning(Verdict.DROPPED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 at stage 3 alone")
+    return Meaning(Fit.IGNORED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 at stage 3 alone")
 
 
 _PIPELINE = drops("how an optimizer in files is read and written; about time alone")
@@ -104,7 +106,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}offload_optimizer.pipeline_read": _PIPELINE,
     f"{_Z}offload_optimizer.pipeline_write": _PIPELINE,
     f"{_Z}offload_optimizer.fast_init": _PIPELINE,
-    f"{_Z}offload_optimizer.ratio": Key(_part, "", Verdict.DROPPED, _PART),
+    f"{_Z}offload_optimizer.ratio": Key(_part, "", Fit.IGNORED, _PART),
     f"{_Z}offload_optimizer.super_offload": drops("another way to offload the same; about time alone"),
     f"{_Z}offload_optimizer.cpuadam_cores_perc": drops("belongs to super_offload"),
     f"{_Z}cpu_offload": _switch("optimizer", "deprecated; DeepSpeed means offload_optimizer"),
@@ -128,21 +130,21 @@ def _params_of(cfg: Config, topology: Topology) -> Native:
     return fields.zero(offload_param=place) if place else {}
 
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "offload.params": Expression(Verdict.EXACT, "zero_optimization.offload_param.device", to=_params_of),
-    "offload.optimizer": Expression(
-        Verdict.EXACT,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "offload.params": Rule(Fit.EXACT, "zero_optimization.offload_param.device", to=_params_of),
+    "offload.optimizer": Rule(
+        Fit.EXACT,
         "zero_optimization.offload_optimizer.device",
         to=_optimizer_of,
         when=(
-            Case(
+            When(
                 "nvme",
                 lambda cfg: cfg.offload.optimizer == "nvme",
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "DeepSpeed swaps the state of DeepSpeedCPUAdam alone; with torch's optimizers it makes other updates (0.19.8)",
             ),
         ),
     ),
-    "offload.pin_memory": Expression(Verdict.EXACT, "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory"),
-    "offload.nvme_path": Expression(Verdict.EXACT, "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path"),
+    "offload.pin_memory": Rule(Fit.EXACT, "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory"),
+    "offload.nvme_path": Rule(Fit.EXACT, "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path"),
 }

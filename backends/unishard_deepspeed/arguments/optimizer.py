@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, value_at
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, drops, number
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed", "peak_of"]
@@ -81,7 +83,7 @@ def peak_of(given: Given) -> Any:
 def _type(value: Any, given: Given) -> Meaning:
     word = str(value).strip().lower()
     if word in _REFUSED:
-        return Meaning(Verdict.REFUSED, f"{value} {_REFUSED[word]}")
+        return Meaning(Fit.UNSUPPORTED, f"{value} {_REFUSED[word]}")
     name = _name(given)
     if name is None:
         raise Unreadable(f"must be Adam, AdamW, SGD, Adagrad or Lion, got {value!r}; build it yourself for unishard.prepare(optimizer=...)")
@@ -101,7 +103,7 @@ def _rate(value: Any, given: Given) -> Meaning:
 
 def _decided(field: str, value: Any) -> Meaning:
     if isinstance(value, Undecided):
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {value.who}", {field: value})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {value.who}", {field: value})
     return Meaning(fields={field: value})
 
 
@@ -125,13 +127,13 @@ def _bias_correction(value: Any, given: Given) -> Meaning:
     if boolean(value) or _name(given) not in ("adamw", "adam"):
         return dropped("is on, as in torch") if boolean(value) else dropped("belongs to Adam and Lamb")
     note = "torch's Adam corrects its moments, so that the first updates (about 1 / (1 - beta2)) have another size; the later are the same"
-    return Meaning(Verdict.APPROXIMATE, note)
+    return Meaning(Fit.APPROXIMATE, note)
 
 
 def _max_grad_norm(value: Any, given: Given) -> Meaning:
     note = "DeepSpeed 0.19.8 refuses it here and reads gradient_clipping"
     if "gradient_clipping" in given:
-        return Meaning(Verdict.DROPPED, f"{note}, which is there")
+        return Meaning(Fit.IGNORED, f"{note}, which is there")
     return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None})
 
 
@@ -179,58 +181,58 @@ def _lr_of(cfg: Config, topology: Topology) -> Native:
     return _params(lr=cfg.optimizer.lr) | ({"scheduler": {"params": {"warmup_max_lr": cfg.optimizer.lr}}} if warms else {})
 
 
-def _plain(field: str, names: tuple[str, ...], *, auto: bool = False) -> Expression:
+def _plain(field: str, names: tuple[str, ...], *, auto: bool = False) -> Rule:
     path = f"optimizer.{field}"
 
     def to(cfg: Config, topology: Topology) -> Native:
         value = value_at(cfg, path)
         return _params(**{field: list(value) if isinstance(value, tuple) else value}) if cfg.optimizer.name in names else {}
 
-    return Expression(Verdict.EXACT, f"{_P}{field}", to=to, auto=auto)
+    return Rule(Fit.EXACT, f"{_P}{field}", to=to, auto=auto)
 
 
-def _flag(field: str, names: tuple[str, ...]) -> Expression:
+def _flag(field: str, names: tuple[str, ...]) -> Rule:
     path = f"optimizer.{field}"
 
     def to(cfg: Config, topology: Topology) -> Native:
         return _params(**{field: value_at(cfg, path)}) if cfg.optimizer.name in names and value_at(cfg, path) else {}
 
-    return Expression(Verdict.EXACT, f"{_P}{field}", to=to)
+    return Rule(Fit.EXACT, f"{_P}{field}", to=to)
 
 
 _GROUPS = "pass groups of parameters to deepspeed.initialize(model_parameters=[...])"
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "optimizer.name": Expression(
-        Verdict.EXACT,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "optimizer.name": Rule(
+        Fit.EXACT,
         "optimizer.type",
         to=_name_of,
         when=(
-            Case(
+            When(
                 "lion",
                 lambda cfg: cfg.optimizer.name == "lion",
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)",
             ),
         ),
     ),
-    "optimizer.lr": Expression(Verdict.EXACT, f"{_P}lr, scheduler.params.warmup_max_lr", to=_lr_of, auto=True),
+    "optimizer.lr": Rule(Fit.EXACT, f"{_P}lr, scheduler.params.warmup_max_lr", to=_lr_of, auto=True),
     "optimizer.betas": _plain("betas", (*_ADAMS, "lion"), auto=True),
     "optimizer.eps": _plain("eps", (*_ADAMS, "adagrad"), auto=True),
     "optimizer.amsgrad": _flag("amsgrad", _ADAMS),
     "optimizer.momentum": _flag("momentum", ("sgd",)),
     "optimizer.nesterov": _flag("nesterov", ("sgd",)),
     "optimizer.weight_decay": _plain("weight_decay", tuple(_TYPES), auto=True),
-    "optimizer.no_decay": Expression(
-        Verdict.UNDECIDED,
+    "optimizer.no_decay": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         f"{_GROUPS}, those without decay with weight_decay 0",
-        when=(Case("empty", lambda cfg: not cfg.optimizer.no_decay, Verdict.EXACT, ""),),
+        when=(When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, ""),),
     ),
-    "optimizer.groups": Expression(
-        Verdict.UNDECIDED,
+    "optimizer.groups": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         f"{_GROUPS} with their lr and weight_decay, and each group's rate in a list as warmup_max_lr",
-        when=(Case("empty", lambda cfg: not cfg.optimizer.groups, Verdict.EXACT, ""),),
+        when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, ""),),
     ),
 }

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, drops, integer, number
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, dtype, only, quiet, stage
 
@@ -48,7 +50,7 @@ def _enabled(name: str) -> Key:
             return Meaning(fields={"precision.compute": name})
         found = compute(given)
         if isinstance(found, Undecided):
-            return Meaning(Verdict.UNDECIDED, f"the value comes from {found.who}", {"precision.compute": found})
+            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {found.who}", {"precision.compute": found})
         if value == AUTO:
             return dropped(f"precision.compute is {found}, so this comes out as false")
         return Meaning(fields={"precision.compute": found})
@@ -59,7 +61,7 @@ def _enabled(name: str) -> Key:
 def _autocast(value: Any, given: Given) -> Meaning:
     if not boolean(value):
         return dropped("is off")
-    return Meaning(Verdict.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, given.get("torch_autocast.dtype"), "bf16")})
+    return Meaning(Fit.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, given.get("torch_autocast.dtype"), "bf16")})
 
 
 def _reduce(value: Any, given: Given) -> Meaning:
@@ -67,13 +69,13 @@ def _reduce(value: Any, given: Given) -> Meaning:
         return Meaning(fields={"precision.reduce": dtype(value)})
     found = compute(given)
     if isinstance(found, Undecided):
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {_WIDTH.who}", {"precision.reduce": _WIDTH})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {_WIDTH.who}", {"precision.reduce": _WIDTH})
     return Meaning(note="DeepSpeed reduces in the format of compute where the key is absent", fields={"precision.reduce": found})
 
 
 def _reduce_wide(value: Any, given: Given) -> Meaning:
     if not boolean(value):
-        return Meaning(Verdict.DROPPED, "is off")
+        return Meaning(Fit.IGNORED, "is off")
     note = "a name of older versions, which DeepSpeed 0.19.8 overlooks; it means communication_data_type: fp32"
     return Meaning(note=note, fields={"precision.reduce": "fp32"})
 
@@ -86,7 +88,7 @@ def _accumulate(value: Any, given: Given) -> Meaning:
         return Meaning(fields={"precision.accumulate": compute(given)})
     if quiet(integer(1), given.get("gradient_accumulation_steps")) == 1:
         return Meaning(note="nothing is added up in a window of one micro-batch", fields={"precision.accumulate": "fp32"})
-    return Meaning(Verdict.APPROXIMATE, _ADDED_UP, {"precision.accumulate": "fp32"})
+    return Meaning(Fit.APPROXIMATE, _ADDED_UP, {"precision.accumulate": "fp32"})
 
 
 def _pure(given: Given) -> bool:
@@ -102,7 +104,7 @@ def _masters(name: str) -> Key:
             return dropped(f"{name} is off")
         states = name == "bf16" and not quiet(boolean, given.get("bf16.bf16_optimizer_states"), False)
         note = "the optimizer's state stays fp32 in DeepSpeed (DeepSpeedCPUAdam); in unishard it follows the masters" if states else ""
-        return Meaning(Verdict.APPROXIMATE if states else Verdict.EXACT, note, {"precision.master": name})
+        return Meaning(Fit.APPROXIMATE if states else Fit.EXACT, note, {"precision.master": name})
 
     return Key(read, "precision.master")
 
@@ -129,7 +131,7 @@ def _hysteresis(value: Any, given: Given) -> Meaning:
     if integer(1)(value) == 1:
         return Meaning(note="each overflow halves the scale, as in unishard")
     note = f"DeepSpeed halves the loss scale once it has met {integer(1)(value)} overflows, unishard at each; both leave the update out"
-    return Meaning(Verdict.APPROXIMATE, note)
+    return Meaning(Fit.APPROXIMATE, note)
 
 
 def _least(value: Any, given: Given) -> Meaning:
@@ -164,10 +166,10 @@ def _block(name: str) -> dict[str, Key]:
         f"{name}.bf16_master_weights_and_grads": _masters("bf16"),
         f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
         **{
-            f"{name}.{key}": Key(lambda value, given: Meaning(Verdict.DROPPED, _IN_BF16), "", Verdict.DROPPED, _IN_BF16)
+            f"{name}.{key}": Key(lambda value, given: Meaning(Fit.IGNORED, _IN_BF16), "", Fit.IGNORED, _IN_BF16)
             for key in ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
         },
-        f"{name}.opt_level": Key(lambda value, given: Meaning(Verdict.DROPPED, _OF_AMP), "", Verdict.DROPPED, _OF_AMP),
+        f"{name}.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP), "", Fit.IGNORED, _OF_AMP),
     }
 
 
@@ -186,11 +188,11 @@ KEYS: Mapping[str, Key] = {
         field="precision.loss_scale_growth_interval",
     ),
     "fp16.hysteresis": _scaling(_hysteresis),
-    "fp16.opt_level": Key(lambda value, given: Meaning(Verdict.DROPPED, _OF_AMP), "", Verdict.DROPPED, _OF_AMP),
+    "fp16.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP), "", Fit.IGNORED, _OF_AMP),
     "fp16.consecutive_hysteresis": drops("when a tolerated overflow is forgiven; unishard tolerates none"),
-    "fp16.min_loss_scale": Key(_least, "", Verdict.DROPPED, _LEAST),
+    "fp16.min_loss_scale": Key(_least, "", Fit.IGNORED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
-    "torch_autocast.enabled": Key(_autocast, "precision.compute", Verdict.APPROXIMATE, _AUTOCAST),
+    "torch_autocast.enabled": Key(_autocast, "precision.compute", Fit.APPROXIMATE, _AUTOCAST),
     "torch_autocast.dtype": drops("the format that torch_autocast.enabled speaks of"),
     "torch_autocast.lower_precision_safe_modules": drops("which modules' gradients travel in that format; unishard treats all alike"),
     "communication_data_type": Key(_reduce, "precision.reduce"),
@@ -228,62 +230,62 @@ def _moving(cfg: Config) -> bool:
     return _scaled(cfg) and cfg.precision.loss_scale == "dynamic"
 
 
-_NOT_FP16 = Case("compute is not fp16", lambda cfg: not _scaled(cfg), Verdict.EXACT, "nothing is scaled")
-_STAYS = Case("loss_scale is a number", lambda cfg: not _moving(cfg), Verdict.EXACT, "the scale stays")
+_NOT_FP16 = When("compute is not fp16", lambda cfg: not _scaled(cfg), Fit.EXACT, "nothing is scaled")
+_STAYS = When("loss_scale is a number", lambda cfg: not _moving(cfg), Fit.EXACT, "the scale stays")
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "precision.compute": Expression(
-        Verdict.EMULATED,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "precision.compute": Rule(
+        Fit.EQUIVALENT,
         "bf16.enabled, fp16.enabled",
         "DeepSpeed rounds the model to this format before it makes the masters, and casts no inputs: your training script must",
         _compute_of,
-        (Case("fp32", lambda cfg: cfg.precision.compute == "fp32", Verdict.EXACT, ""),),
+        (When("fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, ""),),
         auto=True,
     ),
-    "precision.master": Expression(
-        Verdict.EXACT,
+    "precision.master": Rule(
+        Fit.EXACT,
         "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states, fp16.fp16_master_weights_and_grads",
         to=_master_of,
         when=(
-            Case(
+            When(
                 "that of compute with no_shard",
                 lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
-                Verdict.REFUSED,
+                Fit.UNSUPPORTED,
                 "DeepSpeed's stage 0 keeps fp32 masters; write master: fp32, or choose shard_optimizer",
             ),
-            Case(
+            When(
                 "fp16",
                 lambda cfg: cfg.precision.master == "fp16",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "DeepSpeed has fp16 masters under DeepSpeedCPUAdam alone, with an fp32 state",
             ),
         ),
     ),
-    "precision.reduce": Expression(
-        Verdict.EXACT,
+    "precision.reduce": Rule(
+        Fit.EXACT,
         "communication_data_type",
         to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce},
     ),
-    "precision.accumulate": Expression(
-        Verdict.EXACT,
+    "precision.accumulate": Rule(
+        Fit.EXACT,
         "data_types.grad_accum_dtype",
         to=_accumulate_of,
         when=(
-            Case(
+            When(
                 "fp32 in bf16 or fp16 with no_shard",
                 lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "stage 0 adds up in the format of compute alone, and is told so",
             ),
         ),
     ),
-    "precision.buffers": Expression(
-        Verdict.EXACT,
+    "precision.buffers": Rule(
+        Fit.EXACT,
         "data_types.buffer_dtype",
         to=lambda cfg, topology: {} if cfg.precision.buffers == "keep" else {"data_types": {"buffer_dtype": cfg.precision.buffers}},
     ),
-    "precision.loss_scale": Expression(
-        Verdict.EXACT,
+    "precision.loss_scale": Rule(
+        Fit.EXACT,
         "fp16.loss_scale",
         "0 for dynamic, with a hysteresis of 1, so that each overflow halves it",
         lambda cfg, topology: (
@@ -293,23 +295,23 @@ EXPRESSIONS: Mapping[str, Expression] = {
         ),
         (_NOT_FP16,),
     ),
-    "precision.initial_loss_scale": Expression(
-        Verdict.EXACT,
+    "precision.initial_loss_scale": Rule(
+        Fit.EXACT,
         "fp16.initial_scale_power",
         to=lambda cfg, topology: _scale_of(initial_scale_power=_power(cfg)) if _moving(cfg) else {},
         when=(
             _NOT_FP16,
             _STAYS,
-            Case(
+            When(
                 "no power of two",
                 lambda cfg: 2.0 ** _power(cfg) != cfg.precision.initial_loss_scale,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "DeepSpeed begins at a power of two; the nearest is written",
             ),
         ),
     ),
-    "precision.loss_scale_growth_interval": Expression(
-        Verdict.EXACT,
+    "precision.loss_scale_growth_interval": Rule(
+        Fit.EXACT,
         "fp16.loss_scale_window",
         to=lambda cfg, topology: _scale_of(loss_scale_window=cfg.precision.loss_scale_growth_interval) if _moving(cfg) else {},
         when=(_NOT_FP16, _STAYS),

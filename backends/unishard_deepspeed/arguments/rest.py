@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.mapping.entries import AUTO, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning
+from unishard.mapping.express import AUTO
 from unishard.mapping.field_rows import saved_by_script
 from unishard.mapping.key_rows import boolean, drops, integer, number, own, refuses, text
+from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import device, dropped, only, quiet, stage
 from unishard_deepspeed.constants import CONSTANTS
 from unishard_deepspeed.keys import ACCEPTED, REMOVED, SAME_MATHS
@@ -53,7 +55,7 @@ def _own(key: str) -> Key:
     convert = _converter(ACCEPTED[key])
     same = key in SAME_MATHS or key in _SAME
     note = "a setting of DeepSpeed alone, about time and memory" if same else "only DeepSpeed has it, so another engine trains without it"
-    row = own(f"deepspeed.{key}", convert, Verdict.DROPPED if same else Verdict.APPROXIMATE, note)
+    row = own(f"deepspeed.{key}", convert, Fit.IGNORED if same else Fit.APPROXIMATE, note)
     usual = CONSTANTS[key][0] if key in CONSTANTS else False if ACCEPTED[key] is bool else None
 
     def read(value: Any, given: Given) -> Meaning:
@@ -62,7 +64,7 @@ def _own(key: str) -> Key:
         found = convert(value)
         return dropped("as unishard has it") if found == usual else row.read(value, given)
 
-    return Key(read, "", row.verdict, note)
+    return Key(read, "", row.fit, note)
 
 
 def _log(key: str) -> Key:
@@ -71,11 +73,11 @@ def _log(key: str) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         if value is None or value in (AUTO, math.inf):  # Accelerate silences DeepSpeed with steps_per_print: inf
-            return Meaning(Verdict.DROPPED, "logs or times alone")
+            return Meaning(Fit.IGNORED, "logs or times alone")
         convert(value)
         return dropped("logs or times alone")
 
-    return Key(read, "", Verdict.DROPPED, "logs or times alone")
+    return Key(read, "", Fit.IGNORED, "logs or times alone")
 
 
 def _settings() -> dict[str, Key]:
@@ -118,10 +120,10 @@ def _removed(key: str) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         if _off(value) or quiet(boolean, value) is False:
-            return Meaning(Verdict.DROPPED, "is off; DeepSpeed 0.19.8 refuses the key even so")
-        return Meaning(Verdict.REFUSED, why)
+            return Meaning(Fit.IGNORED, "is off; DeepSpeed 0.19.8 refuses the key even so")
+        return Meaning(Fit.UNSUPPORTED, why)
 
-    return Key(read, "", Verdict.REFUSED, why)
+    return Key(read, "", Fit.UNSUPPORTED, why)
 
 
 def _size(value: Any) -> bool:
@@ -158,14 +160,14 @@ _CHECKPOINTING = (
 
 
 def _tensor_parallel(value: Any, given: Given) -> Meaning:
-    return Meaning(Verdict.DROPPED, "is off") if _size(value) else Meaning(Verdict.REFUSED, _RANKS)
+    return Meaning(Fit.IGNORED, "is off") if _size(value) else Meaning(Fit.UNSUPPORTED, _RANKS)
 
 
 def _compile(value: Any, given: Given) -> Meaning:
     old = sorted(set(value) - _COMPILES) if isinstance(value, Mapping) else []
     if not old:
         return dropped(_COMPILE)
-    return Meaning(Verdict.DROPPED, f"{_COMPILE}; DeepSpeed 0.19.8 refuses {', '.join(old)}")
+    return Meaning(Fit.IGNORED, f"{_COMPILE}; DeepSpeed 0.19.8 refuses {', '.join(old)}")
 
 
 KEYS: Mapping[str, Key] = {
@@ -183,12 +185,12 @@ KEYS: Mapping[str, Key] = {
     "data_parallel_size": drops("follows from the ranks"),
     "seq_parallel_communication_data_type": drops("acts with sequence parallelism alone"),
     "seq_parallel_comm_data_type": drops("acted with sequence parallelism alone, and is a name of older versions"),
-    "tensor_parallel": Key(_tensor_parallel, "", Verdict.REFUSED, _RANKS),
+    "tensor_parallel": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _RANKS),
     "expert_parallel": refuses(_RANKS, _off),
     "use_data_before_expert_parallelism": drops("acts with expert parallelism alone"),
     "pipeline": drops("acts on a PipelineModule alone"),
     "hybrid_engine": refuses("replaces the engine by one for generation; remove it, and call engine.generate", _off),
-    "compile": Key(_compile, "", Verdict.DROPPED, _COMPILE),
+    "compile": Key(_compile, "", Fit.IGNORED, _COMPILE),
     "autotuning": drops("belongs to the deepspeed launcher's --autotuning"),
     "weight_quantization": drops("belongs to inference"),
     "data_efficiency": refuses(
@@ -199,28 +201,24 @@ KEYS: Mapping[str, Key] = {
     "datastates_ckpt": drops("concerns checkpoints alone"),
 }
 
-_NOT_COMPILED = Case("mode is none", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, "")
+_NOT_COMPILED = When("mode is none", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, "")
 
 
 def _recomputes(cfg: Config) -> bool:
     return cfg.activation_checkpointing != "none"
 
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "activation_checkpointing": Expression(
-        Verdict.UNDECIDED,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "activation_checkpointing": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "torch.utils.checkpoint around the blocks (a transformers model: model.gradient_checkpointing_enable()); the section "
         "activation_checkpointing of DeepSpeed's config recomputes nothing on its own",
-        when=(Case("none", lambda cfg: not _recomputes(cfg), Verdict.EXACT, ""),),
+        when=(When("none", lambda cfg: not _recomputes(cfg), Fit.EXACT, ""),),
     ),
-    "compile.mode": Expression(Verdict.UNDECIDED, SCRIPT, "engine.compile(), or torch.compile of each block", when=(_NOT_COMPILED,)),
-    "compile.backend": Expression(Verdict.UNDECIDED, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
+    "compile.mode": Rule(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(), or torch.compile of each block", when=(_NOT_COMPILED,)),
+    "compile.backend": Rule(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
     **saved_by_script("engine.save_checkpoint(...)"),
-    "strict": Expression(
-        Verdict.DROPPED, "", "about unishard's report", when=(Case("false", lambda cfg: not cfg.strict, Verdict.EXACT, ""),)
-    ),
-    "native": Expression(
-        Verdict.EXACT, "any key", "native.deepspeed, as it is", to=lambda cfg, topology: dict(cfg.native.get("deepspeed", {}))
-    ),
+    "strict": Rule(Fit.IGNORED, "", "about unishard's report", when=(When("false", lambda cfg: not cfg.strict, Fit.EXACT, ""),)),
+    "native": Rule(Fit.EXACT, "any key", "native.deepspeed, as it is", to=lambda cfg, topology: dict(cfg.native.get("deepspeed", {}))),
 }

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import drops, integer, number
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
 from unishard_deepspeed.arguments.optimizer import peak_of
@@ -59,7 +61,7 @@ def _type(value: Any, given: Given) -> Meaning:
         raise Unreadable(f"must have {total} among its params, the number of updates, got {value} without; write it")
     said: dict[str, Any] = {"scheduler.name": _SHAPES[value]}
     if value == "WarmupCosineLR":
-        return Meaning(Verdict.APPROXIMATE, _BEHIND, said)
+        return Meaning(Fit.APPROXIMATE, _BEHIND, said)
     if value in _WARM:
         return Meaning(note="DeepSpeed's first two updates both use its first rate", fields=said | {"scheduler.delay_steps": 1})
     return Meaning(fields=said)
@@ -77,7 +79,7 @@ def _steps(field: str, who: str, low: int) -> Callable[[Any, Given], Meaning]:
     def read(value: Any, given: Given) -> Meaning:
         if value == AUTO:
             undecided = Undecided(f"{who} {ARGUMENTS}")
-            return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {field: undecided})
+            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {field: undecided})
         steps = integer(0 if low > 1 else 1)(value)
         note = f"DeepSpeed takes at least {low}" if steps < low else ""
         return Meaning(note=note, fields={field: max(low, steps)})
@@ -90,7 +92,7 @@ def _top(value: Any, given: Given) -> Meaning:
     if value == AUTO and not isinstance(peak, Undecided):
         return dropped("transformers fills in learning_rate, which the optimizer's lr says")
     if isinstance(peak, Undecided):
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {peak.who}", {"optimizer.lr": peak})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {peak.who}", {"optimizer.lr": peak})
     return Meaning(note="DeepSpeed writes it over the optimizer's lr", fields={"optimizer.lr": number(0)(value)})
 
 
@@ -101,7 +103,7 @@ def _bottom(value: Any, given: Given) -> Meaning:
     ends = ["scheduler.warmup_start_ratio"] + ["scheduler.min_lr_ratio"] * (_kind(given) == "WarmupDecayLR")
     if found and not isinstance(peak, float | int):
         undecided = Undecided(f"{found:g} / optimizer.lr, which the training script decides")
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", dict.fromkeys(ends, undecided))
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", dict.fromkeys(ends, undecided))
     note = "transformers fills in 0" if value == AUTO else ""
     return Meaning(note=note, fields=dict.fromkeys(ends, found / peak if found and peak else 0.0))
 
@@ -120,7 +122,7 @@ def _floor(value: Any, given: Given) -> Meaning:
     peak, found = peak_of(given), number(0)(value)
     if found and not isinstance(peak, float | int):
         undecided = Undecided(f"{found:g} / optimizer.lr, which the training script decides")
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {"scheduler.min_lr_ratio": undecided})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {"scheduler.min_lr_ratio": undecided})
     return Meaning(fields={"scheduler.min_lr_ratio": found / peak if found and peak else 0.0})
 
 
@@ -221,70 +223,68 @@ def _floor_of(cfg: Config, topology: Topology) -> Native:
     )
 
 
-_AHEAD = Case(
+_AHEAD = When(
     "cosine with a warm-up",
     lambda cfg: _type_of(cfg) == "WarmupCosineLR",
-    Verdict.APPROXIMATE,
+    Fit.APPROXIMATE,
     _BEHIND,
 )
-_BUILT = Case(
+_BUILT = When(
     "linear or cosine without a warm-up, but with no_shard in fp32",
     lambda cfg: cfg.scheduler.name != "constant" and _type_of(cfg) is None,
-    Verdict.UNDECIDED,
+    Fit.NEEDS_INPUT,
     "DeepSpeed has no schedule without a warm-up, and of torch's it takes none by name with ZeRO; pass deepspeed.initialize(lr_scheduler="
     "lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, min_lr_ratio, total_steps)), or CosineAnnealingLR",
 )
-_TOO_SHORT = Case(
+_TOO_SHORT = When(
     "2 with a warm-up of 1",
     lambda cfg: (cfg.scheduler.warmup_steps, cfg.scheduler.total_steps) == (1, 2),
-    Verdict.APPROXIMATE,
+    Fit.APPROXIMATE,
     "DeepSpeed's warm-up alone lasts two updates, so one more is written",
 )
-_TWO_ENDS = Case(
+_TWO_ENDS = When(
     "linear with warm-up, and warmup_start_ratio is not min_lr_ratio",
     lambda cfg: _type_of(cfg) == "WarmupDecayLR" and cfg.scheduler.warmup_start_ratio != cfg.scheduler.min_lr_ratio,
-    Verdict.APPROXIMATE,
+    Fit.APPROXIMATE,
     "WarmupDecayLR begins and ends at one rate; that of the end is written",
 )
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "scheduler.name": Expression(Verdict.EXACT, "scheduler.type", to=_name_of, when=(_BUILT, _AHEAD)),
-    "scheduler.warmup_steps": Expression(
-        Verdict.EXACT,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "scheduler.name": Rule(Fit.EXACT, "scheduler.type", to=_name_of, when=(_BUILT, _AHEAD)),
+    "scheduler.warmup_steps": Rule(
+        Fit.EXACT,
         f"{_P}warmup_num_steps",
         to=_warmup_of,
-        when=(
-            Case("1", lambda cfg: cfg.scheduler.warmup_steps == 1, Verdict.APPROXIMATE, "DeepSpeed's warm-ups last at least two updates"),
-        ),
+        when=(When("1", lambda cfg: cfg.scheduler.warmup_steps == 1, Fit.APPROXIMATE, "DeepSpeed's warm-ups last at least two updates"),),
         auto=True,
     ),
-    "scheduler.warmup_type": Expression(Verdict.EXACT, f"{_P}warmup_type", to=_climb_of),
-    "scheduler.warmup_start_ratio": Expression(Verdict.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_TWO_ENDS,)),
-    "scheduler.delay_steps": Expression(
-        Verdict.EXACT,
+    "scheduler.warmup_type": Rule(Fit.EXACT, f"{_P}warmup_type", to=_climb_of),
+    "scheduler.warmup_start_ratio": Rule(Fit.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_TWO_ENDS,)),
+    "scheduler.delay_steps": Rule(
+        Fit.EXACT,
         "scheduler.type",
         "DeepSpeed's warm-ups always wait for one update",
         when=(
-            Case("constant without warm-up", lambda cfg: _type_of(cfg) is None, Verdict.EXACT, ""),
+            When("constant without warm-up", lambda cfg: _type_of(cfg) is None, Fit.EXACT, ""),
             _AHEAD,
-            Case(
+            When(
                 "not 1 with a warm-up",
                 lambda cfg: bool(cfg.scheduler.warmup_steps) and cfg.scheduler.delay_steps != 1,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "DeepSpeed's warm-ups wait for one update: its first two use the first rate, and the rest is one update later",
             ),
-            Case(
+            When(
                 "not 0 without a warm-up",
                 lambda cfg: not cfg.scheduler.warmup_steps and bool(cfg.scheduler.delay_steps),
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "the schedule begins at once; torch's classes do not wait",
             ),
         ),
     ),
-    "scheduler.total_steps": Expression(
-        Verdict.EXACT, f"{_P}total_num_steps, {_P}total_iters, {_P}T_max", to=_total_of, when=(_BUILT, _TOO_SHORT), auto=True
+    "scheduler.total_steps": Rule(
+        Fit.EXACT, f"{_P}total_num_steps, {_P}total_iters, {_P}T_max", to=_total_of, when=(_BUILT, _TOO_SHORT), auto=True
     ),
-    "scheduler.min_lr_ratio": Expression(
-        Verdict.EXACT, f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", to=_floor_of, when=(_BUILT,)
+    "scheduler.min_lr_ratio": Rule(
+        Fit.EXACT, f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", to=_floor_of, when=(_BUILT,)
     ),
 }

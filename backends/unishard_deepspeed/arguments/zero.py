@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import AUTO, Case, Expression, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, drops, integer, listed, refuses
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import dropped, only, quiet, spelt, stage, unless_auto
 
@@ -36,7 +38,7 @@ def _shards(given: Given) -> int | None:
 def _stage(value: Any, given: Given) -> Meaning:
     if value == AUTO:
         undecided = Undecided("zero_stage of Accelerate's DeepSpeedPlugin, which is 2 unless the script says otherwise")
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", {"sharding.strategy": undecided})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {"sharding.strategy": undecided})
     found = integer(0, 3)(value)
     return Meaning(fields={"sharding.strategy": "hybrid_shard" if _shards(given) else _STAGES[found]})
 
@@ -56,9 +58,9 @@ def _whole(value: Any, given: Given) -> Meaning:
 def _mics(value: Any, given: Given) -> Meaning:
     size = _shards(given)
     if size is None:
-        return Meaning(Verdict.DROPPED, "no groups without stage 3 and a size of at least 2; DeepSpeed 0.19.8 refuses the key even so")
+        return Meaning(Fit.IGNORED, "no groups without stage 3 and a size of at least 2; DeepSpeed 0.19.8 refuses the key even so")
     note = "MiCS has left DeepSpeed 0.19.8, which refuses the key; unishard has the same groups"
-    return Meaning(Verdict.EMULATED, note, {"sharding.group_size": size})
+    return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size})
 
 
 def _reuse(value: Any, given: Given) -> Meaning:
@@ -69,7 +71,7 @@ def _reuse(value: Any, given: Given) -> Meaning:
         f"DeepSpeed keeps what is used again within {distance:,} elements, so a model smaller than that stays gathered until backward; "
         "same maths. Set sharding.reshard_after_forward to false for that"
     )
-    return Meaning(Verdict.EMULATED, note, {"sharding.reshard_after_forward": True})
+    return Meaning(Fit.EQUIVALENT, note, {"sharding.reshard_after_forward": True})
 
 
 def _leaves(value: Any, given: Given) -> Meaning:
@@ -90,7 +92,7 @@ def _norm(value: Any, given: Given) -> Meaning:
     note = "unishard always reports the norm"
     if boolean(value) or stage(given) in (1, 2):
         return dropped(note)
-    return Meaning(Verdict.DROPPED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3")
+    return Meaning(Fit.IGNORED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3")
 
 
 def _bucket(value: Any, given: Given) -> Meaning:
@@ -124,9 +126,9 @@ _ZENFLOW = "ZenFlow updates the most important gradients first and others later,
 KEYS: Mapping[str, Key] = {
     "zero_optimization": Key(_whole, "sharding.strategy"),
     f"{_Z}stage": Key(_stage, "sharding.strategy"),
-    f"{_Z}mics_shard_size": Key(_mics, "sharding.strategy, sharding.group_size", Verdict.EMULATED),
+    f"{_Z}mics_shard_size": Key(_mics, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT),
     f"{_Z}mics_hierarchical_params_gather": Key(
-        lambda value, given: Meaning(Verdict.DROPPED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key"), "", Verdict.DROPPED
+        lambda value, given: Meaning(Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key"), "", Fit.IGNORED
     ),
     f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, "communication.reduce_bucket_size"), _BY_TRANSFORMERS),
     f"{_Z}overlap_comm": Key(_overlap, "communication.overlap"),
@@ -142,7 +144,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}leaf_module.names": _at_3(_leaf_names),
     f"{_Z}leaf_module.name_suffixes": _at_3(_leaf_names),
     f"{_Z}round_robin_gradients": drops("which rank copies which gradient first; about time alone, and unishard leaves it off"),
-    f"{_Z}compute_grad_norm": Key(_norm, "", Verdict.DROPPED, "unishard always reports the norm"),
+    f"{_Z}compute_grad_norm": Key(_norm, "", Fit.IGNORED, "unishard always reports the norm"),
     f"{_Z}legacy_stage1": drops("an implementation that has left DeepSpeed"),
     f"{_Z}elastic_checkpoint": _CHECKPOINT,
     f"{_Z}load_from_fp32_weights": _CHECKPOINT,
@@ -180,86 +182,86 @@ def _units_of(cfg: Config, topology: Topology) -> Native:
     return fields.zero(leaf_module={"classes": classes}) if _three(cfg) and classes else {}
 
 
-_NOT_FULL = Case("strategy is not full_shard", lambda cfg: not _three(cfg), Verdict.EXACT, "stage 3 alone gathers")
+_NOT_FULL = When("strategy is not full_shard", lambda cfg: not _three(cfg), Fit.EXACT, "stage 3 alone gathers")
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "backend": Expression(Verdict.EXACT, "deepspeed.initialize(config=...)"),
-    "sharding.strategy": Expression(
-        Verdict.EXACT,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "backend": Rule(Fit.EXACT, "deepspeed.initialize(config=...)"),
+    "sharding.strategy": Rule(
+        Fit.EXACT,
         "zero_optimization.stage",
         to=_stage_of,
         when=(
-            Case(
+            When(
                 "hybrid_shard",
                 lambda cfg: cfg.sharding.strategy == "hybrid_shard",
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "stage 3 over all ranks, with a second copy of the parameters in each group (hpZ): less memory for the optimizer",
             ),
-            Case(
+            When(
                 "hybrid_shard_grad_op",
                 lambda cfg: cfg.sharding.hybrid,
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "stage 2 over all ranks: less memory, more traffic between nodes",
             ),
         ),
     ),
-    "sharding.group_size": Expression(
-        Verdict.EMULATED,
+    "sharding.group_size": Rule(
+        Fit.EQUIVALENT,
         "zero_optimization.zero_hpz_partition_size",
         "the ranks that share the second copy of the parameters",
         _hpz_of,
-        (Case("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, ""),),
+        (When("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, ""),),
     ),
-    "sharding.reshard_after_forward": Expression(
-        Verdict.EXACT,
+    "sharding.reshard_after_forward": Rule(
+        Fit.EXACT,
         "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters",
         to=fields.gathering,
         when=(_NOT_FULL,),
     ),
-    "sharding.units": Expression(
-        Verdict.EXACT,
+    "sharding.units": Rule(
+        Fit.EXACT,
         "zero_optimization.leaf_module.classes",
         to=_units_of,
         when=(
             _NOT_FULL,
-            Case("auto", lambda cfg: cfg.sharding.units == "auto", Verdict.EMULATED, "DeepSpeed gathers each module by itself"),
+            When("auto", lambda cfg: cfg.sharding.units == "auto", Fit.EQUIVALENT, "DeepSpeed gathers each module by itself"),
         ),
     ),
-    "sharding.min_unit_params": Expression(
-        Verdict.DROPPED,
+    "sharding.min_unit_params": Rule(
+        Fit.IGNORED,
         "",
         "DeepSpeed chooses its units otherwise; about time and memory alone",
-        when=(Case("0", lambda cfg: not cfg.sharding.min_unit_params, Verdict.EXACT, ""),),
+        when=(When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),),
     ),
-    "sharding.whole_units": Expression(
-        Verdict.EMULATED,
+    "sharding.whole_units": Rule(
+        Fit.EQUIVALENT,
         "zero_optimization.leaf_module.classes",
         "gathered whole, and a rank that does not use one adds zeros",
         when=(
-            Case("empty", lambda cfg: not cfg.sharding.whole_units, Verdict.EXACT, ""),
-            Case("strategy is not full_shard", lambda cfg: not _three(cfg), Verdict.EMULATED, "unused parameters are reduced as zeros"),
+            When("empty", lambda cfg: not cfg.sharding.whole_units, Fit.EXACT, ""),
+            When("strategy is not full_shard", lambda cfg: not _three(cfg), Fit.EQUIVALENT, "unused parameters are reduced as zeros"),
         ),
     ),
-    "communication.reduce_bucket_size": Expression(
-        Verdict.EXACT,
+    "communication.reduce_bucket_size": Rule(
+        Fit.EXACT,
         "zero_optimization.reduce_bucket_size",
         to=lambda cfg, topology: fields.zero(reduce_bucket_size=cfg.communication.reduce_bucket_size),
     ),
-    "communication.prefetch_bucket_size": Expression(
-        Verdict.EXACT,
+    "communication.prefetch_bucket_size": Rule(
+        Fit.EXACT,
         "zero_optimization.stage3_prefetch_bucket_size",
         to=lambda cfg, topology: fields.zero(stage3_prefetch_bucket_size=cfg.communication.prefetch_bucket_size) if _three(cfg) else {},
         when=(_NOT_FULL,),
     ),
-    "communication.overlap": Expression(
-        Verdict.EXACT,
+    "communication.overlap": Rule(
+        Fit.EXACT,
         "zero_optimization.overlap_comm",
         to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap),
     ),
-    "communication.desync_check": Expression(
-        Verdict.DROPPED,
+    "communication.desync_check": Rule(
+        Fit.IGNORED,
         "",
         "a check of unishard's loop, which changes nothing in training",
     ),
-    "communication.desync_timeout": Expression(Verdict.DROPPED, "", "belongs to a check of unishard's loop"),
+    "communication.desync_timeout": Rule(Fit.IGNORED, "", "belongs to a check of unishard's loop"),
 }

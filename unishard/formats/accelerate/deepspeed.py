@@ -8,8 +8,10 @@ from typing import Any
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.accelerate.placing import Arguments, Spot, block_of, dropped, overlooked, refused
-from unishard.mapping.entries import AUTO, Entry, Meaning, Path, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import listed, number
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 __all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "deepspeed_entries", "experts", "no_file"]
@@ -102,9 +104,7 @@ def _argument(arguments: Arguments, name: str, value: Any, block: Mapping[str, A
         yield Entry(
             path,
             value,
-            Meaning(
-                Verdict.UNDECIDED, f"the value comes from {_ACCUMULATION.who}", {"training.gradient_accumulation_steps": _ACCUMULATION}
-            ),
+            Meaning(Fit.NEEDS_INPUT, f"the value comes from {_ACCUMULATION.who}", {"training.gradient_accumulation_steps": _ACCUMULATION}),
         )
     elif value is not None:
         try:
@@ -129,9 +129,9 @@ def _read(name: str, value: Any, path: Path) -> tuple[Any, Spot]:
         case "gradient_clipping":
             return _clipping(value, path)
         case "offload_optimizer_nvme_path" | "offload_param_nvme_path":
-            return value, Spot(path, value, verdict=Verdict.EMULATED, note=_NVME)
+            return value, Spot(path, value, fit=Fit.EQUIVALENT, note=_NVME)
         case "offload_optimizer_device" if str(value).lower() in ("cpu", "nvme"):
-            return str(value).lower(), Spot(path, value, verdict=Verdict.EMULATED, note=_CPU_ADAM)
+            return str(value).lower(), Spot(path, value, fit=Fit.EQUIVALENT, note=_CPU_ADAM)
         case "offload_optimizer_device" | "offload_param_device":
             return str(value).lower(), Spot(path, value)
     return value, Spot(path, value)
@@ -143,7 +143,7 @@ def _clipping(value: Any, path: Path) -> tuple[float, Spot]:
         return 1.0, Spot(path, value)
     norm = number(0)(value)
     if not norm:
-        return 1.0, Spot(path, value, verdict=Verdict.APPROXIMATE, note=_NO_CLIPPING)
+        return 1.0, Spot(path, value, fit=Fit.APPROXIMATE, note=_NO_CLIPPING)
     return (0.0 if norm >= NEVER else norm), Spot(path, value)
 
 
@@ -160,4 +160,4 @@ def no_file(path: Path, name: Any) -> Entry:
     """An entry for a file that is not there: what it says must be decided by somebody else."""
     who = f"{name}, which is there neither beside this file nor in the working directory; give its path"
     note = f"the value comes from {who}; {TOOL} fails as well"
-    return Entry(path, name, Meaning(Verdict.UNDECIDED, note, {"sharding.strategy": Undecided(who)}))
+    return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, {"sharding.strategy": Undecided(who)}))

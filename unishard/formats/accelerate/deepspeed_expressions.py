@@ -1,6 +1,6 @@
 """How a file of Accelerate says each field with DeepSpeed, in the keys that it has itself: one row for each leaf of the schema.
 
-It has few. What only DeepSpeed's own file can say gets a verdict that says so; write that file with `--to deepspeed`, and name it in
+It has few. What only DeepSpeed's own file can say gets a fit that says so; write that file with `--to deepspeed`, and name it in
 `deepspeed_config_file` instead. Sources: accelerate 1.15.0, utils/dataclasses.py and accelerator.py; deepspeed 0.19.8, runtime/config.py.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
+from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.expressions import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
-from unishard.mapping.entries import Case, Expression, Verdict
 from unishard.mapping.field_rows import none, write
-from unishard.mapping.rules import Native, flat
+from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["DEEPSPEED_EXPRESSIONS", "SAVE", "SAVE_KEY"]
 
@@ -40,25 +40,25 @@ def _inline(**keys: Any) -> Native:
     return {"deepspeed_config": keys}
 
 
-def _device(what: str, key: str) -> Expression:
+def _device(what: str, key: str) -> Rule:
     """Where parameters or the optimizer's state live."""
-    return Expression(
-        Verdict.EXACT,
+    return Rule(
+        Fit.EXACT,
         f"deepspeed_config.{key}",
         "",
         lambda cfg, topology: _inline(**{key: getattr(cfg.offload, what)}),
         (
-            Case("none", lambda cfg: getattr(cfg.offload, what) == "none", Verdict.EXACT, ""),
-            Case(
+            When("none", lambda cfg: getattr(cfg.offload, what) == "none", Fit.EXACT, ""),
+            When(
                 "nvme",
                 lambda cfg: getattr(cfg.offload, what) == "nvme",
-                Verdict.REFUSED,
+                Fit.UNSUPPORTED,
                 f"Accelerate 1.15.0 never passes the path on (utils/launch.py); it {_FILE}",
             ),
-            Case(
+            When(
                 "the optimizer's, of sgd or lion",
                 lambda cfg: what == "optimizer" and cfg.optimizer.name in ("sgd", "lion"),
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "Accelerate 1.15.0 makes DeepSpeedCPUAdam of every optimizer that it does not know (utils/deepspeed.py)",
             ),
         ),
@@ -69,9 +69,9 @@ def _clipping(cfg: Config, topology: Topology) -> Native:
     return _inline(gradient_clipping=NEVER if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping)
 
 
-def _mixed_scale(note: str, case: str, holds: Any) -> Expression:
+def _mixed_scale(note: str, case: str, holds: Any) -> Rule:
     """A row of the loss scale, which DeepSpeed's default is or is not."""
-    return none(note, holds, case, Verdict.APPROXIMATE)
+    return none(note, holds, case, Fit.APPROXIMATE)
 
 
 def _bare(cfg: Config) -> bool:
@@ -79,72 +79,72 @@ def _bare(cfg: Config) -> bool:
     return cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "fp32"
 
 
-_SHARDING: Mapping[str, Expression] = {
-    "backend": Expression(
-        Verdict.EXACT,
+_SHARDING: Mapping[str, Rule] = {
+    "backend": Rule(
+        Fit.EXACT,
         "distributed_type",
         "",
         lambda cfg, topology: {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED"},
     ),
-    "sharding.strategy": Expression(
-        Verdict.EXACT,
+    "sharding.strategy": Rule(
+        Fit.EXACT,
         "deepspeed_config.zero_stage",
         "",
         lambda cfg, topology: _inline(zero_stage=_STAGES[cfg.sharding.strategy]),
         (
-            Case(
+            When(
                 "hybrid",
                 lambda cfg: cfg.sharding.hybrid,
-                Verdict.REFUSED,
+                Fit.UNSUPPORTED,
                 f"Accelerate's keys know no groups of ranks for DeepSpeed; choose backend fsdp, or full_shard, or it {_FILE}",
             ),
         ),
     ),
-    "sharding.group_size": none("there are no groups", lambda cfg: not cfg.sharding.hybrid, "not hybrid", Verdict.REFUSED),
+    "sharding.group_size": none("there are no groups", lambda cfg: not cfg.sharding.hybrid, "not hybrid", Fit.UNSUPPORTED),
     "sharding.reshard_after_forward": none(
         "ZeRO-3 drops and gathers parameters by sizes of its own; more traffic, less memory, the same maths",
         lambda cfg: cfg.sharding.reshard_after_forward,
         "true",
-        Verdict.EMULATED,
+        Fit.EQUIVALENT,
     ),
     "sharding.units": none(
-        "ZeRO gathers parameter by parameter: the same maths", lambda cfg: cfg.sharding.units == "auto", "auto", Verdict.EMULATED
+        "ZeRO gathers parameter by parameter: the same maths", lambda cfg: cfg.sharding.units == "auto", "auto", Fit.EQUIVALENT
     ),
     "sharding.min_unit_params": none("ZeRO has no units", lambda cfg: not cfg.sharding.min_unit_params, "0"),
-    "sharding.whole_units": Expression(
-        Verdict.EXACT,
+    "sharding.whole_units": Rule(
+        Fit.EXACT,
         "deepspeed_config.deepspeed_moe_layer_cls_names",
         "",
         lambda cfg, topology: _inline(deepspeed_moe_layer_cls_names=",".join(cfg.sharding.whole_units)) if cfg.sharding.whole_units else {},
         (
-            Case("empty", lambda cfg: not cfg.sharding.whole_units, Verdict.EXACT, ""),
-            Case("not full_shard", lambda cfg: cfg.sharding.strategy != "full_shard", Verdict.EXACT, "nothing is gathered"),
+            When("empty", lambda cfg: not cfg.sharding.whole_units, Fit.EXACT, ""),
+            When("not full_shard", lambda cfg: cfg.sharding.strategy != "full_shard", Fit.EXACT, "nothing is gathered"),
         ),
     ),
 }
 
-_PRECISION: Mapping[str, Expression] = {
-    "precision.compute": Expression(
-        Verdict.EXACT, "mixed_precision", "", lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"}
+_PRECISION: Mapping[str, Rule] = {
+    "precision.compute": Rule(
+        Fit.EXACT, "mixed_precision", "", lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"}
     ),
-    "precision.master": none(f"training without fp32 masters {_FILE}", lambda cfg: not cfg.precision.pure, "fp32", Verdict.REFUSED),
+    "precision.master": none(f"training without fp32 masters {_FILE}", lambda cfg: not cfg.precision.pure, "fp32", Fit.UNSUPPORTED),
     "precision.reduce": none(
         "DeepSpeed reduces in the format that the model computes in; another one " + _FILE,
         lambda cfg: cfg.precision.reduce == cfg.precision.compute,
         "that of compute",
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
     ),
     "precision.accumulate": none(
         "DeepSpeed adds gradients up in the format that the model computes in; another one " + _FILE,
         lambda cfg: cfg.precision.accumulate == cfg.precision.compute or cfg.training.gradient_accumulation_steps == 1,
         "that of compute, or no accumulation",
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
     ),
     "precision.buffers": none(
         f"the format of buffers {_FILE}",
         lambda cfg: cfg.precision.buffers == "keep",
         "keep",
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
     ),
     "precision.loss_scale": _mixed_scale(
         f"DeepSpeed has a dynamic scale, which halves at the second overflow alone; another one {_FILE}",
@@ -163,7 +163,7 @@ _PRECISION: Mapping[str, Expression] = {
     ),
 }
 
-_LOOP: Mapping[str, Expression] = {
+_LOOP: Mapping[str, Rule] = {
     "offload.params": _device("params", "offload_param_device"),
     "offload.optimizer": _device("optimizer", "offload_optimizer_device"),
     "offload.pin_memory": none(f"memory and time alone; it {_FILE}", lambda cfg: cfg.offload.pin_memory, "true"),
@@ -171,30 +171,30 @@ _LOOP: Mapping[str, Expression] = {
         f"Accelerate 1.15.0 never passes the path on (utils/launch.py); it {_FILE}",
         lambda cfg: cfg.offload.nvme_path is None,
         "null",
-        Verdict.REFUSED,
+        Fit.UNSUPPORTED,
     ),
     "activation_checkpointing": write(
         "model.gradient_checkpointing_enable(), or torch.utils.checkpoint; DeepSpeed recomputes nothing by itself",
         lambda cfg: cfg.activation_checkpointing == "none",
         "none",
     ),
-    "training.gradient_accumulation_steps": Expression(
-        Verdict.EXACT,
+    "training.gradient_accumulation_steps": Rule(
+        Fit.EXACT,
         "deepspeed_config.gradient_accumulation_steps",
         "",
         lambda cfg, topology: _inline(gradient_accumulation_steps=cfg.training.gradient_accumulation_steps),
         auto=True,
     ),
-    "training.gradient_clipping": Expression(
-        Verdict.EXACT,
+    "training.gradient_clipping": Rule(
+        Fit.EXACT,
         "deepspeed_config.gradient_clipping",
         "",
         _clipping,
         (
-            Case(
+            When(
                 "null",
                 lambda cfg: cfg.training.gradient_clipping is None,
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "Accelerate 1.15.0 makes 1.0 of no clipping, so a norm that is never reached stands for it",
             ),
         ),
@@ -204,7 +204,7 @@ _LOOP: Mapping[str, Expression] = {
         "DeepSpeed leaves such an update out without an error, and makes it at stage 0 in fp32",
         lambda cfg: cfg.training.nonfinite == ("ignore" if _bare(cfg) else "skip"),
         "what DeepSpeed does",
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
     ),
     "communication.reduce_bucket_size": none(f"time alone; it {_FILE}"),
     "communication.prefetch_bucket_size": none(f"time alone; it {_FILE}"),
@@ -215,19 +215,19 @@ _LOOP: Mapping[str, Expression] = {
         "none",
     ),
     "compile.backend": write("ACCELERATE_DYNAMO_BACKEND before the launch", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
-    "native": Expression(
-        Verdict.APPROXIMATE,
+    "native": Rule(
+        Fit.APPROXIMATE,
         f"deepspeed_config.{SAVE_KEY}",
         f"every other setting of DeepSpeed {_FILE}",
         lambda cfg, topology: _inline(**{SAVE_KEY: saved}) if (saved := _own(cfg).get(NAMES[SAVE_KEY])) is not None else {},
         (
-            Case("nothing for deepspeed", lambda cfg: not _own(cfg), Verdict.EXACT, ""),
-            Case("of saving alone", lambda cfg: set(_own(cfg)) == {NAMES[SAVE_KEY]}, Verdict.EXACT, ""),
+            When("nothing for deepspeed", lambda cfg: not _own(cfg), Fit.EXACT, ""),
+            When("of saving alone", lambda cfg: set(_own(cfg)) == {NAMES[SAVE_KEY]}, Fit.EXACT, ""),
         ),
     ),
 }
 
 _ROWS = {**_SHARDING, **_PRECISION, **_LOOP, **BY_SCRIPT}
 
-DEEPSPEED_EXPRESSIONS: Mapping[str, Expression] = {path: _ROWS[path] for path, _ in leaves(Config)}
+DEEPSPEED_EXPRESSIONS: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Config)}
 """Rows in the order of the schema."""

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
+from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.accelerate.placing import Spot, block_of, dropped, overlooked, refused
 from unishard.formats.source import Source, open_source
-from unishard.mapping.entries import AUTO, Entry, Meaning, Path
-from unishard.mapping.rules import flat, merge, nested
+from unishard.mapping.entries import Entry, Meaning, Path
+from unishard.mapping.express import AUTO
 from unishard.plugins import registry
 
 __all__ = ["file_entries"]

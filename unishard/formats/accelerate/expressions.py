@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config, leaves
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.script import BY_SCRIPT
-from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.mapping.field_rows import NO_FILES, moved_together, none, unlooked, write
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
 
 __all__ = ["FSDP_EXPRESSIONS", "mixed"]
 
@@ -82,107 +82,107 @@ _NEAREST = (
     "fsdp_reshard_after_forward: false is the nearest; FSDP keeps parameters in parts between steps and gathers them in every forward"
 )
 _AUTOCAST = "torch.autocast keeps fp32 in chosen operations; the masters are fp32 as well"
-_FP16 = ("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", Verdict.EXACT, "nothing is scaled")
+_FP16 = ("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", Fit.EXACT, "nothing is scaled")
 _SCALER = "hand GradScalerKwargs to the Accelerator (kwargs_handlers)"
 
-_SHARDING: Mapping[str, Expression] = {
-    "backend": Expression(Verdict.EXACT, "distributed_type, fsdp_config.fsdp_version", "", _backend),
-    "sharding.strategy": Expression(
-        Verdict.EXACT,
+_SHARDING: Mapping[str, Rule] = {
+    "backend": Rule(Fit.EXACT, "distributed_type, fsdp_config.fsdp_version", "", _backend),
+    "sharding.strategy": Rule(
+        Fit.EXACT,
         "fsdp_config.fsdp_reshard_after_forward, parallelism_config",
         "",
         _strategy,
         (
-            Case("no_shard", _replicas, Verdict.EXACT, "MULTI_GPU: DistributedDataParallel"),
-            Case(
+            When("no_shard", _replicas, Fit.EXACT, "MULTI_GPU: DistributedDataParallel"),
+            When(
                 "shard_optimizer",
                 lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"{_NEAREST}, and reduces gradients on every micro-batch",
             ),
-            Case(
+            When(
                 "shard_grad_op or hybrid_shard_grad_op",
                 lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 _NEAREST,
             ),
         ),
     ),
-    "sharding.group_size": Expression(
-        Verdict.EXACT,
+    "sharding.group_size": Rule(
+        Fit.EXACT,
         "parallelism_config.parallelism_config_dp_shard_size",
-        when=(Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),),
+        when=(When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),),
     ),
-    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "fsdp_config.fsdp_reshard_after_forward"),
-    "sharding.units": Expression(
-        Verdict.EXACT,
+    "sharding.reshard_after_forward": Rule(Fit.EXACT, "fsdp_config.fsdp_reshard_after_forward"),
+    "sharding.units": Rule(
+        Fit.EXACT,
         "fsdp_config.fsdp_auto_wrap_policy, fsdp_config.fsdp_transformer_layer_cls_to_wrap",
         "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
         _units,
-        (Case("no_shard", _replicas, Verdict.EXACT, "nothing is gathered"),),
+        (When("no_shard", _replicas, Fit.EXACT, "nothing is gathered"),),
     ),
-    "sharding.min_unit_params": Expression(
-        Verdict.EMULATED,
+    "sharding.min_unit_params": Rule(
+        Fit.EQUIVALENT,
         "fsdp_config.fsdp_min_num_params",
         "FSDP cuts at any module of this size, and has no smallest size beside class names; the same maths with other units",
-        when=(Case("0", lambda cfg: not cfg.sharding.min_unit_params, Verdict.EXACT, ""),),
+        when=(When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),),
     ),
     "sharding.whole_units": none(
         "Accelerate gathers them with the unit around them, but adds no zeros for a parameter that a rank does not use; use them all",
         lambda cfg: not cfg.sharding.whole_units,
         "empty",
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
     ),
 }
 
-_PRECISION: Mapping[str, Expression] = {
-    "precision.compute": Expression(
-        Verdict.EXACT,
+_PRECISION: Mapping[str, Rule] = {
+    "precision.compute": Rule(
+        Fit.EXACT,
         "mixed_precision",
         "",
         lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"},
         (
-            Case(
+            When(
                 "pure",
                 lambda cfg: cfg.precision.pure,
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "mixed_precision: no computes in the format in which your training script loads the model; load it in this one",
             ),
-            Case("no_shard in bf16 or fp16", lambda cfg: _replicas(cfg) and mixed(cfg), Verdict.APPROXIMATE, _AUTOCAST),
+            When("no_shard in bf16 or fp16", lambda cfg: _replicas(cfg) and mixed(cfg), Fit.APPROXIMATE, _AUTOCAST),
         ),
     ),
-    "precision.master": Expression(
-        Verdict.UNDECIDED,
+    "precision.master": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "load the model in this format (torch_dtype of from_pretrained)",
         when=(
-            Case("mixed", mixed, Verdict.EXACT, "Accelerate casts trainable parameters to fp32"),
-            Case("fp32", lambda cfg: cfg.precision.compute == "fp32", Verdict.EXACT, "as long as the training script loads fp32"),
+            When("mixed", mixed, Fit.EXACT, "Accelerate casts trainable parameters to fp32"),
+            When("fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, "as long as the training script loads fp32"),
         ),
     ),
-    "precision.reduce": Expression(
-        Verdict.APPROXIMATE,
+    "precision.reduce": Rule(
+        Fit.APPROXIMATE,
         "mixed_precision",
         "Accelerate reduces in the format that the model computes in",
         when=(
-            Case("that of compute", lambda cfg: cfg.precision.reduce == cfg.precision.compute, Verdict.EXACT, ""),
-            Case("fp32 with no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), Verdict.EXACT, "the gradients are fp32"),
+            When("that of compute", lambda cfg: cfg.precision.reduce == cfg.precision.compute, Fit.EXACT, ""),
+            When("fp32 with no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), Fit.EXACT, "the gradients are fp32"),
         ),
     ),
-    "precision.accumulate": Expression(
-        Verdict.EXACT,
+    "precision.accumulate": Rule(
+        Fit.EXACT,
         "format of the parameters' gradients",
         when=(
-            Case(
+            When(
                 "not that of master",
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "FSDP2 adds gradients up in the format of the masters, which is more exact",
             ),
-            Case(
+            When(
                 "mixed, with accumulation",
                 lambda cfg: mixed(cfg) and _sharded(cfg) and cfg.training.gradient_accumulation_steps > 1,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "gradients that wait for their reduction add up in its format; GradientAccumulationPlugin(sync_each_batch=True) avoids it",
             ),
         ),
@@ -190,49 +190,49 @@ _PRECISION: Mapping[str, Expression] = {
     "precision.buffers": write(
         "cast the model's floating-point buffers before Accelerator.prepare", lambda cfg: cfg.precision.buffers == "keep", "keep"
     ),
-    "precision.loss_scale": Expression(
-        Verdict.UNDECIDED,
+    "precision.loss_scale": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "Accelerate's GradScaler has a dynamic scale alone; scale the loss yourself",
-        when=(Case(*_FP16), Case("dynamic", lambda cfg: cfg.precision.loss_scale == "dynamic", Verdict.EXACT, "GradScaler")),
+        when=(When(*_FP16), When("dynamic", lambda cfg: cfg.precision.loss_scale == "dynamic", Fit.EXACT, "GradScaler")),
     ),
-    "precision.initial_loss_scale": Expression(
-        Verdict.UNDECIDED,
+    "precision.initial_loss_scale": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         f"{_SCALER} with init_scale",
-        when=(Case(*_FP16), Case("65536", lambda cfg: cfg.precision.initial_loss_scale == 65536, Verdict.EXACT, "GradScaler's default")),
+        when=(When(*_FP16), When("65536", lambda cfg: cfg.precision.initial_loss_scale == 65536, Fit.EXACT, "GradScaler's default")),
     ),
-    "precision.loss_scale_growth_interval": Expression(
-        Verdict.UNDECIDED,
+    "precision.loss_scale_growth_interval": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         f"{_SCALER} with growth_interval",
         when=(
-            Case(*_FP16),
-            Case("2000", lambda cfg: cfg.precision.loss_scale_growth_interval == 2000, Verdict.EXACT, "GradScaler's default"),
+            When(*_FP16),
+            When("2000", lambda cfg: cfg.precision.loss_scale_growth_interval == 2000, Fit.EXACT, "GradScaler's default"),
         ),
     ),
 }
 
-_OFFLOAD: Mapping[str, Expression] = {
+_OFFLOAD: Mapping[str, Rule] = {
     **moved_together("fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))),
     "offload.pin_memory": none("memory and time alone; FSDP2 always pins", lambda cfg: cfg.offload.pin_memory, "true"),
-    "offload.nvme_path": none(NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null", Verdict.REFUSED),
+    "offload.nvme_path": none(NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null", Fit.UNSUPPORTED),
 }
 
-_LOOP: Mapping[str, Expression] = {
-    "activation_checkpointing": Expression(
-        Verdict.EXACT,
+_LOOP: Mapping[str, Rule] = {
+    "activation_checkpointing": Rule(
+        Fit.EXACT,
         "fsdp_config.fsdp_activation_checkpointing",
         "of the units",
         lambda cfg, topology: _fsdp(cfg, activation_checkpointing=cfg.activation_checkpointing != "none"),
         (
-            Case("none", lambda cfg: cfg.activation_checkpointing == "none", Verdict.EXACT, ""),
-            Case("no_shard", _replicas, Verdict.UNDECIDED, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
-            Case("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), Verdict.EXACT, "of the units"),
-            Case(
+            When("none", lambda cfg: cfg.activation_checkpointing == "none", Fit.EXACT, ""),
+            When("no_shard", _replicas, Fit.NEEDS_INPUT, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
+            When("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), Fit.EXACT, "of the units"),
+            When(
                 "selective, or other classes",
                 lambda cfg: True,
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "the units are computed again as a whole: the same results, other memory and time",
             ),
         ),
@@ -248,40 +248,40 @@ _LOOP: Mapping[str, Expression] = {
         "null",
     ),
     "training.nonfinite": unlooked(
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
         NO_KEY,
         "torch makes an update with gradients that are not finite; look at what clip_grad_norm_ returns before optimizer.step()",
-        Case("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Verdict.APPROXIMATE, "GradScaler skips it without an error"),
+        When("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.APPROXIMATE, "GradScaler skips it without an error"),
     ),
     "communication.reduce_bucket_size": none("time alone; FSDP2 reduces the gradients of a unit together"),
     "communication.prefetch_bucket_size": none("time alone; FSDP2 gathers the next unit ahead"),
-    "compile.mode": Expression(
-        Verdict.EXACT,
+    "compile.mode": Rule(
+        Fit.EXACT,
         "dynamo_config",
         "",
         _compile,
         (
-            Case("none", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),
-            Case("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Verdict.UNDECIDED, "call torch.compile"),
+            When("none", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, ""),
+            When("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
         ),
     ),
-    "compile.backend": Expression(
-        Verdict.EXACT,
+    "compile.backend": Rule(
+        Fit.EXACT,
         "dynamo_config.dynamo_backend",
         when=(
-            Case("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),
-            Case("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Verdict.UNDECIDED, "call torch.compile"),
+            When("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, ""),
+            When("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
         ),
     ),
     "native": none(
         "Accelerate's file has no such setting of FSDP; hand it to the Accelerator's fsdp_plugin",
         lambda cfg: not cfg.native.get("fsdp"),
         "nothing for fsdp",
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
     ),
 }
 
 _ROWS = {**_SHARDING, **_PRECISION, **_OFFLOAD, **_LOOP, **BY_SCRIPT}
 
-FSDP_EXPRESSIONS: Mapping[str, Expression] = {path: _ROWS[path] for path, _ in leaves(Config)}
+FSDP_EXPRESSIONS: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Config)}
 """Rows in the order of the schema."""

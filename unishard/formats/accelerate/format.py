@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
 from unishard.formats.accelerate.keys import KEYS, TOOL
@@ -11,8 +12,9 @@ from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.writing import expressed, text_of
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import Expressed, Expression, Key
-from unishard.mapping.rules import Native
+from unishard.mapping.entries import Key
+from unishard.mapping.express import Expressed
+from unishard.mapping.rules import Rule
 
 __all__ = ["AccelerateFormat"]
 
@@ -24,7 +26,7 @@ class AccelerateFormat:
     tool = TOOL
     suffix = ".yaml"
     keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Expression] = FSDP_EXPRESSIONS
+    expressions: Mapping[str, Rule] = FSDP_EXPRESSIONS
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What a file says. Opens the file that `deepspeed_config_file` names.

@@ -11,8 +11,9 @@ from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.accelerate.placing import Arguments, Spot, block_of, dropped, overlooked, refused
-from unishard.mapping.entries import Entry, Path, Unreadable, Verdict
+from unishard.mapping.entries import Entry, Path, Unreadable
 from unishard.mapping.key_rows import boolean, integer, listed
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 __all__ = ["NAMES", "fsdp_entries"]
@@ -113,9 +114,9 @@ def _argument(arguments: Arguments, full: str, path: Path, value: Any) -> Iterat
     elif value is None and full in _NULLABLE:
         yield dropped(path, value, "is null, so that Accelerate assumes what it does without it")
     else:
-        verdict, note = (Verdict.EMULATED, _LIST) if full.endswith("cls_to_wrap") and not isinstance(value, str) else (Verdict.EXACT, "")
+        fit, note = (Fit.EQUIVALENT, _LIST) if full.endswith("cls_to_wrap") and not isinstance(value, str) else (Fit.EXACT, "")
         try:
-            arguments.add(NAMES[full], _READ.get(full, lambda value: value)(value), Spot(path, value, verdict=verdict, note=note))
+            arguments.add(NAMES[full], _READ.get(full, lambda value: value)(value), Spot(path, value, fit=fit, note=note))
         except Unreadable as error:
             yield refused(path, value, str(error))
 

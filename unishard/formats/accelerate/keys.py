@@ -11,8 +11,9 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.formats.accelerate.kinds import KINDS, kind_named, precision_word
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, one_of, refuses, text
+from unishard.mapping.rules import Fit
 
 __all__ = ["KEYS", "TOOL"]
 
@@ -38,48 +39,48 @@ _UNSUPPORTED = "neither engine does this within unishard; train without it and s
 
 def _environment(value: Any, given: Given) -> Meaning:
     if value == "LOCAL_MACHINE":
-        return Meaning(Verdict.DROPPED, _LAUNCHER, kept=True)
+        return Meaning(Fit.IGNORED, _LAUNCHER, kept=True)
     if value == "AMAZON_SAGEMAKER":
-        return Meaning(Verdict.REFUSED, "SageMaker jobs are not translated; start torchrun on the machines, and write LOCAL_MACHINE")
+        return Meaning(Fit.UNSUPPORTED, "SageMaker jobs are not translated; start torchrun on the machines, and write LOCAL_MACHINE")
     raise Unreadable(f"must be LOCAL_MACHINE, got {shown(value)}; write that, and start with the cluster's own launcher")
 
 
 def _distributed_type(value: Any, given: Given) -> Meaning:
     kind = kind_named(value)
-    return Meaning(kind.verdict, kind.note, dict(kind.fields))
+    return Meaning(kind.fit, kind.note, dict(kind.fields))
 
 
 def _count(value: Any, given: Given) -> Meaning:
     if value is None or value == -1:
-        return Meaning(Verdict.DROPPED, "is not said, so Accelerate wants it on its command line", kept=True)
+        return Meaning(Fit.IGNORED, "is not said, so Accelerate wants it on its command line", kept=True)
     count = integer(1)(value)
     machines = 1 if given.get("num_machines") is None else integer(1)(given.get("num_machines"))
     if count % machines:
         raise Unreadable(f"must be the number on all machines together, got {count} on {machines}; write a multiple of num_machines")
     # Another number of ranks is asked for: that one is written, not this.
     kept = given.topology is None or given.topology.world_size == count
-    return Meaning(Verdict.DROPPED, "how many ranks there are is the launcher's to say", kept=kept)
+    return Meaning(Fit.IGNORED, "how many ranks there are is the launcher's to say", kept=kept)
 
 
 def _machines(value: Any, given: Given) -> Meaning:
     if value is None:
-        return Meaning(Verdict.DROPPED, "is not said, so Accelerate takes 1", kept=True)
+        return Meaning(Fit.IGNORED, "is not said, so Accelerate takes 1", kept=True)
     count = integer(1)(value)
     here = given.topology is None or given.topology.world_size == count * given.topology.local_world_size
-    return Meaning(Verdict.DROPPED, "how many machines there are is the launcher's to say", kept=here)
+    return Meaning(Fit.IGNORED, "how many machines there are is the launcher's to say", kept=here)
 
 
 def _gone(why: str) -> Key:
-    return Key(lambda value, given: Meaning(Verdict.DROPPED, why), "", Verdict.DROPPED, why)
+    return Key(lambda value, given: Meaning(Fit.IGNORED, why), "", Fit.IGNORED, why)
 
 
 def _use_cpu(value: Any, given: Given) -> Meaning:
     if not boolean(value):
-        return Meaning(Verdict.DROPPED, "unishard computes on the accelerator where there is one", kept=True)
+        return Meaning(Fit.IGNORED, "unishard computes on the accelerator where there is one", kept=True)
     note = "unishard computes on the CPU only where no accelerator is visible, so hide it (CUDA_VISIBLE_DEVICES=)"
     if given.get("distributed_type") == "FSDP":
         note += "; Accelerate 1.15.0 trains unsharded on the CPU without a word (state.py), unishard shards there as well"
-    return Meaning(Verdict.APPROXIMATE, note, kept=True)
+    return Meaning(Fit.APPROXIMATE, note, kept=True)
 
 
 def _gpus(value: Any, given: Given) -> Meaning:
@@ -88,19 +89,19 @@ def _gpus(value: Any, given: Given) -> Meaning:
     several = str(given.get("distributed_type")).startswith("MULTI_") and given.get("num_machines") in (None, 1)
     if several and value not in (None, "all") and "," not in value:
         raise Unreadable(f"must name two GPUs for {given.get('distributed_type')}, got {shown(value)}; write all, or distributed_type: NO")
-    return Meaning(Verdict.DROPPED, _LAUNCHER, kept=True)
+    return Meaning(Fit.IGNORED, _LAUNCHER, kept=True)
 
 
 def _port(value: Any, given: Given) -> Meaning:
     if value is not None:
         integer(0, 65535)(value)
-    return Meaning(Verdict.DROPPED, _LAUNCHER, kept=True)
+    return Meaning(Fit.IGNORED, _LAUNCHER, kept=True)
 
 
 def _fp16(value: Any, given: Given) -> Meaning:
     # Its meaning, where it has one, is that of mixed_precision, which the reader adds.
     if "mixed_precision" in given:
-        return Meaning(Verdict.DROPPED, "mixed_precision counts instead")
+        return Meaning(Fit.IGNORED, "mixed_precision counts instead")
     return Meaning(note="the old name of mixed_precision: fp16" if value else "is off")
 
 
@@ -110,7 +111,7 @@ def _compiles(given: Given) -> bool:
 
 def _compile_backend(value: Any, given: Given) -> Meaning:
     if not _compiles(given):
-        return Meaning(Verdict.DROPPED, _NO_COMPILE, kept=True)
+        return Meaning(Fit.IGNORED, _NO_COMPILE, kept=True)
     name = text(value).lower() if value is not False else "no"
     if name not in _DYNAMO:
         raise Unreadable(f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them")
@@ -128,7 +129,7 @@ def _compile_regional(value: Any, given: Given) -> Meaning:
     wanted = boolean(value)
     backend = given.get("dynamo_config.dynamo_backend")
     if not _compiles(given) or backend is None or str(backend).lower() in ("no", "false"):
-        return Meaning(Verdict.DROPPED, "nothing is compiled", kept=True)
+        return Meaning(Fit.IGNORED, "nothing is compiled", kept=True)
     return Meaning(fields={"compile.mode": "per_block" if wanted else "full"})
 
 
@@ -137,15 +138,15 @@ def _parallel(name: str) -> Key:
     why = f"{name} parallelism is more than data parallelism; {_UNSUPPORTED}"
 
     def read(value: Any, given: Given) -> Meaning:
-        return Meaning(Verdict.DROPPED, "is off") if integer(1)(value) == 1 else Meaning(Verdict.REFUSED, why)
+        return Meaning(Fit.IGNORED, "is off") if integer(1)(value) == 1 else Meaning(Fit.UNSUPPORTED, why)
 
-    return Key(read, "", Verdict.REFUSED, why)
+    return Key(read, "", Fit.UNSUPPORTED, why)
 
 
 def _off(name: str) -> Key:
     """A key of a parallelism that is refused where it is on."""
     why = f"belongs to {name} parallelism"
-    return Key(lambda value, given: Meaning(Verdict.DROPPED, why), "", Verdict.DROPPED, why)
+    return Key(lambda value, given: Meaning(Fit.IGNORED, why), "", Fit.IGNORED, why)
 
 
 def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
@@ -153,9 +154,9 @@ def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         convert(value)
-        return Meaning(Verdict.DROPPED, why, kept=True)
+        return Meaning(Fit.IGNORED, why, kept=True)
 
-    return Key(read, "", Verdict.DROPPED, why)
+    return Key(read, "", Fit.IGNORED, why)
 
 
 _DYNAMO = (
@@ -235,15 +236,15 @@ _PARALLEL_KEYS: Mapping[str, Key] = {
 }
 
 KEYS: Mapping[str, Key] = {
-    "compute_environment": Key(_environment, "", Verdict.DROPPED, _LAUNCHER),
+    "compute_environment": Key(_environment, "", Fit.IGNORED, _LAUNCHER),
     "distributed_type": Key(
         _distributed_type, "backend, sharding.strategy", note=", ".join(f"{name}: {kind.meaning}" for name, kind in KINDS.items())
     ),
     "mixed_precision": Key(lambda value, given: _checked_precision(value), "precision"),
     "fp16": Key(_fp16, "precision"),
-    "num_processes": Key(_count, "", Verdict.DROPPED, "how many ranks there are is the launcher's to say"),
-    "num_machines": Key(_machines, "", Verdict.DROPPED, "how many machines there are is the launcher's to say"),
-    "use_cpu": Key(_use_cpu, "", Verdict.DROPPED, "unishard computes on the accelerator where there is one"),
+    "num_processes": Key(_count, "", Fit.IGNORED, "how many ranks there are is the launcher's to say"),
+    "num_machines": Key(_machines, "", Fit.IGNORED, "how many machines there are is the launcher's to say"),
+    "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "unishard computes on the accelerator where there is one"),
     **{
         name: drops(_LAUNCHER)
         for name in (
@@ -255,8 +256,8 @@ KEYS: Mapping[str, Key] = {
             "mpirun_config",
         )
     },
-    "gpu_ids": Key(_gpus, "", Verdict.DROPPED, _LAUNCHER),
-    "main_process_port": Key(_port, "", Verdict.DROPPED, _LAUNCHER),
+    "gpu_ids": Key(_gpus, "", Fit.IGNORED, _LAUNCHER),
+    "main_process_port": Key(_port, "", Fit.IGNORED, _LAUNCHER),
     "debug": drops("only makes Accelerate check its own collectives; unishard has communication.desync_check"),
     **{
         name: drops(_TPU)

@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Unreadable, Verdict
+from unishard.mapping.entries import Unreadable
+from unishard.mapping.rules import Fit
 
 __all__ = ["KINDS", "DistributedType", "kind_named", "kind_of", "precision_of", "precision_word"]
 
@@ -22,7 +23,7 @@ class DistributedType:
     meaning: str
     """In words, for MAPPING.md."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    verdict: Verdict = Verdict.EXACT
+    fit: Fit = Fit.EXACT
     note: str = ""
 
 
@@ -34,11 +35,11 @@ KINDS: Mapping[str, DistributedType] = {
     "MULTI_GPU": _REPLICAS,
     "NO": DistributedType("none", "one process", {"backend": "fsdp", "sharding.strategy": "no_shard"}),
     **{f"MULTI_{device}": _REPLICAS for device in ("CPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")},
-    "XLA": DistributedType("none", "refused", verdict=Verdict.REFUSED, note="unishard does not train on TPUs; write FSDP, for GPUs"),
+    "XLA": DistributedType("none", "refused", fit=Fit.UNSUPPORTED, note="unishard does not train on TPUs; write FSDP, for GPUs"),
     "MEGATRON_LM": DistributedType(
         "none",
         "refused",
-        verdict=Verdict.REFUSED,
+        fit=Fit.UNSUPPORTED,
         note="Megatron-LM's tensor and pipeline parallelism is more than data parallelism; write FSDP or DEEPSPEED",
     ),
 }

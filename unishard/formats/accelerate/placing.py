@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from unishard.config.nested import Native, merge, nested
 from unishard.formats.accelerate.keys import TOOL
-from unishard.mapping.entries import Entry, Meaning, Path, Verdict
-from unishard.mapping.rules import Native, merge, nested
+from unishard.mapping.entries import Entry, Meaning, Path
+from unishard.mapping.rules import Fit
 
 __all__ = ["Arguments", "Spot", "block_of", "dropped", "overlooked", "refused"]
 
@@ -22,7 +23,7 @@ class Spot:
     value: Any
     assumed: bool = False
     """Whether it does not say it, and Accelerate assumes it."""
-    verdict: Verdict = Verdict.EXACT
+    fit: Fit = Fit.EXACT
     note: str = ""
     """How what Accelerate does differs from what the key says."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -66,9 +67,9 @@ class Arguments:
 def _joined(spot: Spot, entries: Sequence[Entry]) -> Entry:
     """What several arguments say, as one key that stands for all of them."""
     meanings = [entry.meaning for entry in entries]
-    telling = [meaning for meaning in meanings if meaning.fields or meaning.native or meaning.verdict is Verdict.REFUSED] or meanings
-    said = [*telling, Meaning(spot.verdict, spot.note, spot.fields)]
-    worst = max((meaning.verdict for meaning in said), key=lambda verdict: verdict.badness)
+    telling = [meaning for meaning in meanings if meaning.fields or meaning.native or meaning.fit is Fit.UNSUPPORTED] or meanings
+    said = [*telling, Meaning(spot.fit, spot.note, spot.fields)]
+    worst = max((meaning.fit for meaning in said), key=lambda fit: fit.badness)
     joined = Meaning(
         worst,
         "; ".join(dict.fromkeys(meaning.note for meaning in said if meaning.note)),
@@ -77,17 +78,17 @@ def _joined(spot: Spot, entries: Sequence[Entry]) -> Entry:
         kept=bool(meanings) and all(meaning.kept for meaning in meanings),
     )
     entry = Entry(spot.path, spot.value, joined, spot.assumed)
-    return entry.but(worst, joined.note) if worst is Verdict.REFUSED else entry
+    return entry.but(worst, joined.note) if worst is Fit.UNSUPPORTED else entry
 
 
 def dropped(path: Path, value: Any, why: str, *, kept: bool = True) -> Entry:
     """An entry that concerns nothing."""
-    return Entry(path, value, Meaning(Verdict.DROPPED, why, kept=kept))
+    return Entry(path, value, Meaning(Fit.IGNORED, why, kept=kept))
 
 
 def refused(path: Path, value: Any, why: str, *, assumed: bool = False) -> Entry:
     """An entry that cannot be had."""
-    return Entry(path, value, Meaning(Verdict.REFUSED, why), assumed)
+    return Entry(path, value, Meaning(Fit.UNSUPPORTED, why), assumed)
 
 
 def overlooked(path: Path, value: Any, names: Iterable[str]) -> Entry:

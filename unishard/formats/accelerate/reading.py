@@ -14,8 +14,9 @@ from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.kinds import KINDS, kind_of, precision_of
 from unishard.formats.accelerate.placing import Spot, block_of, dropped, refused
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Unreadable, Verdict, interpret
+from unishard.mapping.entries import Entry, Meaning, Unreadable, interpret
 from unishard.mapping.key_rows import integer
+from unishard.mapping.rules import Fit
 
 __all__ = ["entries_of", "ranks_of"]
 
@@ -70,7 +71,7 @@ def _own(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Ent
         if block := block_of(document, name):
             own[name] = {_prefixed(name, key): value for key, value in block.items()}
     for entry in interpret(KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, topology=topology):
-        if entry.meaning.verdict is Verdict.REFUSED or entry.path != _precision_spot(document).path:
+        if entry.meaning.fit is Fit.UNSUPPORTED or entry.path != _precision_spot(document).path:
             yield from (_replaced(entry, document) for entry in _renamed(entry, document))
     if "distributed_type" not in document:
         held = next((kind for name, kind in _BLOCKS.items() if document.get(name)), "MULTI_GPU")
@@ -121,9 +122,9 @@ def _engine(source: Source, topology: Topology | None) -> list[Entry]:
 def _precision_spot(document: Mapping[str, Any]) -> Spot:
     """Where a document says in which format it computes."""
     name = "fp16" if "mixed_precision" not in document and "fp16" in document else "mixed_precision"
-    note, verdict = (_FP8, Verdict.APPROXIMATE) if precision_of(document) == "fp8" else ("", Verdict.EXACT)
+    note, fit = (_FP8, Fit.APPROXIMATE) if precision_of(document) == "fp8" else ("", Fit.EXACT)
     fields = {} if precision_of(document) == "no" else {"precision.master": "fp32"}
-    return Spot((name,), document.get(name, "no"), name not in document, verdict, note, fields)
+    return Spot((name,), document.get(name, "no"), name not in document, fit, note, fields)
 
 
 def _plain(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
@@ -133,7 +134,7 @@ def _plain(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
     elif engine == "none":
         fields = {"precision.compute": "bf16" if precision == "fp8" else precision, "precision.master": "fp32", "precision.reduce": "fp32"}
         note = "; ".join(filter(None, (_AUTOCAST, spot.note)))
-        yield Entry(spot.path, spot.value, Meaning(Verdict.APPROXIMATE, note, fields), spot.assumed)
+        yield Entry(spot.path, spot.value, Meaning(Fit.APPROXIMATE, note, fields), spot.assumed)
 
 
 def _fsdp(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:

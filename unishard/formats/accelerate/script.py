@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.mapping.entries import NO_KEY, Case, Expression, Verdict
 from unishard.mapping.field_rows import none, saved_by_script, write
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When
 
 __all__ = ["BY_SCRIPT"]
 
 
-def _optimizer(field: str, *names: str) -> Expression:
+def _optimizer(field: str, *names: str) -> Rule:
     """An argument of the optimizer, which these have."""
     note = f"{field} of the optimizer that Accelerator.prepare gets"
     return write(
@@ -34,19 +34,19 @@ _SCHEDULE = (
 _OWN_CHECK = "unishard's own check of collective calls"
 _ADAM = ("adamw", "adam")
 
-BY_SCRIPT: Mapping[str, Expression] = {
+BY_SCRIPT: Mapping[str, Rule] = {
     "training.micro_batch_size": write("batch_size of the DataLoader that Accelerator.prepare gets, of each rank"),
     "training.global_batch_size": none("follows from the other sizes", lambda cfg: cfg.training.global_batch_size is None, "null"),
-    "training.last_window": Expression(
-        Verdict.APPROXIMATE,
+    "training.last_window": Rule(
+        Fit.APPROXIMATE,
         NO_KEY,
         "Accelerate steps at the end of the data and divides by the full window, which gives the last samples less weight",
         when=(
-            Case("no accumulation", _every_step, Verdict.EXACT, "every window is full"),
-            Case(
+            When("no accumulation", _every_step, Fit.EXACT, "every window is full"),
+            When(
                 "drop",
                 lambda cfg: cfg.training.last_window == "drop",
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "leave out the batches that do not fill a window",
             ),
         ),

@@ -10,25 +10,26 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
 from unishard.config import Config, leaves
+from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS, SAVE, SAVE_KEY
 from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import Expressed, Expression, Verdict, Word, express
-from unishard.mapping.rules import Native, flat, merge
+from unishard.mapping.express import Expressed, FieldResult, express
+from unishard.mapping.rules import Fit, Rule
 
 __all__ = ["TABLES", "expressed", "text_of"]
 
-TABLES: Mapping[str, Mapping[str, Expression]] = {"fsdp": FSDP_EXPRESSIONS, "deepspeed": DEEPSPEED_EXPRESSIONS}
+TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_EXPRESSIONS, "deepspeed": DEEPSPEED_EXPRESSIONS}
 """Rows by engine."""
 
 _BOOLEANS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~")
 """Words that YAML 1.1, which Accelerate reads, takes for something else than text."""
 _SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}
-_SAVED = Word(Verdict.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
-_NO_KEY = Word(
-    Verdict.DROPPED, "", "Accelerate has no key for it; hand it to the plugin of the Accelerator, or to DeepSpeed in a file of its own"
+_SAVED = FieldResult(Fit.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
+_NO_KEY = FieldResult(
+    Fit.IGNORED, "", "Accelerate has no key for it; hand it to the plugin of the Accelerator, or to DeepSpeed in a file of its own"
 )
 _NO_GROUPS = (
     "Accelerate wants the number of groups and of ranks in each, and {} ranks make no groups of {}; give --world-size and --gpus-per-node"
@@ -47,7 +48,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
         raise ConfigError([Problem("backend", message)])
     left = frozenset(path for path, _ in leaves(Config)) - reading.decided - {"backend", "native"}
     said = express(TABLES[config.backend], config, topology, left | frozenset(reading.undecided))
-    words = {**said.words, **_native_words(config), **_group_words(reading, topology, said.words["sharding.strategy"])}
+    words = {**said.fields, **_native_words(config), **_group_words(reading, topology, said.fields["sharding.strategy"])}
     return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 
 
@@ -63,20 +64,20 @@ def _starts(config: Config, topology: Topology) -> Native:
     return _SEVERAL.get(config.backend, {}) if topology.world_size > topology.local_world_size else {}
 
 
-def _native_words(config: Config) -> Mapping[str, Word]:
+def _native_words(config: Config) -> Mapping[str, FieldResult]:
     """What became of each setting that only the engine has."""
     settings = dict(flat(config.native.get(config.backend, {})))
     return {f"native.{config.backend}.{key}": _SAVED if f"{config.backend}.{key}" == SAVE else _NO_KEY for key in settings}
 
 
-def _group_words(reading: ReadDocument, topology: Topology, word: Word) -> Mapping[str, Word]:
+def _group_words(reading: ReadDocument, topology: Topology, word: FieldResult) -> Mapping[str, FieldResult]:
     """What became of groups of ranks that cannot be written."""
     sharding = reading.config.sharding
     group = sharding.group_size or topology.local_world_size
     even = topology.world_size % group == 0 and (topology.world_size > 1 or reading.topology is not None)
-    if not sharding.hybrid or even or word.verdict is Verdict.REFUSED:
+    if not sharding.hybrid or even or word.fit is Fit.UNSUPPORTED:
         return {}
-    return {"sharding.strategy": Word(Verdict.REFUSED, "parallelism_config", _NO_GROUPS.format(topology.world_size, group))}
+    return {"sharding.strategy": FieldResult(Fit.UNSUPPORTED, "parallelism_config", _NO_GROUPS.format(topology.world_size, group))}
 
 
 def text_of(document: Native) -> str:

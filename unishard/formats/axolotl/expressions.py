@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native, merge
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import NAMES
@@ -17,8 +18,8 @@ from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import Case, Expressed, Expression, Verdict, Word, express
-from unishard.mapping.rules import Native, merge
+from unishard.mapping.express import Expressed, FieldResult, express
+from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["EXPRESSIONS", "written"]
 
@@ -63,60 +64,60 @@ _NEAREST = ARGUMENTS["sharding.strategy"].when[-1]
 _LOADED = "axolotl loads the model in bf16 (resolve_dtype), so without an engine weights and optimizer state are bf16"
 _PURE = "axolotl's engines keep fp32 masters beside bf16: more exact, in more memory"
 
-_OWN: Mapping[str, Expression] = {
-    "sharding.strategy": Expression(
-        Verdict.EXACT,
+_OWN: Mapping[str, Rule] = {
+    "sharding.strategy": Rule(
+        Fit.EXACT,
         "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size",
         "",
         _groups,
         (ARGUMENTS["sharding.strategy"].when[0], _NEAREST),
     ),
-    "sharding.group_size": Expression(Verdict.EXACT, "dp_shard_size, dp_replicate_size"),
-    "offload.pin_memory": Expression(Verdict.EXACT, "fsdp_config.cpu_offload_pin_memory", "", _pinned),
-    "precision.compute": Expression(
-        Verdict.EXACT,
+    "sharding.group_size": Rule(Fit.EXACT, "dp_shard_size, dp_replicate_size"),
+    "offload.pin_memory": Rule(Fit.EXACT, "fsdp_config.cpu_offload_pin_memory", "", _pinned),
+    "precision.compute": Rule(
+        Fit.EXACT,
         "bf16, fp16",
         "",
         _format,
         (
-            Case(
+            When(
                 "fp16 and no_shard",
                 lambda cfg: without(cfg) and cfg.precision.compute == "fp16",
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "torch.autocast: some operations run in fp32 there, and all of the model computes in this format here",
             ),
         ),
     ),
-    "precision.master": Expression(
-        Verdict.EXACT,
+    "precision.master": Rule(
+        Fit.EXACT,
         "bf16, fp16",
         when=(
-            Case("fp32", lambda cfg: not cfg.precision.pure and not _whole(cfg), Verdict.EXACT, ""),
-            Case("bf16 without an engine", lambda cfg: cfg.precision.pure and _whole(cfg), Verdict.EXACT, ""),
-            Case("fp32 without an engine", lambda cfg: not cfg.precision.pure, Verdict.APPROXIMATE, _LOADED),
-            Case("pure", lambda cfg: cfg.precision.pure, Verdict.APPROXIMATE, _PURE),
+            When("fp32", lambda cfg: not cfg.precision.pure and not _whole(cfg), Fit.EXACT, ""),
+            When("bf16 without an engine", lambda cfg: cfg.precision.pure and _whole(cfg), Fit.EXACT, ""),
+            When("fp32 without an engine", lambda cfg: not cfg.precision.pure, Fit.APPROXIMATE, _LOADED),
+            When("pure", lambda cfg: cfg.precision.pure, Fit.APPROXIMATE, _PURE),
         ),
     ),
     "precision.reduce": replace(
         ARGUMENTS["precision.reduce"],
         when=(
-            Case("bf16 without an engine", lambda cfg: _whole(cfg) and cfg.precision.reduce == "bf16", Verdict.EXACT, ""),
-            Case("fp32 without an engine", _whole, Verdict.APPROXIMATE, _LOADED),
+            When("bf16 without an engine", lambda cfg: _whole(cfg) and cfg.precision.reduce == "bf16", Fit.EXACT, ""),
+            When("fp32 without an engine", _whole, Fit.APPROXIMATE, _LOADED),
             *ARGUMENTS["precision.reduce"].when,
         ),
     ),
     "precision.accumulate": replace(
         ARGUMENTS["precision.accumulate"],
         when=(
-            Case("bf16 without an engine", lambda cfg: _whole(cfg) and cfg.precision.accumulate == "bf16", Verdict.EXACT, ""),
-            Case("fp32 without an engine", _whole, Verdict.APPROXIMATE, _LOADED),
+            When("bf16 without an engine", lambda cfg: _whole(cfg) and cfg.precision.accumulate == "bf16", Fit.EXACT, ""),
+            When("fp32 without an engine", _whole, Fit.APPROXIMATE, _LOADED),
             *ARGUMENTS["precision.accumulate"].when,
         ),
     ),
     **SAVING,
 }
 
-EXPRESSIONS: Mapping[str, Expression] = {name: replace(row, key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}
+EXPRESSIONS: Mapping[str, Rule] = {name: replace(row, key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}
 """Rows of TrainingArguments under axolotl's names, and its own."""
 
 
@@ -129,9 +130,13 @@ def written(reading: ReadDocument, topology: Topology) -> Expressed:
     own = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
     mine = _OWN if reading.config.backend in SWITCHES else {}
-    said = {name: word._replace(key=_named(word.key)) for name, word in engine.words.items() if name not in mine}
+    said = {name: word._replace(key=_named(word.key)) for name, word in engine.fields.items() if name not in mine}
     lengths = lengths_of(reading)
-    words: dict[str, Word] = {**own.words, **said, **{name: word._replace(key=_named(word.key)) for name, word in lengths.words.items()}}
+    words: dict[str, FieldResult] = {
+        **own.fields,
+        **said,
+        **{name: word._replace(key=_named(word.key)) for name, word in lengths.fields.items()},
+    }
     return Expressed(_renamed(merge(merge(own.document, engine.document), lengths.document)), words)
 
 

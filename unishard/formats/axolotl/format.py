@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.axolotl.expressions import EXPRESSIONS, written
 from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
@@ -19,8 +20,9 @@ from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
-from unishard.mapping.rules import Native
+from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
+from unishard.mapping.express import Expressed
+from unishard.mapping.rules import Fit, Rule
 
 __all__ = ["AxolotlFormat"]
 
@@ -36,7 +38,7 @@ class AxolotlFormat:
     tool = TOOL
     suffix = ".yaml"
     keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Expression] = EXPRESSIONS
+    expressions: Mapping[str, Rule] = EXPRESSIONS
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What a file says, and what axolotl and transformers assume.
@@ -83,12 +85,12 @@ def _back(entry: Entry) -> Entry:
 
 def _foreign(key: str, value: Any) -> Entry:
     note = f"{TOOL} does not know this name of transformers' and ignores it; did you mean {_BACK[key]!r}?"
-    return Entry((key,), value, Meaning(Verdict.DROPPED, note, kept=True))
+    return Entry((key,), value, Meaning(Fit.IGNORED, note, kept=True))
 
 
 def _variable(key: str, value: str) -> Entry:
     note = f"the value comes from {value}, which fills in this template; write the value"
-    return Entry((key,), value, Meaning(Verdict.UNDECIDED, note, kept=True))
+    return Entry((key,), value, Meaning(Fit.NEEDS_INPUT, note, kept=True))
 
 
 def _engines(source: Source, argument: Any, topology: Topology | None) -> list[Entry]:
@@ -103,7 +105,7 @@ def _engines(source: Source, argument: Any, topology: Topology | None) -> list[E
 def _shipped(entry: Entry) -> Entry:
     """The entry, with where to find a file that axolotl brings along."""
     name = PurePath(str(entry.value)).name
-    if entry.meaning.verdict is not Verdict.UNDECIDED or not _SHIPPED.fullmatch(name):
+    if entry.meaning.fit is not Fit.NEEDS_INPUT or not _SHIPPED.fullmatch(name):
         return entry
     note = f"is one of the files that axolotl brings along; get it with `axolotl fetch deepspeed_configs`, and put it at {entry.value}"
     return replace(entry, meaning=replace(entry.meaning, note=note))

@@ -13,8 +13,9 @@ from unishard.formats.hf.loop import checkpointing, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.wordlists import names
-from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, number, refuses
+from unishard.mapping.rules import Fit
 
 __all__ = ["ENGINES", "KEYS", "NAMES", "TOOL"]
 
@@ -38,11 +39,11 @@ _SAME = names(
 _EIGHT = "8-bit state there, in the format of the masters here: the same algorithm without its rounding, in more memory"
 _TORCH = "torch's AdamW: the same algorithm"
 _OWN = {
-    "optimi_adamw": ("adamw", Verdict.EMULATED, _TORCH),
-    "ao_adamw_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
-    "ao_adamw_4bit": ("adamw", Verdict.APPROXIMATE, _EIGHT.replace("8-bit", "4-bit")),
-    "ao_adamw_fp8": ("adamw", Verdict.APPROXIMATE, _EIGHT.replace("8-bit", "fp8")),
-    "flash_adamw": ("adamw", Verdict.APPROXIMATE, _EIGHT),
+    "optimi_adamw": ("adamw", Fit.EQUIVALENT, _TORCH),
+    "ao_adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
+    "ao_adamw_4bit": ("adamw", Fit.APPROXIMATE, _EIGHT.replace("8-bit", "4-bit")),
+    "ao_adamw_fp8": ("adamw", Fit.APPROXIMATE, _EIGHT.replace("8-bit", "fp8")),
+    "flash_adamw": ("adamw", Fit.APPROXIMATE, _EIGHT),
 }
 _OTHERS = names("adopt_adamw came_pytorch muon dion sinkgd flash_adam flash_sgd flash_sgdw flash_lion q_galore_adamw8bit")
 
@@ -55,9 +56,9 @@ def _brain(value: Any, given: Given) -> Meaning:
     """`bf16`: true, false, `auto` or `full`."""
     word = str(value).lower()
     if word == "full":
-        return Meaning(Verdict.DROPPED, "is evaluation in bf16 alone (core/builders/base.py)", kept=True)
+        return Meaning(Fit.IGNORED, "is evaluation in bf16 alone (core/builders/base.py)", kept=True)
     if off(value) or (word == "auto" and not off(given.get("fp16"))):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     if word != "auto":
         boolean(value)
     return _mixed(given, "auto is bf16 where the device has it, and fp16 elsewhere" if word == "auto" else "")
@@ -74,12 +75,12 @@ def _mixed(given: Given, note: str) -> Meaning:
         fields |= {"precision.master": "bf16", "precision.reduce": "bf16"}
     elif off(given.get("deepspeed")):
         note = note or "LoRA's weights are fp32 and the frozen ones bf16 there"
-    return Meaning(Verdict.EMULATED if note else Verdict.EXACT, note, fields)
+    return Meaning(Fit.EQUIVALENT if note else Fit.EXACT, note, fields)
 
 
 def _pure(value: Any, given: Given) -> Meaning:
     """`bfloat16`, which switches on what `bf16` does (`_configure_precision_settings`)."""
-    return _mixed(given, "") if not off(value) and boolean(value) else Meaning(Verdict.DROPPED, "is off", kept=True)
+    return _mixed(given, "") if not off(value) and boolean(value) else Meaning(Fit.IGNORED, "is off", kept=True)
 
 
 _FALLS = "unishard's cosine falls until the end; build the scheduler in the training script"
@@ -88,22 +89,22 @@ _UNSCALED = "loads the model in fp16 and trains it without a loss scale; write f
 
 def _half(value: Any, given: Given) -> Meaning:
     if off(value):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
-    return Meaning(Verdict.REFUSED, _UNSCALED)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
+    return Meaning(Fit.UNSUPPORTED, _UNSCALED)
 
 
 def _checkpointing(value: Any, given: Given) -> Meaning:
     """True, false, or a way to keep activations elsewhere."""
     if str(value).lower() in ("offload", "offload_disk", "unsloth"):
         note = f"{value}: what blocks keep stays in device memory here; losses are the same"
-        return Meaning(Verdict.EMULATED, note, {"activation_checkpointing": "full"})
+        return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "full"})
     return checkpointing(value, given)
 
 
 def _schedule(value: Any, given: Given) -> Meaning:
     if str(value).lower() in ("one_cycle", "rex"):
         why = f"unishard has no {value} schedule; build it in the training script and hand it to unishard.prepare(scheduler=...)"
-        return Meaning(Verdict.REFUSED, why)
+        return Meaning(Fit.UNSUPPORTED, why)
     meaning = ARGUMENTS["lr_scheduler_type"].read("cosine" if value is None else value, given)
     end = given.get("cosine_min_lr_ratio")
     if str(value or "cosine").lower() != "cosine" or not end:
@@ -113,19 +114,19 @@ def _schedule(value: Any, given: Given) -> Meaning:
 
 def _end(value: Any, given: Given) -> Meaning:
     if not value:
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     if str(given.get("lr_scheduler_type") or "cosine").lower() != "cosine":
-        return Meaning(Verdict.DROPPED, "is read with the cosine schedule alone", kept=True)
+        return Meaning(Fit.IGNORED, "is read with the cosine schedule alone", kept=True)
     return Meaning(fields={"scheduler.min_lr_ratio": number(0, 1)(value)})
 
 
 def _still(value: Any, given: Given) -> Meaning:
     """`cosine_constant_lr_ratio`: where the rate stops falling."""
     if not value or not given.get("cosine_min_lr_ratio"):
-        return Meaning(Verdict.DROPPED, "is read beside cosine_min_lr_ratio alone", kept=True)
+        return Meaning(Fit.IGNORED, "is read beside cosine_min_lr_ratio alone", kept=True)
     if number(0, 1)(value) == 1 or number(0, 1)(given.get("cosine_min_lr_ratio")) == 1:
-        return Meaning(Verdict.DROPPED, "changes nothing here", kept=True)
-    return Meaning(Verdict.REFUSED, _FALLS)
+        return Meaning(Fit.IGNORED, "changes nothing here", kept=True)
+    return Meaning(Fit.UNSUPPORTED, _FALLS)
 
 
 def _warmup(value: Any, given: Given) -> Meaning:
@@ -138,17 +139,17 @@ def _assumed_warmup(given: Given) -> Meaning:
     """`_configure_warmup_and_logging`: 3 % of the updates, at most 100."""
     steps = given.get("max_steps")
     if str(given.get("lr_scheduler_type")).lower() == "constant":
-        return Meaning(Verdict.DROPPED, "the constant schedule has no warm-up")
+        return Meaning(Fit.IGNORED, "the constant schedule has no warm-up")
     if steps:
         return Meaning(fields={"scheduler.warmup_steps": min(int(0.03 * integer(1)(steps)), 100)})
     who = "0.03 times the number of updates, at most 100, as axolotl assumes"
-    return Meaning(Verdict.UNDECIDED, f"the value is {who}", {"scheduler.warmup_steps": Undecided(who)})
+    return Meaning(Fit.NEEDS_INPUT, f"the value is {who}", {"scheduler.warmup_steps": Undecided(who)})
 
 
 def _batch(value: Any, given: Given) -> Meaning:
     """`batch_size`: samples in one update of a rank (`normalize_config`)."""
     if off(value) or "gradient_accumulation_steps" in given:
-        return Meaning(Verdict.DROPPED, "gradient_accumulation_steps counts", kept=True)
+        return Meaning(Fit.IGNORED, "gradient_accumulation_steps counts", kept=True)
     per_step = integer(1)(given.get("per_device_train_batch_size") or 1)
     if integer(1)(value) < per_step:
         raise Unreadable(f"must be at least micro_batch_size, which is {per_step}, got {value}; write gradient_accumulation_steps")
@@ -167,7 +168,7 @@ def _optional(row: Key) -> Key:
         if value is not None or row.silent is None:
             return row.read(value, given)
         if row.silent is NOTHING:
-            return Meaning(Verdict.DROPPED, "is not set", kept=True)
+            return Meaning(Fit.IGNORED, "is not set", kept=True)
         return row.read(row.silent, given)
 
     return replace(row, read=read)
@@ -185,11 +186,11 @@ KEYS: Mapping[str, Key] = {
     "optimizer": Key(_optimizer, "optimizer.name", silent="adamw_torch_fused"),
     "lr_scheduler": replace(_argument("lr_scheduler"), read=_schedule, silent="cosine"),
     "cosine_min_lr_ratio": Key(_end, "scheduler.min_lr_ratio"),
-    "cosine_constant_lr_ratio": Key(_still, "", Verdict.REFUSED, _FALLS),
+    "cosine_constant_lr_ratio": Key(_still, "", Fit.UNSUPPORTED, _FALLS),
     "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=None),
     "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", silent="auto"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
-    "float16": Key(_half, "", Verdict.REFUSED, _UNSCALED),
+    "float16": Key(_half, "", Fit.UNSUPPORTED, _UNSCALED),
     "float32": drops("is what holds without bf16 and fp16"),
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "fp32_norms": refuses("keeps norms in fp32 beside bf16, and unishard computes all of the model in one format; remove it", off),

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
-from unishard.mapping.entries import Case, Expression, Given, Key, Meaning, Verdict
-from unishard.mapping.field_rows import idle, write
+from unishard.mapping.entries import Given, Key, Meaning
+from unishard.mapping.field_rows import write
 from unishard.mapping.key_rows import number, text
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit, Rule, When, unless
 
 __all__ = ["SAVED", "SAVING"]
 
@@ -33,37 +34,37 @@ def _beside(given: Given) -> Mapping[str, Any]:
 
 def _directory(value: Any, given: Given) -> Meaning:
     if not value:
-        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
     return Meaning(fields={"checkpoint.dir": text(value)})
 
 
 def _steps(value: Any, given: Given) -> Meaning:
     if off(value):
-        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
     return stepped(value, given, _beside(given))
 
 
 def _strategy(value: Any, given: Given) -> Meaning:
     if not off(given.get("save_steps")):
-        return Meaning(Verdict.DROPPED, "save_steps counts", kept=True)
+        return Meaning(Fit.IGNORED, "save_steps counts", kept=True)
     if value is None:
-        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
     if value is False or value == "no":  # YAML reads a bare no as false, and axolotl's schema takes it
         return Meaning(fields={"checkpoint.every_steps": None})
     VALUES["save_strategy"](value)
     if value == "steps":
         return stepped(500, given, _beside(given))
     if value == "best":
-        return Meaning(Verdict.UNDECIDED, "saves where an evaluation was the best so far; call engine.save() there", kept=True)
-    return Meaning(Verdict.UNDECIDED, EPOCHS, kept=True)
+        return Meaning(Fit.NEEDS_INPUT, "saves where an evaluation was the best so far; call engine.save() there", kept=True)
+    return Meaning(Fit.NEEDS_INPUT, EPOCHS, kept=True)
 
 
 def _times(value: Any, given: Given) -> Meaning:
     """`saves_per_epoch`."""
     if off(value):
-        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
     number(0)(value)
-    return Meaning(Verdict.UNDECIDED, "counts in epochs, of which only the data knows; set checkpoint.every_steps", kept=True)
+    return Meaning(Fit.NEEDS_INPUT, "counts in epochs, of which only the data knows; set checkpoint.every_steps", kept=True)
 
 
 def _limit(value: Any, given: Given) -> Meaning:
@@ -74,9 +75,9 @@ def _limit(value: Any, given: Given) -> Meaning:
 
 SAVED: Mapping[str, Key] = {
     "output_dir": Key(_directory, "checkpoint.dir"),
-    "save_steps": Key(_steps, "checkpoint.every_steps", Verdict.EMULATED, "axolotl also saves at the end of the training"),
+    "save_steps": Key(_steps, "checkpoint.every_steps", Fit.EQUIVALENT, "axolotl also saves at the end of the training"),
     "save_strategy": Key(_strategy, "checkpoint.every_steps", note="epoch and best are your loop's to do"),
-    "saves_per_epoch": Key(_times, "", Verdict.UNDECIDED, "counts in epochs"),
+    "saves_per_epoch": Key(_times, "", Fit.NEEDS_INPUT, "counts in epochs"),
     "save_total_limit": Key(_limit, "checkpoint.keep_last", note=f"axolotl keeps {_KEPT} where it saves and this is not said"),
 }
 """What each key says."""
@@ -88,15 +89,15 @@ def _kept(cfg: Config, topology: Topology) -> Native:
     return {} if count is None and cfg.checkpoint.every_steps is None else {"save_total_limit": count or _MANY}
 
 
-SAVING: Mapping[str, Expression] = {
-    "checkpoint.keep_last": Expression(
-        Verdict.EXACT,
+SAVING: Mapping[str, Rule] = {
+    "checkpoint.keep_last": Rule(
+        Fit.EXACT,
         "save_total_limit",
         "",
         _kept,
         (
-            idle("null", lambda cfg: cfg.checkpoint.keep_last is None, "a number that no training reaches stands for all"),
-            Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, "all are kept"),
+            unless("null", lambda cfg: cfg.checkpoint.keep_last is None, "a number that no training reaches stands for all"),
+            When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, "all are kept"),
         ),
     ),
     "checkpoint.every_minutes": write(

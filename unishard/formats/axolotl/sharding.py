@@ -13,8 +13,9 @@ from unishard.formats.hf.loop import off
 from unishard.formats.hf.sharding import combined, words_of
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Entry, Meaning, Unreadable
 from unishard.mapping.key_rows import integer
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 __all__ = ["sharded"]
@@ -56,7 +57,7 @@ def sharded(source: Source, topology: Topology | None) -> list[Entry]:
     if not isinstance(config, Mapping) and not off(config):
         what = f"must be a mapping, got {shown(config)}; write one"
         others = {key: value for key, value in data.items() if key != "fsdp_config"}
-        return [Entry(("fsdp_config",), config, Meaning(Verdict.REFUSED, what)), *_idle(others)]
+        return [Entry(("fsdp_config",), config, Meaning(Fit.UNSUPPORTED, what)), *_idle(others)]
     return _entries(data, dict(config or {}), topology)
 
 
@@ -65,7 +66,7 @@ def _idle(data: Mapping[str, Any]) -> list[Entry]:
     for key in ("fsdp", "fsdp_config", "fsdp_version", *_MESH):
         if key in data:
             note = "is off" if off(data[key]) else "is read where fsdp_config is there alone"
-            entries.append(Entry((key,), data[key], Meaning(Verdict.DROPPED, note, kept=True)))
+            entries.append(Entry((key,), data[key], Meaning(Fit.IGNORED, note, kept=True)))
     return entries
 
 
@@ -78,7 +79,7 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
     places: dict[str, tuple[str, ...]] = {}
     if stated:
         places["version"] = ("fsdp_version",)
-    entries = [Entry((key,), data[key], Meaning(Verdict.DROPPED, "is empty", kept=True)) for key in empty]
+    entries = [Entry((key,), data[key], Meaning(Fit.IGNORED, "is empty", kept=True)) for key in empty]
     for name, key in plain.items():
         value, path = config[key], ("fsdp_config", key)
         if name == "version" and "version" in places:
@@ -88,12 +89,12 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
             places[_NAMES[name]] = path
         else:
             note = "is empty" if value is None else _STRATEGY if name == "sharding_strategy" else _OVERLOOKED
-            entries.append(Entry(path, value, Meaning(Verdict.DROPPED, note, kept=True)))
+            entries.append(Entry(path, value, Meaning(Fit.IGNORED, note, kept=True)))
     wrong = _words(data, native, str(version) == "2")
     try:
         mesh = _mesh(data)
     except Unreadable as error:
-        wrong_mesh = [Entry((key,), data[key], Meaning(Verdict.REFUSED, str(error))) for key in _MESH if key in data]
+        wrong_mesh = [Entry((key,), data[key], Meaning(Fit.UNSUPPORTED, str(error))) for key in _MESH if key in data]
         others = {key: value for key, value in data.items() if key not in _MESH}
         return entries + wrong_mesh + _placed(others, native, places, wrong, topology)
     if mesh:
@@ -104,7 +105,7 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
 def _second_version(path: tuple[str, ...], value: Any, version: Any) -> Entry:
     if str(value) == str(version):
         return Entry(path, value, Meaning(fields={"backend": "fsdp"}))
-    return Entry(path, value, Meaning(Verdict.DROPPED, "fsdp_version counts more", kept=True))
+    return Entry(path, value, Meaning(Fit.IGNORED, "fsdp_version counts more", kept=True))
 
 
 def _words(data: Mapping[str, Any], native: dict[str, Any], second: bool) -> str:
@@ -159,7 +160,7 @@ def _placed(
     for entry in parsed:
         name = top[id(entry)]
         if name in places:
-            kept = entry.meaning.verdict is Verdict.DROPPED and not entry.meaning.fields
+            kept = entry.meaning.fit is Fit.IGNORED and not entry.meaning.fields
             entries.append(replace(entry, path=places[name], meaning=replace(entry.meaning, kept=kept)))
         elif name == "version" or name not in native:
             entries.append(replace(entry, path=("fsdp_config", *entry.path), assumed=True))
@@ -171,4 +172,4 @@ def _groups(data: Mapping[str, Any], mesh: list[Entry]) -> list[Entry]:
     if mesh:
         return [combined((key,), data[key], mesh) for key in said]
     note = "all ranks share one copy, however many there are"
-    return [Entry((key,), data[key], Meaning(Verdict.DROPPED, "is off" if off(data[key]) else note, kept=True)) for key in said]
+    return [Entry((key,), data[key], Meaning(Fit.IGNORED, "is off" if off(data[key]) else note, kept=True)) for key in said]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from unishard.mapping.entries import AUTO, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import integer
+from unishard.mapping.rules import Fit
 
 __all__ = ["BATCHES"]
 
@@ -69,12 +71,12 @@ def _plan(given: Given) -> tuple[Any, Any]:
 def _micro(value: Any, given: Given) -> Meaning:
     micro, _ = _plan(given)
     if isinstance(micro, Undecided):
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {micro.who}", {"training.micro_batch_size": micro})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {micro.who}", {"training.micro_batch_size": micro})
     asked = integer(1)(value)
     fields = {"training.micro_batch_size": micro}
     if micro == asked:
         return Meaning(fields=fields)
-    return Meaning(Verdict.EMULATED, f"micro-batches of {micro} divide a rank's part evenly; Composer's last one is smaller", fields)
+    return Meaning(Fit.EQUIVALENT, f"micro-batches of {micro} divide a rank's part evenly; Composer's last one is smaller", fields)
 
 
 def _global(value: Any, given: Given) -> Meaning:
@@ -86,7 +88,7 @@ def _global(value: Any, given: Given) -> Meaning:
     if windows is not None:
         fields["training.gradient_accumulation_steps"] = windows
     if isinstance(windows, Undecided):
-        return Meaning(Verdict.UNDECIDED, f"the number of micro-batches comes from {windows.who}", fields)
+        return Meaning(Fit.NEEDS_INPUT, f"the number of micro-batches comes from {windows.who}", fields)
     return Meaning(fields=fields)
 
 
@@ -95,7 +97,7 @@ def _each(value: Any, given: Given) -> Meaning:
     _, windows = _plan(given)
     if isinstance(windows, int):
         return Meaning(fields={"training.gradient_accumulation_steps": windows})
-    return Meaning(Verdict.UNDECIDED, "each rank's part of a batch; write training.gradient_accumulation_steps")
+    return Meaning(Fit.NEEDS_INPUT, "each rank's part of a batch; write training.gradient_accumulation_steps")
 
 
 def _windows(value: Any, given: Given) -> Meaning:
@@ -105,7 +107,7 @@ def _windows(value: Any, given: Given) -> Meaning:
         fields["training.micro_batch_size"] = micro
     undecided = next((found for found in fields.values() if isinstance(found, Undecided)), None)
     if undecided:
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {undecided.who}", fields)
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", fields)
     return Meaning(fields=fields)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.formats.composer.fsdp_keys import ARGUMENTS
-from unishard.mapping.entries import Entry, Meaning, Path, Verdict
+from unishard.mapping.entries import Entry, Meaning, Path
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 __all__ = ["DEEPSPEED", "engine", "trains"]
@@ -23,7 +24,7 @@ def engine(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Ent
     deepspeed = next((key for key in DEEPSPEED if isinstance(shaped.get(key), Mapping)), None)
     for key in DEEPSPEED:
         if key in shaped and key != deepspeed:
-            yield Entry((key,), shaped[key], Meaning(Verdict.DROPPED, "is off"))
+            yield Entry((key,), shaped[key], Meaning(Fit.IGNORED, "is off"))
     if deepspeed is None:
         yield from _fsdp(shaped, topology)
         return
@@ -33,10 +34,10 @@ def engine(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Ent
     if "fsdp_config" in shaped:
         sharded = shaped["fsdp_config"]
         keys = [key for key in sharded if key in ARGUMENTS] if isinstance(sharded, Mapping) else []
-        refused = Meaning(Verdict.REFUSED, f"contradicts {deepspeed}; keep one of the two")
+        refused = Meaning(Fit.UNSUPPORTED, f"contradicts {deepspeed}; keep one of the two")
         yield from (Entry(("fsdp_config", key), sharded[key], refused) for key in keys)
         if not isinstance(sharded, Mapping) or not sharded:
-            yield Entry(_FSDP, sharded, Meaning(Verdict.DROPPED, "is off") if not sharded else refused)
+            yield Entry(_FSDP, sharded, Meaning(Fit.IGNORED, "is off") if not sharded else refused)
 
 
 def _fsdp(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
@@ -45,13 +46,13 @@ def _fsdp(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Entr
         if trains(shaped):
             note = "without fsdp_config Composer runs DistributedDataParallel"
             fields = {"backend": "fsdp", "sharding.strategy": "no_shard"}
-            yield Entry(_FSDP, sharded, Meaning(Verdict.EXACT, note, fields), assumed="fsdp_config" not in shaped)
+            yield Entry(_FSDP, sharded, Meaning(Fit.EXACT, note, fields), assumed="fsdp_config" not in shaped)
         elif "fsdp_config" in shaped:
-            yield Entry(_FSDP, sharded, Meaning(Verdict.DROPPED, "is off"))
+            yield Entry(_FSDP, sharded, Meaning(Fit.IGNORED, "is off"))
     elif not isinstance(sharded, Mapping):
-        yield Entry(_FSDP, sharded, Meaning(Verdict.REFUSED, f"must be a mapping, got {shown(sharded)}; write its keys below it"))
+        yield Entry(_FSDP, sharded, Meaning(Fit.UNSUPPORTED, f"must be a mapping, got {shown(sharded)}; write its keys below it"))
     elif not sharded:
-        yield Entry(_FSDP, sharded, Meaning(Verdict.EXACT, "", {"backend": "fsdp", "sharding.strategy": "full_shard"}))
+        yield Entry(_FSDP, sharded, Meaning(Fit.EXACT, "", {"backend": "fsdp", "sharding.strategy": "full_shard"}))
     else:
         yield from _arguments(sharded, topology)
 
@@ -62,7 +63,7 @@ def _arguments(sharded: Mapping[str, Any], topology: Topology | None) -> Iterato
     native = {ARGUMENTS[key]: value for key, value in sharded.items() if key in ARGUMENTS}
     for key in sharded:
         if key in ARGUMENTS and names[ARGUMENTS[key]] != key:
-            yield Entry((*_FSDP, key), sharded[key], Meaning(Verdict.DROPPED, f"{names[ARGUMENTS[key]]} says it as well, and counts"))
+            yield Entry((*_FSDP, key), sharded[key], Meaning(Fit.IGNORED, f"{names[ARGUMENTS[key]]} says it as well, and counts"))
     version = 2 if "reshard_after_forward" in native and "sharding_strategy" not in native else 1
     for entry in registry.get("fsdp").parse(native, defaults={"version": version}, topology=topology):
         yield entry.at("fsdp_config") if entry.path == ("version",) else entry.at("fsdp_config", names.get(entry.path[0], entry.path[0]))

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.composer import groups
 from unishard.formats.composer.saving import SAVING
-from unishard.mapping.entries import NO_KEY, Case, Expression, Holds, Verdict
-from unishard.mapping.field_rows import idle, lost, none, unlooked
-from unishard.mapping.rules import Native
+from unishard.mapping.field_rows import lost, none, unlooked
+from unishard.mapping.rules import NO_KEY, Fit, Holds, Rule, When, unless
 
 __all__ = ["EXPRESSIONS"]
 
@@ -85,104 +85,104 @@ def _not_fp16(cfg: Config) -> bool:
     return cfg.precision.compute != "fp16"
 
 
-def _scaled(at_default: Holds) -> Expression:
+def _scaled(at_default: Holds) -> Rule:
     note = "Composer's GradScaler begins at 65536 and doubles after 2000 updates"
-    unscaled = (idle("compute is not fp16", _not_fp16, "nothing is scaled"), idle("as torch's GradScaler", at_default))
-    return Expression(Verdict.APPROXIMATE, NO_KEY, note, when=unscaled)
+    unscaled = (unless("compute is not fp16", _not_fp16, "nothing is scaled"), unless("as torch's GradScaler", at_default))
+    return Rule(Fit.APPROXIMATE, NO_KEY, note, when=unscaled)
 
 
 _BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
 _NO_OFFLOAD = 'Composer raises "FSDP CPU Offload not supported yet"; set offload to none'
 _NO_OPTIMIZER = "llm-foundry registers no such optimizer; choose adamw or lion"
 _GROUPS = (
-    Case(
+    When(
         "no_decay beside groups without a weight_decay",
         groups.unlike,
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
         "a parameter that both match is in the group alone, so that it decays; write weight_decay in the group",
     ),
 )
 _OWN_CHECK = "unishard's own check of collective calls"
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "backend": Expression(
-        Verdict.REFUSED,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "backend": Rule(
+        Fit.UNSUPPORTED,
         "fsdp_config",
         "Composer removed DeepSpeed in 0.28 and runs FSDP alone; give --set backend=fsdp",
-        when=(idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
+        when=(unless("fsdp", lambda cfg: cfg.backend in _ENGINES),),
     ),
-    "sharding.strategy": Expression(
-        Verdict.EXACT,
+    "sharding.strategy": Rule(
+        Fit.EXACT,
         "fsdp_config.sharding_strategy",
         "",
         _strategy,
         (
-            Case(
+            When(
                 "shard_optimizer",
                 lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"SHARD_GRAD_OP is the nearest; {_BETWEEN}, and reduces gradients on every micro-batch",
             ),
-            Case(
+            When(
                 "shard_grad_op or hybrid_shard_grad_op",
                 lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"SHARD_GRAD_OP is the nearest; {_BETWEEN}",
             ),
         ),
     ),
-    "sharding.group_size": Expression(
-        Verdict.EXACT, "fsdp_config.data_parallel_shard_degree, fsdp_config.data_parallel_replicate_degree", "", _group
+    "sharding.group_size": Rule(
+        Fit.EXACT, "fsdp_config.data_parallel_shard_degree, fsdp_config.data_parallel_replicate_degree", "", _group
     ),
-    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "fsdp_config.sharding_strategy", "", _strategy),
-    "sharding.units": Expression(
-        Verdict.UNDECIDED,
+    "sharding.reshard_after_forward": Rule(Fit.EXACT, "fsdp_config.sharding_strategy", "", _strategy),
+    "sharding.units": Rule(
+        Fit.NEEDS_INPUT,
         "fsdp_wrap_fn of the model",
         "let it say true for modules of these classes",
-        when=(idle("auto", lambda cfg: cfg.sharding.units == "auto", "llm-foundry wraps the model's blocks"),),
+        when=(unless("auto", lambda cfg: cfg.sharding.units == "auto", "llm-foundry wraps the model's blocks"),),
     ),
-    "sharding.min_unit_params": Expression(
-        Verdict.EMULATED,
+    "sharding.min_unit_params": Rule(
+        Fit.EQUIVALENT,
         NO_KEY,
         "the same maths with smaller units",
-        when=(idle("0", lambda cfg: not cfg.sharding.min_unit_params),),
+        when=(unless("0", lambda cfg: not cfg.sharding.min_unit_params),),
     ),
-    "sharding.whole_units": Expression(
-        Verdict.UNDECIDED,
+    "sharding.whole_units": Rule(
+        Fit.NEEDS_INPUT,
         "fsdp_wrap_fn of the model",
         "let it say false for modules of these classes",
-        when=(idle("empty", lambda cfg: not cfg.sharding.whole_units),),
+        when=(unless("empty", lambda cfg: not cfg.sharding.whole_units),),
     ),
-    "precision.compute": Expression(
-        Verdict.EMULATED,
+    "precision.compute": Rule(
+        Fit.EQUIVALENT,
         "precision",
         "Composer computes under autocast, which keeps norms, softmax and losses in fp32",
         lambda cfg, topology: {"precision": _PRECISIONS[cfg.precision.compute]},
-        (idle("fp32", lambda cfg: cfg.precision.compute == "fp32"),),
+        (unless("fp32", lambda cfg: cfg.precision.compute == "fp32"),),
     ),
-    "precision.master": Expression(
-        Verdict.APPROXIMATE,
+    "precision.master": Rule(
+        Fit.APPROXIMATE,
         "none: always fp32",
         "Composer keeps fp32 masters, which is more exact and takes more memory",
-        when=(idle("fp32", lambda cfg: cfg.precision.master == "fp32"),),
+        when=(unless("fp32", lambda cfg: cfg.precision.master == "fp32"),),
     ),
-    "precision.reduce": Expression(Verdict.EXACT, "fsdp_config.mixed_precision", "", _mixed),
-    "precision.accumulate": Expression(
-        Verdict.APPROXIMATE,
+    "precision.reduce": Rule(Fit.EXACT, "fsdp_config.mixed_precision", "", _mixed),
+    "precision.accumulate": Rule(
+        Fit.APPROXIMATE,
         "none: that of the masters",
         "FSDP adds gradients up in fp32, which is more exact",
-        when=(idle("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
+        when=(unless("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
     ),
-    "precision.buffers": Expression(Verdict.EXACT, "fsdp_config.mixed_precision", "", _mixed),
+    "precision.buffers": Rule(Fit.EXACT, "fsdp_config.mixed_precision", "", _mixed),
     "precision.loss_scale": _scaled(lambda cfg: cfg.precision.loss_scale == "dynamic"),
     "precision.initial_loss_scale": _scaled(lambda cfg: cfg.precision.initial_loss_scale == 65536.0),
     "precision.loss_scale_growth_interval": _scaled(lambda cfg: cfg.precision.loss_scale_growth_interval == 2000),
     "offload.params": lost(_NO_OFFLOAD, lambda cfg: cfg.offload.params == "none", "none"),
     "offload.optimizer": lost(_NO_OFFLOAD, lambda cfg: cfg.offload.optimizer == "none", "none"),
-    "offload.pin_memory": Expression(Verdict.EXACT, NO_KEY, "nothing is offloaded"),
+    "offload.pin_memory": Rule(Fit.EXACT, NO_KEY, "nothing is offloaded"),
     "offload.nvme_path": lost(_NO_OFFLOAD, lambda cfg: cfg.offload.nvme_path is None, "null"),
-    "activation_checkpointing": Expression(
-        Verdict.EMULATED,
+    "activation_checkpointing": Rule(
+        Fit.EQUIVALENT,
         "fsdp_config.activation_checkpointing",
         "the model's blocks are computed again as a whole: the same results, other memory and time",
         lambda cfg, topology: _fsdp(
@@ -190,26 +190,26 @@ EXPRESSIONS: Mapping[str, Expression] = {
             if cfg.activation_checkpointing == "none"
             else {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
         ),
-        (idle("full or none", lambda cfg: cfg.activation_checkpointing in ("full", "none")),),
+        (unless("full or none", lambda cfg: cfg.activation_checkpointing in ("full", "none")),),
     ),
-    "training.micro_batch_size": Expression(
-        Verdict.EXACT,
+    "training.micro_batch_size": Rule(
+        Fit.EXACT,
         "device_train_microbatch_size",
         "",
         lambda cfg, topology: {"device_train_microbatch_size": cfg.training.micro_batch_size},
         auto=True,
     ),
-    "training.gradient_accumulation_steps": Expression(
-        Verdict.EXACT, "global_train_batch_size", "micro-batch x accumulation x the ranks of --world-size", _whole_batch
+    "training.gradient_accumulation_steps": Rule(
+        Fit.EXACT, "global_train_batch_size", "micro-batch x accumulation x the ranks of --world-size", _whole_batch
     ),
-    "training.global_batch_size": Expression(
-        Verdict.EXACT,
+    "training.global_batch_size": Rule(
+        Fit.EXACT,
         "global_train_batch_size",
         "",
         lambda cfg, topology: _whole_batch(cfg, topology) if cfg.training.global_batch_size else {},
     ),
-    "training.gradient_clipping": Expression(
-        Verdict.EXACT,
+    "training.gradient_clipping": Rule(
+        Fit.EXACT,
         "algorithms.gradient_clipping",
         "",
         lambda cfg, topology: (
@@ -218,73 +218,71 @@ EXPRESSIONS: Mapping[str, Expression] = {
             else {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": cfg.training.gradient_clipping}}}
         ),
     ),
-    "training.nonfinite": unlooked(Verdict.APPROXIMATE, NO_KEY, "Composer makes the update also when gradients are not finite"),
-    "training.last_window": Expression(
-        Verdict.UNDECIDED,
+    "training.nonfinite": unlooked(Fit.APPROXIMATE, NO_KEY, "Composer makes the update also when gradients are not finite"),
+    "training.last_window": Rule(
+        Fit.NEEDS_INPUT,
         "train_loader.drop_last",
         "true drops the batch that is not full, false trains on it",
-        when=(idle("without accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),),
+        when=(unless("without accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),),
     ),
-    "training.seed": Expression(Verdict.EXACT, "seed", "", lambda cfg, topology: {"seed": cfg.training.seed}),
-    "optimizer.name": Expression(
-        Verdict.REFUSED,
+    "training.seed": Rule(Fit.EXACT, "seed", "", lambda cfg, topology: {"seed": cfg.training.seed}),
+    "optimizer.name": Rule(
+        Fit.UNSUPPORTED,
         "optimizer.name",
         _NO_OPTIMIZER,
         lambda cfg, topology: {"optimizer": {"name": _OPTIMIZERS[cfg.optimizer.name]}},
-        (idle("adamw or lion", lambda cfg: cfg.optimizer.name in _OPTIMIZERS),),
+        (unless("adamw or lion", lambda cfg: cfg.optimizer.name in _OPTIMIZERS),),
     ),
-    "optimizer.lr": Expression(Verdict.EXACT, "optimizer.lr", "", _optimizer("lr", lambda cfg: cfg.optimizer.lr)),
-    "optimizer.betas": Expression(Verdict.EXACT, "optimizer.betas", "", _optimizer("betas", lambda cfg: list(cfg.optimizer.betas))),
-    "optimizer.eps": Expression(Verdict.EXACT, "optimizer.eps", "", _optimizer("eps", lambda cfg: cfg.optimizer.eps, "adamw")),
-    "optimizer.amsgrad": Expression(
-        Verdict.EXACT,
+    "optimizer.lr": Rule(Fit.EXACT, "optimizer.lr", "", _optimizer("lr", lambda cfg: cfg.optimizer.lr)),
+    "optimizer.betas": Rule(Fit.EXACT, "optimizer.betas", "", _optimizer("betas", lambda cfg: list(cfg.optimizer.betas))),
+    "optimizer.eps": Rule(Fit.EXACT, "optimizer.eps", "", _optimizer("eps", lambda cfg: cfg.optimizer.eps, "adamw")),
+    "optimizer.amsgrad": Rule(
+        Fit.EXACT,
         "optimizer.amsgrad",
         "",
         lambda cfg, topology: {"optimizer": {"amsgrad": True}} if cfg.optimizer.amsgrad and cfg.optimizer.name == "adamw" else {},
     ),
     "optimizer.momentum": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
     "optimizer.nesterov": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
-    "optimizer.weight_decay": Expression(
-        Verdict.EMULATED,
+    "optimizer.weight_decay": Rule(
+        Fit.EQUIVALENT,
         "optimizer.weight_decay",
         "multiplied by the learning rate, since Composer's decay follows the schedule alone",
         _optimizer("weight_decay", _decay),
-        (idle("0", lambda cfg: not cfg.optimizer.weight_decay),),
+        (unless("0", lambda cfg: not cfg.optimizer.weight_decay),),
     ),
-    "optimizer.no_decay": Expression(Verdict.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
-    "optimizer.groups": Expression(Verdict.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
-    "scheduler.name": Expression(
-        Verdict.EXACT, "scheduler.name", "", lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}
-    ),
-    "scheduler.warmup_steps": Expression(
-        Verdict.EXACT,
+    "optimizer.no_decay": Rule(Fit.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
+    "optimizer.groups": Rule(Fit.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
+    "scheduler.name": Rule(Fit.EXACT, "scheduler.name", "", lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}),
+    "scheduler.warmup_steps": Rule(
+        Fit.EXACT,
         "scheduler.t_warmup",
         "",
         lambda cfg, topology: {"scheduler": {"t_warmup": f"{cfg.scheduler.warmup_steps}ba"}},
     ),
-    "scheduler.warmup_type": Expression(
-        Verdict.APPROXIMATE,
+    "scheduler.warmup_type": Rule(
+        Fit.APPROXIMATE,
         "none: always linear",
         "Composer climbs in a straight line",
-        when=(idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+        when=(unless("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
     ),
-    "scheduler.warmup_start_ratio": Expression(
-        Verdict.APPROXIMATE,
+    "scheduler.warmup_start_ratio": Rule(
+        Fit.APPROXIMATE,
         "none: always 0",
         "Composer climbs from 0",
-        when=(idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio),),
+        when=(unless("0", lambda cfg: not cfg.scheduler.warmup_start_ratio),),
     ),
-    "scheduler.delay_steps": Expression(
-        Verdict.APPROXIMATE,
+    "scheduler.delay_steps": Rule(
+        Fit.APPROXIMATE,
         "none: always 0",
         "Composer begins at once",
-        when=(idle("0", lambda cfg: not cfg.scheduler.delay_steps),),
+        when=(unless("0", lambda cfg: not cfg.scheduler.delay_steps),),
     ),
-    "scheduler.total_steps": Expression(
-        Verdict.EXACT, "scheduler.t_max, max_duration", "", _total, (idle("constant", _constant, "the loop decides how long"),)
+    "scheduler.total_steps": Rule(
+        Fit.EXACT, "scheduler.t_max, max_duration", "", _total, (unless("constant", _constant, "the loop decides how long"),)
     ),
-    "scheduler.min_lr_ratio": Expression(
-        Verdict.EXACT,
+    "scheduler.min_lr_ratio": Rule(
+        Fit.EXACT,
         "scheduler.alpha_f",
         "",
         lambda cfg, topology: {} if _constant(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}},
@@ -294,21 +292,21 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "communication.overlap": none("time alone; FSDP always overlaps"),
     "communication.desync_check": none(_OWN_CHECK),
     "communication.desync_timeout": none(_OWN_CHECK),
-    "compile.mode": Expression(
-        Verdict.EMULATED,
+    "compile.mode": Rule(
+        Fit.EQUIVALENT,
         "compile_config",
         "the whole model is compiled there",
         lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile_config": {"backend": cfg.compile.backend}},
-        (idle("none or full", lambda cfg: cfg.compile.mode != "per_block"),),
+        (unless("none or full", lambda cfg: cfg.compile.mode != "per_block"),),
     ),
-    "compile.backend": Expression(Verdict.EXACT, "compile_config.backend"),
+    "compile.backend": Rule(Fit.EXACT, "compile_config.backend"),
     **SAVING,
     "strict": none("says how unishard itself takes approximations"),
-    "native": Expression(
-        Verdict.APPROXIMATE,
+    "native": Rule(
+        Fit.APPROXIMATE,
         NO_KEY,
         "Composer passes no other arguments on to FSDP",
-        when=(idle("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
+        when=(unless("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
     ),
 }
 """The rows. Only those of fields that a source decides are written."""

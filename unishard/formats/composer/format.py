@@ -9,6 +9,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.composer import shapes
 from unishard.formats.composer.engine import DEEPSPEED, engine, trains
@@ -20,9 +21,10 @@ from unishard.formats.composer.optimization_keys import defaults_of
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
-from unishard.mapping.entries import AUTO, Entry, Expressed, Expression, Key, Meaning, Verdict, Word, express, interpret
+from unishard.mapping.entries import Entry, Key, Meaning, interpret
+from unishard.mapping.express import AUTO, Expressed, FieldResult, express
 from unishard.mapping.key_rows import drops, refuses
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit, Rule
 
 __all__ = ["ComposerFormat"]
 
@@ -42,7 +44,7 @@ class ComposerFormat:
     tool = _TOOL
     suffix = ".yaml"
     keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Expression] = EXPRESSIONS
+    expressions: Mapping[str, Rule] = EXPRESSIONS
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says; the engine is FSDP, or DeepSpeed where an older file configures it.
@@ -56,7 +58,7 @@ class ComposerFormat:
         topology = topology or _ranks(around)
         entries = [*interpret(RUN, around, tool="MosaicML", ignores_unknown=True), *_inner(inner, topology, nested=nested)]
         if nested and not inner:
-            entries.append(Entry(("parameters",), inner, Meaning(Verdict.DROPPED, "is empty")))
+            entries.append(Entry(("parameters",), inner, Meaning(Fit.IGNORED, "is empty")))
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
@@ -66,7 +68,7 @@ class ComposerFormat:
         if not reading.topology:
             expressed = _without_ranks(expressed, reading)
         if reading.format == self.name and isinstance(reading.source.data.get("parameters"), Mapping):
-            return Expressed({"parameters": expressed.document}, expressed.words)
+            return Expressed({"parameters": expressed.document}, expressed.fields)
         return expressed
 
     def render(self, document: Native, reading: ReadDocument) -> str:
@@ -82,8 +84,10 @@ def _automatic(expressed: Expressed, reading: ReadDocument) -> Expressed:
     """Composer itself finds the size of a micro-batch that is left open."""
     if _MICRO not in reading.undecided:
         return expressed
-    word = Word(Verdict.EMULATED, "device_train_microbatch_size", "Composer takes what fits into memory; the samples of an update stay")
-    return expressed._replace(words={**expressed.words, _MICRO: word})
+    word = FieldResult(
+        Fit.EQUIVALENT, "device_train_microbatch_size", "Composer takes what fits into memory; the samples of an update stay"
+    )
+    return expressed._replace(fields={**expressed.fields, _MICRO: word})
 
 
 def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
@@ -92,7 +96,7 @@ def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
         return expressed
     note = "the whole batch is micro-batch x accumulation x ranks; give --world-size"
     document = {key: value for key, value in expressed.document.items() if key != "global_train_batch_size"}
-    return Expressed(document, {**expressed.words, _WINDOWS: Word(Verdict.UNDECIDED, "global_train_batch_size", note)})
+    return Expressed(document, {**expressed.fields, _WINDOWS: FieldResult(Fit.NEEDS_INPUT, "global_train_batch_size", note)})
 
 
 def _ranks(around: Mapping[str, Any]) -> Topology | None:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import integer, one_of, refuses
+from unishard.mapping.rules import Fit
 
 __all__ = ["ARGUMENTS", "FSDP"]
 
@@ -71,8 +72,8 @@ def _compute_of(value: Any) -> str:
 
 def _precision(value: Any, given: Given) -> Meaning:
     compute = _compute_of(value)
-    verdict, note = (Verdict.EXACT, "") if compute == "fp32" else (Verdict.EMULATED, _AUTOCAST)
-    return Meaning(verdict, note, {"precision.compute": compute})
+    fit, note = (Fit.EXACT, "") if compute == "fp32" else (Fit.EQUIVALENT, _AUTOCAST)
+    return Meaning(fit, note, {"precision.compute": compute})
 
 
 def _mixed(value: Any, given: Given) -> Meaning:
@@ -81,11 +82,11 @@ def _mixed(value: Any, given: Given) -> Meaning:
         return _formats(value)
     word = one_of({"full": "full", "default": "default", "pure": "pure"})(value)
     if word == "full":
-        return Meaning(Verdict.EXACT, "", {"precision.reduce": "fp32", "precision.buffers": "keep"})
+        return Meaning(Fit.EXACT, "", {"precision.reduce": "fp32", "precision.buffers": "keep"})
     precision = given.get("precision")
     if isinstance(precision, str) and "${" in precision:
         who = Undecided(f"precision, which is {precision}")
-        return Meaning(Verdict.UNDECIDED, f"the formats come from {who.who}", {"precision.reduce": who, "precision.buffers": who})
+        return Meaning(Fit.NEEDS_INPUT, f"the formats come from {who.who}", {"precision.reduce": who, "precision.buffers": who})
     compute = _compute_of(precision)
     return Meaning(fields={"precision.reduce": compute if word == "pure" else "fp32", "precision.buffers": compute})
 
@@ -111,7 +112,7 @@ def _shard_degree(value: Any, given: Given) -> Meaning:
     if degree > 0:
         return Meaning(fields={"sharding.group_size": degree})
     if replicas is None:
-        return Meaning(Verdict.DROPPED, "the ranks of a node share a copy")
+        return Meaning(Fit.IGNORED, "the ranks of a node share a copy")
     return _group_of(integer(1)(replicas), given)
 
 
@@ -119,17 +120,17 @@ def _whole(degree: int, given: Given) -> Meaning:
     """Without a hybrid strategy, all ranks share one copy."""
     if given.topology and degree > 0 and degree != given.topology.world_size:
         raise Unreadable(f"must be the {given.topology.world_size} ranks without a hybrid strategy, got {degree}; write -1")
-    return Meaning(Verdict.DROPPED, "all ranks share one copy")
+    return Meaning(Fit.IGNORED, "all ranks share one copy")
 
 
 def _replicate_degree(value: Any, given: Given) -> Meaning:
     if value is None:
-        return Meaning(Verdict.DROPPED, "is not set")
+        return Meaning(Fit.IGNORED, "is not set")
     degree = integer(1)(value)
     if not _hybrid(given):
         if degree > 1:
             raise Unreadable(f"must be 1 without a hybrid strategy, got {degree}; set sharding_strategy to HYBRID_SHARD")
-        return Meaning(Verdict.DROPPED, "is off")
+        return Meaning(Fit.IGNORED, "is off")
     shard = given.get("fsdp_config.data_parallel_shard_degree")
     if shard not in (None, -1, "-1"):
         return Meaning(fields={"sharding.group_size": integer(1)(shard)})
@@ -139,7 +140,7 @@ def _replicate_degree(value: Any, given: Given) -> Meaning:
 def _group_of(replicas: int, given: Given) -> Meaning:
     if given.topology is None:
         who = Undecided(f"the number of ranks, divided by {replicas}; give --world-size")
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", {"sharding.group_size": who})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {"sharding.group_size": who})
     return Meaning(fields={"sharding.group_size": max(given.topology.world_size // replicas, 1)})
 
 
@@ -161,25 +162,25 @@ def _off(value: Any) -> bool:
 def _least(value: Any, given: Given) -> Meaning:
     size = integer(0)(value)
     if str(given.get("fsdp_config.sharding_strategy")).upper() == "NO_SHARD":
-        return Meaning(Verdict.DROPPED, "nothing is sharded")
+        return Meaning(Fit.IGNORED, "nothing is sharded")
     note = "FSDP cuts at any module of this size, unishard at blocks of this size"
-    return Meaning(Verdict.EMULATED, note, {"sharding.min_unit_params": size})
+    return Meaning(Fit.EQUIVALENT, note, {"sharding.min_unit_params": size})
 
 
 def _drops(why: str) -> Key:
     """Not repeated in another document, whose other keys may not go with it."""
-    return Key(lambda value, given: Meaning(Verdict.DROPPED, why), "", Verdict.DROPPED, why)
+    return Key(lambda value, given: Meaning(Fit.IGNORED, why), "", Fit.IGNORED, why)
 
 
 _MEMORY = "time and memory alone"
 
 FSDP: Mapping[str, Key] = {
-    "precision": Key(_precision, "precision.compute", Verdict.EMULATED, _AUTOCAST),
+    "precision": Key(_precision, "precision.compute", Fit.EQUIVALENT, _AUTOCAST),
     "fsdp_config.mixed_precision": Key(_mixed, "precision.reduce, precision.buffers"),
     "fsdp_config.data_parallel_shard_degree": Key(_shard_degree, "sharding.group_size"),
     "fsdp_config.data_parallel_replicate_degree": Key(_replicate_degree, "sharding.group_size"),
     "fsdp_config.device_mesh": Key(_device_mesh, "sharding.group_size", note="removed in Composer 0.24"),
-    "fsdp_config.min_params": Key(_least, "sharding.min_unit_params", Verdict.EMULATED),
+    "fsdp_config.min_params": Key(_least, "sharding.min_unit_params", Fit.EQUIVALENT),
     "fsdp_config.auto_wrap": _drops("the model's blocks are units"),
     "fsdp_config.flatten_parameters": _drops("FSDP2 keeps the parameters as they are"),
     "fsdp_config.backward_prefetch_limit": _drops(_MEMORY),

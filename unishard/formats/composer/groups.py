@@ -11,10 +11,11 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.config.describe import shown
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Given, Meaning, Unreadable
 from unishard.mapping.key_rows import number, text
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit
 
 __all__ = ["read", "unlike", "write"]
 
@@ -24,7 +25,7 @@ _KNOWN = ("param_str_match", "lr", "weight_decay")
 def read(value: Any, given: Given) -> Meaning:
     """What the groups say."""
     if value in (None, []):
-        return Meaning(Verdict.DROPPED, "is empty")
+        return Meaning(Fit.IGNORED, "is empty")
     if not isinstance(value, list):
         raise Unreadable(f"must be a list of groups, got {shown(value)}; write [{{param_str_match: norm, weight_decay: 0.0}}]")
     groups = [_group(item, given) for item in value]

@@ -12,8 +12,9 @@ from unishard.formats.composer.batches import BATCHES
 from unishard.formats.composer.fsdp_keys import FSDP
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
 from unishard.formats.composer.saving import SAVED
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided
 from unishard.mapping.key_rows import boolean, drops, integer, refuses
+from unishard.mapping.rules import Fit
 
 __all__ = ["KEYS", "RUN", "deferred"]
 
@@ -49,8 +50,8 @@ _WHOLE = "unishard splits no layer between ranks; remove it and shard with fsdp_
 def _tensor_parallel(value: Any, given: Given) -> Meaning:
     degree = value.get(_DEGREE, 1) if isinstance(value, Mapping) else value
     if degree in (None, 1, {}):
-        return Meaning(Verdict.DROPPED, "is off")
-    return Meaning(Verdict.REFUSED, _WHOLE)
+        return Meaning(Fit.IGNORED, "is off")
+    return Meaning(Fit.UNSUPPORTED, _WHOLE)
 
 
 def _compiled(value: Any, given: Given) -> Meaning:
@@ -62,13 +63,13 @@ def _compiled(value: Any, given: Given) -> Meaning:
         fields["compile.backend"] = str(settings["backend"])
     rest = sorted(set(settings) - {"backend"})
     note = f"{', '.join(rest)} would be left out: time alone" if rest else ""
-    return Meaning(Verdict.EMULATED if rest else Verdict.EXACT, note, fields)
+    return Meaning(Fit.EQUIVALENT if rest else Fit.EXACT, note, fields)
 
 
 def _deterministic(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Verdict.UNDECIDED, "call torch.use_deterministic_algorithms(True) in the training script")
-    return Meaning(Verdict.DROPPED, "is off")
+        return Meaning(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
+    return Meaning(Fit.IGNORED, "is off")
 
 
 _RECIPE = "the script merges the section that it names into the file; write that section's keys in the place of the others"
@@ -79,8 +80,8 @@ KEYS: Mapping[str, Key] = {
     **OPTIMIZATION,
     **SAVED,
     "seed": Key(_seed, "training.seed"),
-    "tp_config": Key(_tensor_parallel, "", Verdict.REFUSED, _WHOLE),
-    "parallelism_config.tp": Key(_tensor_parallel, "", Verdict.REFUSED, _WHOLE),
+    "tp_config": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
+    "parallelism_config.tp": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
     "default_seed": Key(_seed, "training.seed", note="of Composer's benchmarks, which seed each task anew"),
     "recipe_name": refuses(_RECIPE, lambda value: not value),
     "use_recipe": refuses(_RECIPE, lambda value: not value),
@@ -112,6 +113,6 @@ def deferred(key: Key) -> Key:
         if not (isinstance(value, str) and "${" in value) or not key.fields:
             return key.read(value, given)
         who = Undecided(f"{value}, which the file does not hold")
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", dict.fromkeys(key.fields.split(", "), who))
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", dict.fromkeys(key.fields.split(", "), who))
 
-    return Key(read, key.fields, key.verdict, key.note, key.silent)
+    return Key(read, key.fields, key.fit, key.note, key.silent)

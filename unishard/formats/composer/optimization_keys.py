@@ -8,8 +8,9 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.formats.composer import groups
 from unishard.formats.composer.durations import updates
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import boolean, drops, number, one_of
+from unishard.mapping.rules import Fit
 
 __all__ = ["OPTIMIZATION", "defaults_of"]
 
@@ -68,7 +69,7 @@ def _of(kinds: tuple[str, ...], field: str, convert: Callable[[Any], Any]) -> Ke
     def read(value: Any, given: Given) -> Meaning:
         found = convert(value)
         if _OPTIMIZERS.get(_kind(given), "adamw") not in kinds:
-            return Meaning(Verdict.DROPPED, "belongs to another optimizer")
+            return Meaning(Fit.IGNORED, "belongs to another optimizer")
         return Meaning(fields={field: found})
 
     return Key(read, field)
@@ -90,14 +91,14 @@ def _decay(value: Any, given: Given) -> Meaning:
     rate = number(0)(given.get("optimizer.lr"))
     if not rate:
         raise Unreadable("must be 0 where the learning rate is 0; write 0")
-    return Meaning(Verdict.EMULATED, _DECOUPLED, {field: decay / rate})
+    return Meaning(Fit.EQUIVALENT, _DECOUPLED, {field: decay / rate})
 
 
 def _shape(value: Any, given: Given) -> Meaning:
     name = one_of(_SHAPES)(value)
     if name != "constant" and _climbs(given):
         note = "the warm-up lasts as long as the training, so that the rate never falls"
-        return Meaning(Verdict.EXACT, note, {"scheduler.name": "constant"})
+        return Meaning(Fit.EXACT, note, {"scheduler.name": "constant"})
     return Meaning(fields={"scheduler.name": name})
 
 
@@ -122,31 +123,31 @@ def _warmup(value: Any, given: Given) -> Meaning:
 
 def _timed(field: str, found: int | Undecided) -> Meaning:
     if isinstance(found, Undecided):
-        return Meaning(Verdict.UNDECIDED, f"the number of updates comes from {found.who}", {field: found})
+        return Meaning(Fit.NEEDS_INPUT, f"the number of updates comes from {found.who}", {field: found})
     return Meaning(fields={field: found})
 
 
 def _end(value: Any, given: Given) -> Meaning:
     found = updates(value, given)
     if not _falls(given):
-        return Meaning(Verdict.DROPPED, "the schedule does not fall")
+        return Meaning(Fit.IGNORED, "the schedule does not fall")
     return _timed("scheduler.total_steps", found)
 
 
 def _duration(value: Any, given: Given) -> Meaning:
     if value is None:
-        return Meaning(Verdict.DROPPED, "is not set")
+        return Meaning(Fit.IGNORED, "is not set")
     found = updates(value, given)
     if not _falls(given) or given.get("scheduler.t_max") not in (None, "1dur", "1.0dur"):
-        return Meaning(Verdict.UNDECIDED, "how long to train is the training script's to decide; end its loop there", kept=True)
+        return Meaning(Fit.NEEDS_INPUT, "how long to train is the training script's to decide; end its loop there", kept=True)
     meaning = _timed("scheduler.total_steps", found)
     note = f"{meaning.note}; end the loop there as well" if meaning.note else ""
-    return Meaning(meaning.verdict, note, meaning.fields, kept=True)
+    return Meaning(meaning.fit, note, meaning.fields, kept=True)
 
 
 def _least(value: Any, given: Given) -> Meaning:
     found = number(0, 1)(value)
-    return Meaning(fields={"scheduler.min_lr_ratio": found}) if _falls(given) else Meaning(Verdict.DROPPED, "the schedule does not fall")
+    return Meaning(fields={"scheduler.min_lr_ratio": found}) if _falls(given) else Meaning(Fit.IGNORED, "the schedule does not fall")
 
 
 def _only(expected: float, why: str) -> Key:
@@ -154,22 +155,22 @@ def _only(expected: float, why: str) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         found = number()(value)
-        return Meaning(Verdict.DROPPED, "is that anyway") if found == expected else Meaning(Verdict.REFUSED, why)
+        return Meaning(Fit.IGNORED, "is that anyway") if found == expected else Meaning(Fit.UNSUPPORTED, why)
 
-    return Key(read, "", Verdict.REFUSED, why)
+    return Key(read, "", Fit.UNSUPPORTED, why)
 
 
 def _clipping(value: Any, given: Given) -> Meaning:
     kind = str(value).strip().lower()
     if kind != "norm":
-        return Meaning(Verdict.REFUSED, f"unishard clips by the global norm, not by {kind}; write norm")
-    return Meaning(Verdict.DROPPED, "is what gradient_clipping does")
+        return Meaning(Fit.UNSUPPORTED, f"unishard clips by the global norm, not by {kind}; write norm")
+    return Meaning(Fit.IGNORED, "is what gradient_clipping does")
 
 
 def _threshold(value: Any, given: Given) -> Meaning:
     kind = given.get("algorithms.gradient_clipping.clipping_type")
     if kind is not None and str(kind).strip().lower() != "norm":
-        return Meaning(Verdict.REFUSED, "belongs to a clipping_type that unishard does not have; write clipping_type: norm")
+        return Meaning(Fit.UNSUPPORTED, "belongs to a clipping_type that unishard does not have; write clipping_type: norm")
     return _clip(value, given)
 
 
@@ -180,8 +181,8 @@ def _clip(value: Any, given: Given) -> Meaning:
 
 def _scaled(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Verdict.REFUSED, "unishard does not scale a warm-up with the length of the training; write the number of updates")
-    return Meaning(Verdict.DROPPED, "is off")
+        return Meaning(Fit.UNSUPPORTED, "unishard does not scale a warm-up with the length of the training; write the number of updates")
+    return Meaning(Fit.IGNORED, "is off")
 
 
 _EXEMPT = (
@@ -192,12 +193,12 @@ _EXEMPT = (
 
 def _exempt(value: Any, given: Given) -> Meaning:
     if not boolean(value) or not given.get("optimizer.weight_decay"):
-        return Meaning(Verdict.DROPPED, "nothing decays" if boolean(value) else "is off")
-    return Meaning(Verdict.EMULATED, _EXEMPT, {"optimizer.no_decay": [r"(^|\.)bias$", "(?i)norm"]})
+        return Meaning(Fit.IGNORED, "nothing decays" if boolean(value) else "is off")
+    return Meaning(Fit.EQUIVALENT, _EXEMPT, {"optimizer.no_decay": [r"(^|\.)bias$", "(?i)norm"]})
 
 
 def _left(what: str) -> Key:
-    return Key(lambda value, given: Meaning(Verdict.UNDECIDED, what), "", Verdict.UNDECIDED, what)
+    return Key(lambda value, given: Meaning(Fit.NEEDS_INPUT, what), "", Fit.NEEDS_INPUT, what)
 
 
 OPTIMIZATION: Mapping[str, Key] = {
@@ -208,9 +209,9 @@ OPTIMIZATION: Mapping[str, Key] = {
     "optimizer.amsgrad": _of(("adamw", "adam"), "optimizer.amsgrad", boolean),
     "optimizer.momentum": _of(("sgd",), "optimizer.momentum", number(0)),
     "optimizer.nesterov": _of(("sgd",), "optimizer.nesterov", boolean),
-    "optimizer.weight_decay": Key(_decay, "optimizer.weight_decay", Verdict.EMULATED, _DECOUPLED),
+    "optimizer.weight_decay": Key(_decay, "optimizer.weight_decay", Fit.EQUIVALENT, _DECOUPLED),
     "optimizer.param_groups": Key(groups.read, "optimizer.groups"),
-    "optimizer.filter_bias_norm_wd": Key(_exempt, "optimizer.no_decay", Verdict.EMULATED, _EXEMPT),
+    "optimizer.filter_bias_norm_wd": Key(_exempt, "optimizer.no_decay", Fit.EQUIVALENT, _EXEMPT),
     "optimizer.disable_grad": _left("freeze these parameters in the training script before prepare"),
     "optimizer.foreach": drops("time alone"),
     "optimizer.fused": drops("time alone"),
@@ -222,7 +223,7 @@ OPTIMIZATION: Mapping[str, Key] = {
     "scheduler.alpha_i": _only(1, "unishard's schedules begin at the learning rate; multiply optimizer.lr instead"),
     "scheduler.alpha": _only(1, "unishard's constant schedule keeps the learning rate; multiply optimizer.lr instead"),
     "scheduler.scale_warmup": Key(_scaled),
-    "max_duration": Key(_duration, "scheduler.total_steps", Verdict.EXACT, "t_max is the whole training unless it is said"),
+    "max_duration": Key(_duration, "scheduler.total_steps", Fit.EXACT, "t_max is the whole training unless it is said"),
     "algorithms.gradient_clipping.clipping_type": Key(_clipping),
     "algorithms.gradient_clipping.clipping_threshold": Key(_threshold, "training.gradient_clipping"),
     "algorithms.fused_layernorm": drops("another kernel of the same norms: time alone"),

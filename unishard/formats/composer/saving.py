@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.composer.durations import updates
-from unishard.mapping.entries import NO_KEY, Case, Expression, Given, Key, Meaning, Undecided, Verdict
-from unishard.mapping.field_rows import idle, none, write
+from unishard.mapping.entries import Given, Key, Meaning, Undecided
+from unishard.mapping.field_rows import none, write
 from unishard.mapping.key_rows import integer, number, text
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["SAVED", "SAVING"]
 
@@ -23,41 +24,41 @@ _NOWHERE = "nothing is saved without save_folder"
 
 def _folder(value: Any, given: Given) -> Meaning:
     if not value:
-        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
     named = text(value).replace("{run_name}", str(given.get("run_name") or "{run_name}"))
     implied = {} if "save_interval" in given else {"checkpoint.every_steps": _STEPS}
     if "://" in named or "{" in named:
         why = "is no directory of a file system" if "://" in named else "has names in it that Composer fills in"
         who = Undecided(f"save_folder, which {why}: {value}")
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {who.who}", {"checkpoint.dir": who, **implied})
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {"checkpoint.dir": who, **implied})
     fields = {"checkpoint.dir": named, **implied}
-    return Meaning(Verdict.EMULATED, f"llm-foundry saves every {_STEPS} updates; {_LAST}", fields) if implied else Meaning(fields=fields)
+    return Meaning(Fit.EQUIVALENT, f"llm-foundry saves every {_STEPS} updates; {_LAST}", fields) if implied else Meaning(fields=fields)
 
 
 def _interval(value: Any, given: Given) -> Meaning:
     if not given.get("save_folder"):
-        return Meaning(Verdict.DROPPED, _NOWHERE, kept=True)
+        return Meaning(Fit.IGNORED, _NOWHERE, kept=True)
     if isinstance(value, str) and value.strip().endswith("sec"):
         minutes = number(0)(value.strip().removesuffix("sec")) / 60
-        return Meaning(Verdict.EMULATED, _LAST, {"checkpoint.every_minutes": minutes or None})
+        return Meaning(Fit.EQUIVALENT, _LAST, {"checkpoint.every_minutes": minutes or None})
     steps = updates(value, given)
     if isinstance(steps, Undecided):
-        return Meaning(Verdict.UNDECIDED, f"comes from {steps.who}; call engine.save() there, or set checkpoint.every_steps", kept=True)
-    return Meaning(Verdict.EMULATED if steps else Verdict.EXACT, _LAST, {"checkpoint.every_steps": steps or None})
+        return Meaning(Fit.NEEDS_INPUT, f"comes from {steps.who}; call engine.save() there, or set checkpoint.every_steps", kept=True)
+    return Meaning(Fit.EQUIVALENT if steps else Fit.EXACT, _LAST, {"checkpoint.every_steps": steps or None})
 
 
 def _kept(value: Any, given: Given) -> Meaning:
     count = integer(-1)(value)
     if not count:
         return Meaning(
-            Verdict.UNDECIDED, "keeps none where they are uploaded; upload in your script, and set checkpoint.keep_last", kept=True
+            Fit.NEEDS_INPUT, "keeps none where they are uploaded; upload in your script, and set checkpoint.keep_last", kept=True
         )
     return Meaning(fields={"checkpoint.keep_last": None if count < 0 else count})
 
 
 SAVED: Mapping[str, Key] = {
     "save_folder": Key(_folder, "checkpoint.dir", note=f"llm-foundry saves every {_STEPS} updates where save_interval is not said"),
-    "save_interval": Key(_interval, "checkpoint.every_steps", Verdict.EMULATED, _LAST),
+    "save_interval": Key(_interval, "checkpoint.every_steps", Fit.EQUIVALENT, _LAST),
     "save_num_checkpoints_to_keep": Key(_kept, "checkpoint.keep_last", note="-1 keeps all"),
 }
 """What each key says."""
@@ -84,41 +85,39 @@ def _count(cfg: Config, topology: Topology) -> Native:
 _ALL = "Composer keeps the newest or all: all are kept"
 _ALSO = "Composer also saves at the end of the training"
 
-SAVING: Mapping[str, Expression] = {
-    "checkpoint.dir": Expression(
-        Verdict.EXACT,
+SAVING: Mapping[str, Rule] = {
+    "checkpoint.dir": Rule(
+        Fit.EXACT,
         "save_folder",
         "",
         _place,
     ),
-    "checkpoint.every_steps": Expression(
-        Verdict.EMULATED, "save_interval", _ALSO, _time, (idle("null", lambda cfg: cfg.checkpoint.every_steps is None),)
+    "checkpoint.every_steps": Rule(
+        Fit.EQUIVALENT, "save_interval", _ALSO, _time, (unless("null", lambda cfg: cfg.checkpoint.every_steps is None),)
     ),
-    "checkpoint.every_minutes": Expression(
-        Verdict.EMULATED,
+    "checkpoint.every_minutes": Rule(
+        Fit.EQUIVALENT,
         "save_interval",
         _ALSO,
         _time,
         (
-            idle("null", lambda cfg: cfg.checkpoint.every_minutes is None),
-            Case(
+            unless("null", lambda cfg: cfg.checkpoint.every_minutes is None),
+            When(
                 "with every_steps",
                 lambda cfg: cfg.checkpoint.every_steps is not None,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "Composer has one interval: every_steps counts",
             ),
         ),
     ),
-    "checkpoint.keep_last": Expression(
-        Verdict.EXACT,
+    "checkpoint.keep_last": Rule(
+        Fit.EXACT,
         "save_num_checkpoints_to_keep",
         "-1 keeps all",
         _count,
-        (Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, _ALL),),
+        (When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),),
     ),
-    "checkpoint.keep_every": Expression(
-        Verdict.APPROXIMATE, NO_KEY, _ALL, when=(idle("null", lambda cfg: cfg.checkpoint.keep_every is None),)
-    ),
+    "checkpoint.keep_every": Rule(Fit.APPROXIMATE, NO_KEY, _ALL, when=(unless("null", lambda cfg: cfg.checkpoint.keep_every is None),)),
     "checkpoint.async_save": none(
         "time alone: Composer waits until the files are written", lambda cfg: not cfg.checkpoint.async_save, "false"
     ),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.mapping.entries import Entry, Meaning, Path, Verdict
+from unishard.mapping.entries import Entry, Meaning, Path
+from unishard.mapping.rules import Fit
 
 __all__ = ["placed", "today", "together"]
 
@@ -67,7 +68,7 @@ def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
 
 def _one(name: str, value: Any, parts: list[Entry]) -> Entry:
     meanings = [entry.meaning for entry in parts]
-    worst = max((meaning.verdict for meaning in meanings), key=lambda verdict: verdict.badness)
+    worst = max((meaning.fit for meaning in meanings), key=lambda fit: fit.badness)
     fields = {field: value for meaning in meanings for field, value in meaning.fields.items()}
     note = "; ".join(dict.fromkeys(meaning.note for meaning in meanings if meaning.note))
-    return Entry((name,), value, Meaning(worst, note, {} if worst is Verdict.REFUSED else fields))
+    return Entry((name,), value, Meaning(worst, note, {} if worst is Fit.UNSUPPORTED else fields))

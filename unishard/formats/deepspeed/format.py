@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
+from unishard.config.nested import Native, flat, nested
 from unishard.config.topology import Topology
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Expressed, Expression, Key, Meaning, Undecided, express
-from unishard.mapping.rules import Native, flat, nested
+from unishard.mapping.entries import Entry, Key, Meaning, Undecided
+from unishard.mapping.express import Expressed, express
+from unishard.mapping.rules import Rule
 from unishard.plugins import registry
 
 __all__ = ["DeepSpeedFormat"]
@@ -34,7 +36,7 @@ class DeepSpeedFormat:
     tool = "DeepSpeed 0.19.8"
     suffix = ".json"
     keys: Mapping[str, Key] = {}
-    expressions: Mapping[str, Expression] = {}
+    expressions: Mapping[str, Rule] = {}
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says.

@@ -9,8 +9,9 @@ from typing import Any
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.hf.wordlists import names
 from unishard.formats.sections import ARGUMENTS, SURE
-from unishard.mapping.entries import Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import boolean, drops, refuses
+from unishard.mapping.rules import Fit
 
 __all__ = ["DIALECT", "around", "bare", "section_in", "wrapped"]
 
@@ -74,15 +75,15 @@ def _dtype(value: Any, given: Given) -> Meaning:
     """`torch_dtype` of ms-swift, which also decides bf16 and fp16 where these are absent."""
     word = str(value).removeprefix("torch.").lower()
     if word not in _DTYPES or "bf16" in given or "fp16" in given:
-        return Meaning(Verdict.DROPPED, "is the format in which the training script loads the model", kept=True)
+        return Meaning(Fit.IGNORED, "is the format in which the training script loads the model", kept=True)
     meaning = compute(_DTYPES[word]).read(True, given)
     note = "ms-swift trains in mixed precision of this format where bf16 and fp16 are absent; other scripts only load the model in it"
-    return Meaning(max(Verdict.EMULATED, meaning.verdict, key=lambda verdict: verdict.badness), note, meaning.fields, kept=True)
+    return Meaning(max(Fit.EQUIVALENT, meaning.fit, key=lambda fit: fit.badness), note, meaning.fields, kept=True)
 
 
 def _pure(value: Any, given: Given) -> Meaning:
     if not boolean(value):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     return Meaning(fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, kept=True)
 
 

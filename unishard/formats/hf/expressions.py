@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
+from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.formats.hf.engine_expressions import FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
@@ -12,9 +13,9 @@ from unishard.formats.hf.optimizer_expressions import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.switches import SWITCHES, switched_on, without
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import NO_KEY, Case, Expressed, Expression, Verdict, Word, express
+from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.field_rows import unlooked
-from unishard.mapping.rules import Native, merge
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When
 
 __all__ = ["EXPRESSIONS", "written"]
 
@@ -39,115 +40,115 @@ def _compiled(cfg: Config, topology: Topology) -> Native:
     return {} if cfg.compile.mode == "none" else {"torch_compile": True}
 
 
-_NONE = Case("none", lambda cfg: cfg.activation_checkpointing == "none", Verdict.EXACT, "")
+_NONE = When("none", lambda cfg: cfg.activation_checkpointing == "none", Fit.EXACT, "")
 _BLOCKS = "transformers runs the whole of each block again: losses are the same, memory and time differ"
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "backend": Expression(
-        Verdict.EXACT,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "backend": Rule(
+        Fit.EXACT,
         "fsdp",
         to=_backend,
-        when=(Case("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", Verdict.EXACT, "DistributedDataParallel"),),
+        when=(When("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", Fit.EXACT, "DistributedDataParallel"),),
     ),
     **{name: row for name, row in FSDP.items() if not name.startswith(("precision", "offload", "communication"))},
-    "precision.compute": Expression(
-        Verdict.EXACT,
+    "precision.compute": Rule(
+        Fit.EXACT,
         "bf16, fp16",
         "",
         _compute,
         (
-            Case(
+            When(
                 "pure",
                 lambda cfg: cfg.precision.pure and cfg.backend in SWITCHES,
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "load the model in this format (dtype=torch.bfloat16) and leave bf16 and fp16 out",
             ),
-            Case(
+            When(
                 "no_shard on torch",
                 lambda cfg: cfg.precision.compute != "fp32" and without(cfg),
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "torch.autocast: some operations run in fp32 there, and all of the model computes in this format here",
             ),
         ),
     ),
     **{name: row for name, row in FSDP.items() if name.startswith(("precision", "offload"))},
-    "activation_checkpointing": Expression(
-        Verdict.EXACT,
+    "activation_checkpointing": Rule(
+        Fit.EXACT,
         "activation_checkpointing, fsdp_config.activation_checkpointing",
         "",
         _checkpointing,
         (
             _NONE,
-            Case("selective", lambda cfg: cfg.activation_checkpointing == "selective", Verdict.EMULATED, _BLOCKS),
-            Case("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Verdict.EMULATED, _BLOCKS),
+            When("selective", lambda cfg: cfg.activation_checkpointing == "selective", Fit.EQUIVALENT, _BLOCKS),
+            When("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Fit.EQUIVALENT, _BLOCKS),
         ),
     ),
-    "training.micro_batch_size": Expression(
-        Verdict.EXACT,
+    "training.micro_batch_size": Rule(
+        Fit.EXACT,
         "per_device_train_batch_size",
         to=lambda cfg, topology: {"per_device_train_batch_size": cfg.training.micro_batch_size},
     ),
-    "training.gradient_accumulation_steps": Expression(
-        Verdict.EXACT,
+    "training.gradient_accumulation_steps": Rule(
+        Fit.EXACT,
         "gradient_accumulation_steps",
         to=lambda cfg, topology: {"gradient_accumulation_steps": cfg.training.gradient_accumulation_steps},
     ),
-    "training.global_batch_size": Expression(Verdict.EXACT, "per_device_train_batch_size x gradient_accumulation_steps x ranks"),
-    "training.gradient_clipping": Expression(
-        Verdict.EXACT, "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
+    "training.global_batch_size": Rule(Fit.EXACT, "per_device_train_batch_size x gradient_accumulation_steps x ranks"),
+    "training.gradient_clipping": Rule(
+        Fit.EXACT, "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
     ),
     "training.nonfinite": unlooked(
-        Verdict.APPROXIMATE,
+        Fit.APPROXIMATE,
         NO_KEY,
         "Trainer does not look: an update with a NaN is made; a callback's on_pre_optimizer_step can stop it",
-        scaled=(Verdict.EMULATED, "torch's GradScaler leaves the update out"),
+        scaled=(Fit.EQUIVALENT, "torch's GradScaler leaves the update out"),
     ),
-    "training.last_window": Expression(
-        Verdict.EXACT,
+    "training.last_window": Rule(
+        Fit.EXACT,
         "none: Trainer steps at the end of an epoch",
         when=(
-            Case(
+            When(
                 "drop",
                 lambda cfg: cfg.training.last_window == "drop",
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "Trainer makes the last update of an epoch with the micro-batches that are left; cut the dataset to whole windows",
             ),
         ),
     ),
-    "training.seed": Expression(
-        Verdict.EMULATED,
+    "training.seed": Rule(
+        Fit.EQUIVALENT,
         "seed",
         "the same number; Trainer's sampler draws another order from it than unishard's",
         lambda cfg, topology: {"seed": cfg.training.seed},
     ),
     **OPTIMIZING,
     **{name: row for name, row in FSDP.items() if name.startswith("communication")},
-    "compile.mode": Expression(
-        Verdict.EXACT,
+    "compile.mode": Rule(
+        Fit.EXACT,
         "torch_compile",
         "",
         _compiled,
         (
-            Case(
+            When(
                 "per_block",
                 lambda cfg: cfg.compile.mode == "per_block",
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "Trainer compiles the whole model: the same results, a longer start",
             ),
         ),
     ),
-    "compile.backend": Expression(
-        Verdict.EXACT,
+    "compile.backend": Rule(
+        Fit.EXACT,
         "torch_compile_backend",
         to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"torch_compile_backend": cfg.compile.backend},
     ),
     **SAVING,
-    "strict": Expression(Verdict.EXACT, "none: it is about unishard's own report"),
-    "native": Expression(
-        Verdict.APPROXIMATE,
+    "strict": Rule(Fit.EXACT, "none: it is about unishard's own report"),
+    "native": Rule(
+        Fit.APPROXIMATE,
         NO_KEY,
         "settings of one engine that TrainingArguments have no word for",
-        when=(Case("empty", lambda cfg: not cfg.native.get(cfg.backend), Verdict.EXACT, ""),),
+        when=(When("empty", lambda cfg: not cfg.native.get(cfg.backend), Fit.EXACT, ""),),
     ),
 }
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
@@ -163,5 +164,5 @@ def written(reading: ReadDocument, topology: Topology) -> Expressed:
     engine = engine_of(reading, topology)
     lengths = lengths_of(reading)
     document = merge(merge(own_words.document, engine.document), lengths.document)
-    words: dict[str, Word] = {**own_words.words, **engine.words, **lengths.words}
+    words: dict[str, FieldResult] = {**own_words.fields, **engine.fields, **lengths.fields}
     return Expressed(document, words)

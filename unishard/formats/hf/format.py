@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.assumed import assumed
@@ -19,8 +20,9 @@ from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import NOTHING, Entry, Expressed, Expression, Key, Meaning, Verdict, interpret
-from unishard.mapping.rules import Native
+from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
+from unishard.mapping.express import Expressed
+from unishard.mapping.rules import Fit, Rule
 
 __all__ = ["HfFormat"]
 
@@ -32,7 +34,7 @@ class HfFormat:
     tool = "transformers 5.23"
     suffix = ".yaml"
     keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Expression] = EXPRESSIONS
+    expressions: Mapping[str, Rule] = EXPRESSIONS
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the arguments say, those of the engine that they choose, and what Trainer assumes.
@@ -72,7 +74,7 @@ def _found(source: Source, topology: Topology | None) -> list[Entry]:
     return [*inner, *(Entry((str(key),), value, _BESIDE) for key, value in source.data.items() if key != name)]
 
 
-_BESIDE = Meaning(Verdict.DROPPED, "stands beside the TrainingArguments: the script takes it for itself")
+_BESIDE = Meaning(Fit.IGNORED, "stands beside the TrainingArguments: the script takes it for itself")
 
 
 def _entries(source: Source, topology: Topology | None, *, section: bool = False) -> list[Entry]:

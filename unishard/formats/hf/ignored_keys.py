@@ -8,8 +8,9 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.wordlists import names
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import drops, refuses
+from unishard.mapping.rules import Fit
 
 __all__ = ["IDLE"]
 
@@ -62,13 +63,13 @@ _DATA = "concerns the DataLoader, which the training script builds"
 def _logged(value: Any, given: Given) -> Meaning:
     if value == 0 and given.get("logging_strategy") not in ("no", "epoch"):
         raise Unreadable('must be above 0 where logging_strategy is steps, got 0; write a number, or logging_strategy: "no"')
-    return Meaning(Verdict.DROPPED, _LOGS, kept=True)
+    return Meaning(Fit.IGNORED, _LOGS, kept=True)
 
 
 def _prefetched(value: Any, given: Given) -> Meaning:
     if value is not None and not given.get("dataloader_num_workers"):
         raise Unreadable(f"must be null without dataloader_num_workers, got {shown(value)}; write how many workers, or remove it")
-    return Meaning(Verdict.DROPPED, _DATA, kept=True)
+    return Meaning(Fit.IGNORED, _DATA, kept=True)
 
 
 def _best(value: Any, given: Given) -> Meaning:
@@ -76,14 +77,14 @@ def _best(value: Any, given: Given) -> Meaning:
     if value and saved not in ("best", evaluated):
         strategies = f"eval_strategy ({evaluated}) and save_strategy ({saved})"
         raise Unreadable(f"must be false where {strategies} differ, got {shown(value)}; make the two equal")
-    return Meaning(Verdict.DROPPED, _FILES, kept=True)
+    return Meaning(Fit.IGNORED, _FILES, kept=True)
 
 
 IDLE: Mapping[str, Key] = {
     **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
-    "logging_steps": Key(_logged, "", Verdict.DROPPED, _LOGS),
-    "load_best_model_at_end": Key(_best, "", Verdict.DROPPED, _FILES),
-    "dataloader_prefetch_factor": Key(_prefetched, "", Verdict.DROPPED, _DATA),
+    "logging_steps": Key(_logged, "", Fit.IGNORED, _LOGS),
+    "load_best_model_at_end": Key(_best, "", Fit.IGNORED, _FILES),
+    "dataloader_prefetch_factor": Key(_prefetched, "", Fit.IGNORED, _DATA),
     "label_smoothing_factor": refuses(_SMOOTHING, off),
     "neftune_noise_alpha": refuses(_NOISE, off),
     "sharded_ddp": refuses("transformers removed fairscale's sharded DDP; write fsdp: true", off),

@@ -10,8 +10,9 @@ from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
-from unishard.mapping.entries import Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import listed
+from unishard.mapping.rules import Fit
 
 __all__ = ["ENGINES", "KEYS"]
 
@@ -21,7 +22,7 @@ ENGINES = ("fsdp", "fsdp_config", "deepspeed")
 
 def _engine(name: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
-        return Meaning(Verdict.DROPPED, "is off") if off(value) else Meaning(fields={"backend": name})
+        return Meaning(Fit.IGNORED, "is off") if off(value) else Meaning(fields={"backend": name})
 
     return Key(read, "backend", note=f"what it holds stands in the table of {name}")
 
@@ -29,15 +30,15 @@ def _engine(name: str) -> Key:
 def _classes(value: Any, given: Given) -> Meaning:
     """Once an argument beside `fsdp`."""
     if off(value) or off(given.get("fsdp")):
-        return Meaning(Verdict.DROPPED, "is read where fsdp is on alone", kept=True)
-    return Meaning(Verdict.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
+        return Meaning(Fit.IGNORED, "is read where fsdp is on alone", kept=True)
+    return Meaning(Fit.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
 
 
 def _least(value: Any, given: Given) -> Meaning:
     if off(value) or off(given.get("fsdp")):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     note = "transformers 5 reads it in fsdp_config, for SIZE_BASED_WRAP; write it there"
-    return Meaning(Verdict.REFUSED, note)
+    return Meaning(Fit.UNSUPPORTED, note)
 
 
 KEYS: Mapping[str, Key] = {
@@ -49,7 +50,7 @@ KEYS: Mapping[str, Key] = {
     "fsdp_config": _engine("fsdp"),
     "deepspeed": _engine("deepspeed"),
     "fsdp_transformer_layer_cls_to_wrap": Key(_classes, "sharding.units", note="transformers 5 reads it in fsdp_config"),
-    "fsdp_min_num_params": Key(_least, "", Verdict.REFUSED, "transformers 5 reads it in fsdp_config"),
+    "fsdp_min_num_params": Key(_least, "", Fit.UNSUPPORTED, "transformers 5 reads it in fsdp_config"),
     **IDLE,
 }
 """The arguments and what each says."""

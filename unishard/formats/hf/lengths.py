@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from unishard.config.nested import Native
 from unishard.formats.hf.loop import off
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import Unreadable, Verdict, Word
+from unishard.mapping.entries import Unreadable
+from unishard.mapping.express import FieldResult
 from unishard.mapping.key_rows import number
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit
 
 __all__ = ["Lengths", "lengths_of"]
 
@@ -18,7 +20,7 @@ class Lengths(NamedTuple):
     """Arguments that stand for numbers of updates."""
 
     document: Native
-    words: Mapping[str, Word]
+    fields: Mapping[str, FieldResult]
     """By field that they decide."""
 
 
@@ -36,16 +38,16 @@ def lengths_of(reading: ReadDocument) -> Lengths:
     data = reading.source.data
     epochs, assumed = _EPOCHS[reading.format]
     document: Native = {}
-    words: dict[str, Word] = {}
+    fields: dict[str, FieldResult] = {}
     if "scheduler.total_steps" in reading.undecided:
         document["num_train_epochs"] = data.get(epochs, assumed)
-        words["scheduler.total_steps"] = Word(Verdict.EXACT, "num_train_epochs", "")
+        fields["scheduler.total_steps"] = FieldResult(Fit.EXACT, "num_train_epochs", "")
     elif "scheduler.total_steps" not in reading.decided:
         document |= {"max_steps": data["max_steps"]} if not off(data.get("max_steps")) else {}
         document |= {"num_train_epochs": data[epochs]} if not off(data.get(epochs)) else {}
     if "scheduler.warmup_steps" in reading.undecided:
-        document["warmup_steps"], words["scheduler.warmup_steps"] = _warmup(data)
-    return Lengths(document, words)
+        document["warmup_steps"], fields["scheduler.warmup_steps"] = _warmup(data)
+    return Lengths(document, fields)
 
 
 def _as_number(value: Any) -> Any:
@@ -56,10 +58,10 @@ def _as_number(value: Any) -> Any:
         return value
 
 
-def _warmup(data: Mapping[str, Any]) -> tuple[Any, Word]:
+def _warmup(data: Mapping[str, Any]) -> tuple[Any, FieldResult]:
     """The part of the updates over which the rate climbs: transformers 5 takes a part as `warmup_steps` below 1."""
     part = data.get("warmup_steps") or data.get("warmup_ratio")
     if part:
-        return _as_number(part), Word(Verdict.EXACT, "warmup_steps", "")
+        return _as_number(part), FieldResult(Fit.EXACT, "warmup_steps", "")
     note = f"axolotl assumes {_ASSUMED:g} of the updates, at most 100; the limit is lost"
-    return _ASSUMED, Word(Verdict.EMULATED, "warmup_steps", note)
+    return _ASSUMED, FieldResult(Fit.EQUIVALENT, "warmup_steps", note)

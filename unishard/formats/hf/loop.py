@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, number, refuses, sets, text
+from unishard.mapping.rules import Fit
 
 __all__ = ["LOOP", "checkpointing", "clipping", "compute", "off"]
 
@@ -30,7 +31,7 @@ def compute(dtype: str) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         if not boolean(value if value is not None else False):
-            return Meaning(Verdict.DROPPED, "is off", kept=True)
+            return Meaning(Fit.IGNORED, "is off", kept=True)
         fields: dict[str, Any] = {"precision.compute": dtype}
         if given.get("deepspeed"):
             return Meaning(fields=fields)
@@ -38,7 +39,7 @@ def compute(dtype: str) -> Key:
             # FullyShardedDataParallelPlugin.set_mixed_precision, accelerate 1.15.0
             return Meaning(fields={**fields, "precision.reduce": dtype})
         note = f"torch.autocast runs some operations in fp32 and the rest in {dtype}; here all of the model computes in {dtype}"
-        return Meaning(Verdict.EMULATED, note, fields)
+        return Meaning(Fit.EQUIVALENT, note, fields)
 
     return Key(read, "precision.compute, precision.reduce")
 
@@ -46,58 +47,58 @@ def compute(dtype: str) -> Key:
 def checkpointing(value: Any, given: Given) -> Meaning:
     """Whether the model's blocks run again in backward."""
     if not boolean(value if value is not None else False):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     return Meaning(fields={"activation_checkpointing": "full"})
 
 
 def _checkpointing_arguments(value: Any, given: Given) -> Meaning:
     if off(value):
-        return Meaning(Verdict.DROPPED, "is empty", kept=True)
+        return Meaning(Fit.IGNORED, "is empty", kept=True)
     if not isinstance(value, Mapping):
         raise Unreadable(f"must be a mapping, got {shown(value)}; write {{use_reentrant: false}}")
     every = integer(1)(value.get("every_n_layers", 1))
     if every > 1:
         note = f"every block runs again here, and every {every}th there: losses are the same, it takes less memory and more time"
-        return Meaning(Verdict.EMULATED, note, kept=True)
+        return Meaning(Fit.EQUIVALENT, note, kept=True)
     if value.get("offload"):
-        return Meaning(Verdict.DROPPED, "saved activations stay in device memory: losses are the same", kept=True)
-    return Meaning(Verdict.DROPPED, _KWARGS, kept=True)
+        return Meaning(Fit.IGNORED, "saved activations stay in device memory: losses are the same", kept=True)
+    return Meaning(Fit.IGNORED, _KWARGS, kept=True)
 
 
 def _compiled(value: Any, given: Given) -> Meaning:
     if off(value):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     boolean(value)
     return Meaning(fields={"compile.mode": "full"})
 
 
 def _compiler(value: Any, given: Given) -> Meaning:
     if value is None:
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     return Meaning(fields={"compile.mode": "full", "compile.backend": text(value)})
 
 
 def _compile_mode(value: Any, given: Given) -> Meaning:
     if value is None:
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     note = f"torch.compile's mode {text(value)} changes time and memory alone; unishard compiles in its default mode"
-    return Meaning(Verdict.EMULATED, note, {"compile.mode": "full"})
+    return Meaning(Fit.EQUIVALENT, note, {"compile.mode": "full"})
 
 
 def _accelerator(value: Any, given: Given) -> Meaning:
     if off(value):
-        return Meaning(Verdict.DROPPED, "is empty", kept=True)
+        return Meaning(Fit.IGNORED, "is empty", kept=True)
     if isinstance(value, Mapping) and not off(value.get("split_batches")):
         why = "with split_batches, per_device_train_batch_size counts the samples of all ranks; divide it by the ranks and remove this"
-        return Meaning(Verdict.REFUSED, why)
-    return Meaning(Verdict.DROPPED, "concerns how Accelerate hands out the data", kept=True)
+        return Meaning(Fit.UNSUPPORTED, why)
+    return Meaning(Fit.IGNORED, "concerns how Accelerate hands out the data", kept=True)
 
 
 def _tokens(value: Any, given: Given) -> Meaning:
     if not boolean(value):
-        return Meaning(Verdict.DROPPED, "is off: each rank averages over its own tokens", kept=True)
+        return Meaning(Fit.IGNORED, "is off: each rank averages over its own tokens", kept=True)
     note = "Trainer divides the loss by the tokens of all ranks; in your loop: engine.backward(sum of losses, num_items=tokens)"
-    return Meaning(Verdict.UNDECIDED, note, kept=True)
+    return Meaning(Fit.NEEDS_INPUT, note, kept=True)
 
 
 _OBJECT = "holds a ParallelismConfig object; write sharding.strategy and sharding.group_size instead"
@@ -105,41 +106,41 @@ _OBJECT = "holds a ParallelismConfig object; write sharding.strategy and shardin
 
 def _parallel(value: Any, given: Given) -> Meaning:
     if off(value):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
-    return Meaning(Verdict.REFUSED, _OBJECT)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
+    return Meaning(Fit.UNSUPPORTED, _OBJECT)
 
 
 LOOP: Mapping[str, Key] = {
     "per_device_train_batch_size": sets("training.micro_batch_size", integer(1), silent=8),
     "per_gpu_train_batch_size": sets(
-        "training.micro_batch_size", integer(1), Verdict.EXACT, "transformers 5 calls it per_device_train_batch_size"
+        "training.micro_batch_size", integer(1), Fit.EXACT, "transformers 5 calls it per_device_train_batch_size"
     ),
     "gradient_accumulation_steps": sets("training.gradient_accumulation_steps", integer(1), silent=1),
     "max_grad_norm": Key(clipping, "training.gradient_clipping", silent=1.0),
     "auto_find_batch_size": refuses(
         "Trainer halves the batch size until it fits; find one that fits and write it as per_device_train_batch_size", off
     ),
-    "average_tokens_across_devices": Key(_tokens, "", Verdict.UNDECIDED, "how the loss is averaged is the training script's to say"),
+    "average_tokens_across_devices": Key(_tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"),
     "bf16": compute("bf16"),
     "fp16": compute("fp16"),
     "tf32": drops("is a switch of torch (torch.backends.cuda.matmul.allow_tf32) that unishard leaves as it is"),
     "activation_checkpointing": Key(checkpointing, "activation_checkpointing"),
-    "activation_checkpointing_kwargs": Key(_checkpointing_arguments, "", Verdict.DROPPED, _KWARGS),
+    "activation_checkpointing_kwargs": Key(_checkpointing_arguments, "", Fit.IGNORED, _KWARGS),
     "gradient_checkpointing": Key(checkpointing, "activation_checkpointing"),
-    "gradient_checkpointing_kwargs": Key(_checkpointing_arguments, "", Verdict.DROPPED, _KWARGS),
+    "gradient_checkpointing_kwargs": Key(_checkpointing_arguments, "", Fit.IGNORED, _KWARGS),
     "torch_compile": Key(_compiled, "compile.mode"),
     "torch_compile_backend": Key(_compiler, "compile.mode, compile.backend"),
-    "torch_compile_mode": Key(_compile_mode, "compile.mode", Verdict.EMULATED),
+    "torch_compile_mode": Key(_compile_mode, "compile.mode", Fit.EQUIVALENT),
     "seed": sets(
         "training.seed",
         integer(0),
-        Verdict.EMULATED,
+        Fit.EQUIVALENT,
         "the same number; Trainer's sampler draws another order from it than unishard's",
         silent=42,
     ),
     "data_seed": drops("seeds the order of the data alone; unishard draws it from training.seed"),
     "full_determinism": drops("is a switch of torch (torch.use_deterministic_algorithms) for your training script"),
-    "accelerator_config": Key(_accelerator, "", Verdict.DROPPED, "concerns how Accelerate hands out the data"),
-    "parallelism_config": Key(_parallel, "", Verdict.REFUSED, _OBJECT),
-    "distributed_config": Key(_parallel, "", Verdict.REFUSED, _OBJECT),
+    "accelerator_config": Key(_accelerator, "", Fit.IGNORED, "concerns how Accelerate hands out the data"),
+    "parallelism_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),
+    "distributed_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),
 }

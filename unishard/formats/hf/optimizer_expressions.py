@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.hf.optimizing import ADAM, NO_DECAY
-from unishard.mapping.entries import SCRIPT, Case, Expression, Verdict
 from unishard.mapping.field_rows import write
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 
 __all__ = ["OPTIMIZING"]
 
@@ -61,64 +61,60 @@ _GROUPS = "override Trainer.get_decay_parameter_names, or pass an optimizer with
 
 _CLIMB = "transformers' schedules climb from 0 in a straight line; build this one: Trainer(..., optimizers=(optimizer, scheduler))"
 
-OPTIMIZING: Mapping[str, Expression] = {
-    "optimizer.name": Expression(
-        Verdict.EXACT,
+OPTIMIZING: Mapping[str, Rule] = {
+    "optimizer.name": Rule(
+        Fit.EXACT,
         "optim",
         "",
         lambda cfg, topology: {"optim": _NAMES[cfg.optimizer.name]} if cfg.optimizer.name in _NAMES else {},
         (
-            Case(
+            When(
                 "adam",
                 _named("adam"),
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 f"transformers has AdamW alone; {_PASS} torch.optim.Adam",
             ),
-            Case("lion", _named("lion"), Verdict.EMULATED, "bitsandbytes' Lion: the same algorithm"),
+            When("lion", _named("lion"), Fit.EQUIVALENT, "bitsandbytes' Lion: the same algorithm"),
         ),
     ),
-    "optimizer.lr": Expression(Verdict.EXACT, "learning_rate", to=lambda cfg, topology: {"learning_rate": cfg.optimizer.lr}),
-    "optimizer.betas": Expression(Verdict.EXACT, "adam_beta1, adam_beta2", to=_betas),
-    "optimizer.eps": Expression(Verdict.EXACT, "adam_epsilon, optim_args", to=_eps),
+    "optimizer.lr": Rule(Fit.EXACT, "learning_rate", to=lambda cfg, topology: {"learning_rate": cfg.optimizer.lr}),
+    "optimizer.betas": Rule(Fit.EXACT, "adam_beta1, adam_beta2", to=_betas),
+    "optimizer.eps": Rule(Fit.EXACT, "adam_epsilon, optim_args", to=_eps),
     "optimizer.amsgrad": write(
         f"{_PASS} torch.optim.AdamW(..., amsgrad=True)",
         lambda cfg: not cfg.optimizer.amsgrad,
         "false",
     ),
-    "optimizer.momentum": Expression(Verdict.EXACT, "optim_args", to=_arguments),
-    "optimizer.nesterov": Expression(Verdict.EXACT, "optim_args"),
-    "optimizer.weight_decay": Expression(
-        Verdict.EXACT, "weight_decay", to=lambda cfg, topology: {"weight_decay": cfg.optimizer.weight_decay}
-    ),
-    "optimizer.no_decay": Expression(
-        Verdict.UNDECIDED,
+    "optimizer.momentum": Rule(Fit.EXACT, "optim_args", to=_arguments),
+    "optimizer.nesterov": Rule(Fit.EXACT, "optim_args"),
+    "optimizer.weight_decay": Rule(Fit.EXACT, "weight_decay", to=lambda cfg, topology: {"weight_decay": cfg.optimizer.weight_decay}),
+    "optimizer.no_decay": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         f"Trainer exempts biases and norms, other names than these; {_GROUPS}",
         when=(
-            Case("no weight decay", lambda cfg: not cfg.optimizer.weight_decay, Verdict.EXACT, ""),
-            Case("what Trainer exempts", lambda cfg: cfg.optimizer.no_decay == [NO_DECAY], Verdict.EXACT, ""),
-            Case(
+            When("no weight decay", lambda cfg: not cfg.optimizer.weight_decay, Fit.EXACT, ""),
+            When("what Trainer exempts", lambda cfg: cfg.optimizer.no_decay == [NO_DECAY], Fit.EXACT, ""),
+            When(
                 "empty",
                 lambda cfg: not cfg.optimizer.no_decay,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"Trainer exempts biases and norms from weight decay; to decay them, {_GROUPS}",
             ),
         ),
     ),
     "optimizer.groups": write(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
-    "scheduler.name": Expression(
-        Verdict.EXACT,
+    "scheduler.name": Rule(
+        Fit.EXACT,
         "lr_scheduler_type",
         "",
         _schedule,
     ),
-    "scheduler.warmup_steps": Expression(
-        Verdict.EXACT, "warmup_steps", to=lambda cfg, topology: {"warmup_steps": cfg.scheduler.warmup_steps}
-    ),
+    "scheduler.warmup_steps": Rule(Fit.EXACT, "warmup_steps", to=lambda cfg, topology: {"warmup_steps": cfg.scheduler.warmup_steps}),
     "scheduler.warmup_type": write(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
     "scheduler.warmup_start_ratio": write(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
     "scheduler.delay_steps": write(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),
-    "scheduler.total_steps": Expression(Verdict.EXACT, "max_steps", to=_steps),
-    "scheduler.min_lr_ratio": Expression(Verdict.EXACT, "lr_scheduler_kwargs"),
+    "scheduler.total_steps": Rule(Fit.EXACT, "max_steps", to=_steps),
+    "scheduler.min_lr_ratio": Rule(Fit.EXACT, "lr_scheduler_kwargs"),
 }
 """Rows of the optimizer and the schedule, which stand in TrainingArguments whatever the engine."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.formats.hf.wordlists import names
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import number, refuses, sets
+from unishard.mapping.rules import Fit
 
 __all__ = ["ADAM", "NO_DECAY", "OPTIMIZER", "named"]
 
@@ -20,26 +21,26 @@ _EIGHT = "8-bit state there, in the format of the masters here: the same algorit
 _FOUR = "4-bit state there, in the format of the masters here: the same algorithm without its rounding, in more memory"
 _PAGED = "the same algorithm; its state lies in device memory and is not paged to the host"
 _BETAS = "bitsandbytes' Lion there, lion-pytorch's here: the same algorithm"
-_NAMES: Mapping[str, tuple[str, Verdict, str]] = {
-    "adamw_torch": ("adamw", Verdict.EXACT, ""),
-    "adamw_torch_fused": ("adamw", Verdict.EXACT, ""),
-    "adamw_torch_xla": ("adamw", Verdict.EMULATED, "torch's AdamW instead of torch_xla's: the same algorithm"),
-    "adamw_torch_npu_fused": ("adamw", Verdict.EMULATED, "torch's AdamW instead of torch_npu's: the same algorithm"),
-    "adamw_hf": ("adamw", Verdict.EMULATED, "torch's AdamW; transformers removed its own, which added eps before the bias correction"),
-    "adamw_apex_fused": ("adamw", Verdict.EMULATED, "torch's AdamW instead of apex's: the same algorithm"),
-    "adamw_anyprecision": ("adamw", Verdict.APPROXIMATE, "state in the format of the masters, without Kahan summation"),
-    "adamw_torch_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
-    "adamw_torch_4bit": ("adamw", Verdict.APPROXIMATE, _FOUR),
-    "adamw_bnb_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
-    "adamw_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
-    "paged_adamw_32bit": ("adamw", Verdict.EMULATED, _PAGED),
-    "paged_adamw_8bit": ("adamw", Verdict.APPROXIMATE, _EIGHT),
-    "sgd": ("sgd", Verdict.EXACT, ""),
-    "adagrad": ("adagrad", Verdict.EXACT, ""),
-    "lion_32bit": ("lion", Verdict.EMULATED, _BETAS),
-    "lion_8bit": ("lion", Verdict.APPROXIMATE, _EIGHT),
-    "paged_lion_32bit": ("lion", Verdict.EMULATED, _PAGED),
-    "paged_lion_8bit": ("lion", Verdict.APPROXIMATE, _EIGHT),
+_NAMES: Mapping[str, tuple[str, Fit, str]] = {
+    "adamw_torch": ("adamw", Fit.EXACT, ""),
+    "adamw_torch_fused": ("adamw", Fit.EXACT, ""),
+    "adamw_torch_xla": ("adamw", Fit.EQUIVALENT, "torch's AdamW instead of torch_xla's: the same algorithm"),
+    "adamw_torch_npu_fused": ("adamw", Fit.EQUIVALENT, "torch's AdamW instead of torch_npu's: the same algorithm"),
+    "adamw_hf": ("adamw", Fit.EQUIVALENT, "torch's AdamW; transformers removed its own, which added eps before the bias correction"),
+    "adamw_apex_fused": ("adamw", Fit.EQUIVALENT, "torch's AdamW instead of apex's: the same algorithm"),
+    "adamw_anyprecision": ("adamw", Fit.APPROXIMATE, "state in the format of the masters, without Kahan summation"),
+    "adamw_torch_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
+    "adamw_torch_4bit": ("adamw", Fit.APPROXIMATE, _FOUR),
+    "adamw_bnb_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
+    "adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
+    "paged_adamw_32bit": ("adamw", Fit.EQUIVALENT, _PAGED),
+    "paged_adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
+    "sgd": ("sgd", Fit.EXACT, ""),
+    "adagrad": ("adagrad", Fit.EXACT, ""),
+    "lion_32bit": ("lion", Fit.EQUIVALENT, _BETAS),
+    "lion_8bit": ("lion", Fit.APPROXIMATE, _EIGHT),
+    "paged_lion_32bit": ("lion", Fit.EQUIVALENT, _PAGED),
+    "paged_lion_8bit": ("lion", Fit.APPROXIMATE, _EIGHT),
 }
 """The optimizers of `OptimizerNames` that unishard has by name."""
 
@@ -50,7 +51,7 @@ _OTHERS = names(
 )
 
 
-def named(value: Any, more: Mapping[str, tuple[str, Verdict, str]] | None = None, others: tuple[str, ...] = ()) -> Meaning:
+def named(value: Any, more: Mapping[str, tuple[str, Fit, str]] | None = None, others: tuple[str, ...] = ()) -> Meaning:
     """What the name of an optimizer says.
 
     Args:
@@ -64,11 +65,11 @@ def named(value: Any, more: Mapping[str, tuple[str, Verdict, str]] | None = None
     name = str(getattr(value, "value", value)).strip().lower()
     known = {**_NAMES, **(more or {})}
     if name in known:
-        found, verdict, note = known[name]
-        return Meaning(verdict, note, {"optimizer.name": found})
+        found, fit, note = known[name]
+        return Meaning(fit, note, {"optimizer.name": found})
     if name in (*_OTHERS, *others):
         why = f"unishard builds no {name} from a config; build it in the training script and hand it to unishard.prepare(optimizer=...)"
-        return Meaning(Verdict.REFUSED, why)
+        return Meaning(Fit.UNSUPPORTED, why)
     raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch, sgd, adagrad or lion_32bit")
 
 
@@ -98,7 +99,7 @@ def _fields_of_optimizer(key: str) -> Mapping[str, Key]:
             if name in names:
                 return Meaning(fields={field: convert(value)})
             convert(value)
-            return Meaning(Verdict.DROPPED, f"{name or given.get(key)} has no such setting", kept=True)
+            return Meaning(Fit.IGNORED, f"{name or given.get(key)} has no such setting", kept=True)
 
         return read
 
@@ -107,7 +108,7 @@ def _fields_of_optimizer(key: str) -> Mapping[str, Key]:
             name = _name_of(given, key)
             this, that = number(0, 1)(value), number(0, 1)(_or(given.get(other), 0.999 if first else 0.9))
             if name not in (*ADAM, "lion"):
-                return Meaning(Verdict.DROPPED, f"{name or given.get(key)} has no such setting", kept=True)
+                return Meaning(Fit.IGNORED, f"{name or given.get(key)} has no such setting", kept=True)
             return Meaning(fields={"optimizer.betas": (this, that) if first else (that, this)})
 
         return read
@@ -126,14 +127,14 @@ def _or(value: Any, otherwise: float) -> Any:
 def _arguments(value: Any, given: Given) -> Meaning:
     """`optim_args`: text such as `momentum=0.9, nesterov=true`, or a mapping as axolotl takes it."""
     if value in (None, "", {}):
-        return Meaning(Verdict.DROPPED, "is empty", kept=True)
+        return Meaning(Fit.IGNORED, "is empty", kept=True)
     pairs = dict(_pairs(value))
     name = _name_of(given, "optim") or _name_of(given, "optimizer")
     known = {**_ARGUMENTS.get(name, {})}
     strange = [key for key in pairs if key not in known]
     if strange:
         return Meaning(
-            Verdict.REFUSED,
+            Fit.UNSUPPORTED,
             f"{', '.join(strange)}: unishard has no such setting of {name or 'this optimizer'}; build the optimizer in the training "
             "script and hand it to unishard.prepare(optimizer=...)",
         )
@@ -168,7 +169,7 @@ def _decay(value: Any, given: Given) -> Meaning:
         "Trainer exempts biases, norms by name and every nn.LayerNorm (trainer.py, get_decay_parameter_names); here names decide, so a "
         "LayerNorm with another name, such as ln_1, needs a pattern of its own"
     )
-    return Meaning(Verdict.EMULATED, note, {**fields, "optimizer.no_decay": [NO_DECAY]})
+    return Meaning(Fit.EQUIVALENT, note, {**fields, "optimizer.no_decay": [NO_DECAY]})
 
 
 _TARGETS = "chooses modules for GaLore or APOLLO, which unishard does not build; build the optimizer in the training script"
@@ -176,10 +177,10 @@ _TARGETS = "chooses modules for GaLore or APOLLO, which unishard does not build;
 
 def _targets(value: Any, given: Given) -> Meaning:
     if value in (None, [], ""):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     if not any(name in str(given.get("optim")).lower() for name in ("galore", "apollo")):
-        return Meaning(Verdict.DROPPED, "is read with GaLore and APOLLO alone", kept=True)
-    return Meaning(Verdict.REFUSED, _TARGETS)
+        return Meaning(Fit.IGNORED, "is read with GaLore and APOLLO alone", kept=True)
+    return Meaning(Fit.UNSUPPORTED, _TARGETS)
 
 
 OPTIMIZER: Mapping[str, Key] = {
@@ -187,8 +188,8 @@ OPTIMIZER: Mapping[str, Key] = {
     "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
     "learning_rate": sets("optimizer.lr", number(0), silent=5e-5),
     **_fields_of_optimizer("optim"),
-    "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Verdict.EMULATED, silent=0.0),
-    "optim_target_modules": Key(_targets, "", Verdict.REFUSED, _TARGETS),
+    "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Fit.EQUIVALENT, silent=0.0),
+    "optim_target_modules": Key(_targets, "", Fit.UNSUPPORTED, _TARGETS),
     "adafactor": refuses(
         "unishard builds no adafactor; build it in the training script and hand it to unishard.prepare(optimizer=...)",
         lambda value: value in (None, False),

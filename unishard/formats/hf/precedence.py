@@ -8,7 +8,8 @@ from dataclasses import replace
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import SILENT
-from unishard.mapping.entries import Entry, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Entry, Meaning, Unreadable
+from unishard.mapping.rules import Fit
 
 __all__ = ["settled"]
 
@@ -47,7 +48,7 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
             return _idle(entry, _THEIRS.format("optimizer"))
         fields = {field: value for field, value in entry.meaning.fields.items() if field != "optimizer.no_decay"}
         # DeepSpeed's optimizer gets one group of parameters, so nothing is exempt.
-        return [replace(entry, meaning=Meaning(Verdict.EXACT, "", fields))]
+        return [replace(entry, meaning=Meaning(Fit.EXACT, "", fields))]
     if scheduler and entry.key in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps"):
         return _idle(entry, _THEIRS.format("scheduler"))
     return [entry]
@@ -55,7 +56,7 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
 
 def _idle(entry: Entry, note: str) -> list[Entry]:
     """Nothing where it is only assumed, which nobody would miss."""
-    return [] if entry.assumed else [replace(entry, meaning=Meaning(Verdict.DROPPED, note, kept=_taken(entry)))]
+    return [] if entry.assumed else [replace(entry, meaning=Meaning(Fit.IGNORED, note, kept=_taken(entry)))]
 
 
 def _taken(entry: Entry) -> bool:
@@ -64,7 +65,7 @@ def _taken(entry: Entry) -> bool:
         VALUES.get(entry.key, bool)(entry.value)
     except Unreadable:
         return False
-    return entry.meaning.verdict is not Verdict.REFUSED
+    return entry.meaning.fit is not Fit.UNSUPPORTED
 
 
 def _checkpointed(entries: Sequence[Entry]) -> list[Entry]:
@@ -76,4 +77,4 @@ def _checkpointed(entries: Sequence[Entry]) -> list[Entry]:
 
 def _quiet(entry: Entry, field: str) -> Entry:
     fields = {name: value for name, value in entry.meaning.fields.items() if name != field}
-    return replace(entry, meaning=Meaning(Verdict.DROPPED, "is on in another place", fields, kept=True))
+    return replace(entry, meaning=Meaning(Fit.IGNORED, "is on in another place", fields, kept=True))

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.loop import off
-from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Given, Key, Meaning, Verdict
-from unishard.mapping.field_rows import idle, write
+from unishard.mapping.entries import Given, Key, Meaning
+from unishard.mapping.field_rows import write
 from unishard.mapping.key_rows import boolean, integer, number, text
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["EPOCHS", "FOLDER", "SAVED", "SAVING", "limit", "stepped"]
 
@@ -36,12 +37,12 @@ def _somewhere(given: Given) -> Mapping[str, Any]:
 
 def _directory(value: Any, given: Given) -> Meaning:
     if not value:
-        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
     VALUES["output_dir"](value)
     fields = {"checkpoint.dir": text(value)}
     if "save_strategy" in given or "save_steps" in given:
         return Meaning(fields=fields)
-    return Meaning(Verdict.EMULATED, f"Trainer saves every {_STEPS} updates; {_LAST}", {**fields, "checkpoint.every_steps": _STEPS})
+    return Meaning(Fit.EQUIVALENT, f"Trainer saves every {_STEPS} updates; {_LAST}", {**fields, "checkpoint.every_steps": _STEPS})
 
 
 def _strategy(value: Any, given: Given) -> Meaning:
@@ -50,19 +51,19 @@ def _strategy(value: Any, given: Given) -> Meaning:
         case "no":
             return Meaning(fields={"checkpoint.every_steps": None})
         case "steps" if "save_steps" not in given:
-            return Meaning(Verdict.EMULATED, _LAST, {**_somewhere(given), "checkpoint.every_steps": _STEPS})
+            return Meaning(Fit.EQUIVALENT, _LAST, {**_somewhere(given), "checkpoint.every_steps": _STEPS})
         case "steps":
-            return Meaning(Verdict.EXACT, "", {}, kept=True)
+            return Meaning(Fit.EXACT, "", {}, kept=True)
         case "epoch":
-            return Meaning(Verdict.UNDECIDED, EPOCHS, kept=True)
-    return Meaning(Verdict.UNDECIDED, _BEST, kept=True)
+            return Meaning(Fit.NEEDS_INPUT, EPOCHS, kept=True)
+    return Meaning(Fit.NEEDS_INPUT, _BEST, kept=True)
 
 
 def _steps(value: Any, given: Given) -> Meaning:
     VALUES["save_steps"](value)
     strategy = given.get("save_strategy")
     if strategy not in (None, "steps"):
-        return Meaning(Verdict.DROPPED, f"is read where save_strategy is steps, and not {strategy}", kept=True)
+        return Meaning(Fit.IGNORED, f"is read where save_strategy is steps, and not {strategy}", kept=True)
     return stepped(value, given, _somewhere(given))
 
 
@@ -83,23 +84,23 @@ def stepped(value: Any, given: Given, beside: Mapping[str, Any]) -> Meaning:
     if every < 1:
         whole = given.get("max_steps")
         if off(whole) or whole == -1:
-            return Meaning(Verdict.UNDECIDED, _PART, kept=True)
+            return Meaning(Fit.NEEDS_INPUT, _PART, kept=True)
         every = math.ceil(integer(1)(whole) * every)
-    return Meaning(Verdict.EMULATED, _LAST, {**beside, "checkpoint.every_steps": integer(1)(every)})
+    return Meaning(Fit.EQUIVALENT, _LAST, {**beside, "checkpoint.every_steps": integer(1)(every)})
 
 
 def limit(value: Any, given: Given) -> Meaning:
     """How many checkpoints are kept; 0 and null keep all."""
     if value is None:
-        return Meaning(Verdict.DROPPED, "is not set", kept=True)
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
     count = integer()(value)
     return Meaning(fields={"checkpoint.keep_last": count if count > 0 else None})
 
 
 def _at_signal(value: Any, given: Given) -> Meaning:
     if not boolean(value if value is not None else False):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
-    return Meaning(Verdict.EMULATED, _EXIT, {**_somewhere(given), "checkpoint.on_signal": ["SIGTERM"]})
+        return Meaning(Fit.IGNORED, "is off", kept=True)
+    return Meaning(Fit.EQUIVALENT, _EXIT, {**_somewhere(given), "checkpoint.on_signal": ["SIGTERM"]})
 
 
 _EXIT = "Trainer waits 3 seconds, saves and returns from train(); unishard saves and ends the process with exit code 85"
@@ -107,9 +108,9 @@ _EXIT = "Trainer waits 3 seconds, saves and returns from train(); unishard saves
 SAVED: Mapping[str, Key] = {
     "output_dir": Key(_directory, "checkpoint.dir", note=f"Trainer saves every {_STEPS} updates where nothing else is said"),
     "save_strategy": Key(_strategy, "checkpoint.every_steps", note="epoch and best are your loop's to do"),
-    "save_steps": Key(_steps, "checkpoint.every_steps", Verdict.EMULATED, _LAST),
+    "save_steps": Key(_steps, "checkpoint.every_steps", Fit.EQUIVALENT, _LAST),
     "save_total_limit": Key(limit, "checkpoint.keep_last"),
-    "enable_jit_checkpoint": Key(_at_signal, "checkpoint.on_signal", Verdict.EMULATED, _EXIT),
+    "enable_jit_checkpoint": Key(_at_signal, "checkpoint.on_signal", Fit.EQUIVALENT, _EXIT),
 }
 """What each argument says."""
 
@@ -131,45 +132,43 @@ def _caught(cfg: Config, topology: Topology) -> Native:
 _ALL = "Trainer keeps the newest or all: all are kept"
 _FLAG = "a TrainerCallback that sets control.should_save"
 
-SAVING: Mapping[str, Expression] = {
-    "checkpoint.dir": Expression(
-        Verdict.EXACT,
+SAVING: Mapping[str, Rule] = {
+    "checkpoint.dir": Rule(
+        Fit.EXACT,
         "output_dir",
         "",
         lambda cfg, topology: {} if cfg.checkpoint.dir is None else {"output_dir": cfg.checkpoint.dir},
     ),
-    "checkpoint.every_steps": Expression(
-        Verdict.EMULATED,
+    "checkpoint.every_steps": Rule(
+        Fit.EQUIVALENT,
         "save_strategy, save_steps",
         "Trainer also saves at the end of the training",
         _interval,
-        (idle("null", lambda cfg: cfg.checkpoint.every_steps is None),),
+        (unless("null", lambda cfg: cfg.checkpoint.every_steps is None),),
     ),
     "checkpoint.every_minutes": write(f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"),
-    "checkpoint.keep_last": Expression(
-        Verdict.EXACT,
+    "checkpoint.keep_last": Rule(
+        Fit.EXACT,
         "save_total_limit",
         "",
         _kept,
-        (Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, _ALL),),
+        (When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),),
     ),
-    "checkpoint.keep_every": Expression(
-        Verdict.APPROXIMATE, NO_KEY, _ALL, when=(idle("null", lambda cfg: cfg.checkpoint.keep_every is None),)
-    ),
-    "checkpoint.async_save": Expression(
-        Verdict.DROPPED,
+    "checkpoint.keep_every": Rule(Fit.APPROXIMATE, NO_KEY, _ALL, when=(unless("null", lambda cfg: cfg.checkpoint.keep_every is None),)),
+    "checkpoint.async_save": Rule(
+        Fit.IGNORED,
         NO_KEY,
         "time alone: Trainer waits until the files are written",
-        when=(idle("false", lambda cfg: not cfg.checkpoint.async_save),),
+        when=(unless("false", lambda cfg: not cfg.checkpoint.async_save),),
     ),
-    "checkpoint.on_signal": Expression(
-        Verdict.UNDECIDED,
+    "checkpoint.on_signal": Rule(
+        Fit.NEEDS_INPUT,
         f"enable_jit_checkpoint, {SCRIPT}",
         f"enable_jit_checkpoint is for SIGTERM alone; for others a handler, and {_FLAG} and control.should_training_stop",
         _caught,
         (
-            idle("empty", lambda cfg: not cfg.checkpoint.on_signal),
-            Case("SIGTERM alone", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, Verdict.EMULATED, _EXIT),
+            unless("empty", lambda cfg: not cfg.checkpoint.on_signal),
+            When("SIGTERM alone", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, Fit.EQUIVALENT, _EXIT),
         ),
     ),
 }

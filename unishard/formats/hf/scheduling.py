@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import integer, number
+from unishard.mapping.rules import Fit
 
 __all__ = ["SCHEDULE", "UPDATES", "updates", "warmup"]
 
@@ -43,22 +44,22 @@ def _type(value: Any, given: Given) -> Meaning:
     if word in _SHAPES:
         return _shaped(word, _kwargs_of(given), given)
     if word in _OTHERS:
-        return Meaning(Verdict.REFUSED, f"unishard has no {word} schedule; {_INSTEAD}")
+        return Meaning(Fit.UNSUPPORTED, f"unishard has no {word} schedule; {_INSTEAD}")
     raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear, cosine or constant_with_warmup")
 
 
 def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
     if word == "cosine_with_restarts" and number()(kwargs.get("num_cycles", 1)) != 1:
-        return Meaning(Verdict.REFUSED, f"unishard's cosine does not restart; {_INSTEAD}")
+        return Meaning(Fit.UNSUPPORTED, f"unishard's cosine does not restart; {_INSTEAD}")
     if word in ("cosine", "cosine_with_min_lr") and number()(kwargs.get("num_cycles", 0.5)) != 0.5:
-        return Meaning(Verdict.REFUSED, f"unishard's cosine falls once, over half a wave; {_INSTEAD}")
+        return Meaning(Fit.UNSUPPORTED, f"unishard's cosine falls once, over half a wave; {_INSTEAD}")
     if word == "polynomial" and number()(kwargs.get("power", 1.0)) != 1:
-        return Meaning(Verdict.REFUSED, f"unishard has no polynomial other than the straight line of power 1; {_INSTEAD}")
+        return Meaning(Fit.UNSUPPORTED, f"unishard has no polynomial other than the straight line of power 1; {_INSTEAD}")
     shape = _SHAPES[word]
     fields: dict[str, Any] = {"scheduler.name": shape}
     if shape != "constant":
         if _climbs(given):
-            return Meaning(Verdict.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(given)})
+            return Meaning(Fit.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(given)})
         fields["scheduler.total_steps"] = updates(given)
         fields["scheduler.min_lr_ratio"] = _floor(word, kwargs, given)
     else:
@@ -125,47 +126,47 @@ def _refused(given: Given) -> bool:
 def _warmup(value: Any, given: Given) -> Meaning:
     number(0)(value or 0)
     if _refused(given):
-        return Meaning(Verdict.DROPPED, "belongs to the schedule, which the training script builds", kept=True)
+        return Meaning(Fit.IGNORED, "belongs to the schedule, which the training script builds", kept=True)
     if _constant(given):
         note = "is off" if not value else "the constant schedule has no warm-up: transformers overlooks this; write constant_with_warmup"
-        return Meaning(Verdict.DROPPED, note, kept=True)
+        return Meaning(Fit.IGNORED, note, kept=True)
     found = warmup(given)
     if isinstance(found, Undecided):
-        return Meaning(Verdict.UNDECIDED, f"the value is {found.who}", {"scheduler.warmup_steps": found})
+        return Meaning(Fit.NEEDS_INPUT, f"the value is {found.who}", {"scheduler.warmup_steps": found})
     return Meaning(fields={"scheduler.warmup_steps": found})
 
 
 def _ratio(value: Any, given: Given) -> Meaning:
     if not number(0, 1)(value or 0):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     if given.get("warmup_steps"):
-        return Meaning(Verdict.DROPPED, "warmup_steps counts more", kept=True)
+        return Meaning(Fit.IGNORED, "warmup_steps counts more", kept=True)
     meaning = _warmup(value, given)
-    if meaning.verdict is not Verdict.EXACT:
+    if meaning.fit is not Fit.EXACT:
         return meaning
-    return Meaning(meaning.verdict, "transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one", meaning.fields)
+    return Meaning(meaning.fit, "transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one", meaning.fields)
 
 
 def _max_steps(value: Any, given: Given) -> Meaning:
     if integer()(value) <= 0:
-        return Meaning(Verdict.DROPPED, "is off: num_train_epochs counts", kept=True)
+        return Meaning(Fit.IGNORED, "is off: num_train_epochs counts", kept=True)
     if _SHAPES.get(_shape_of(given.get("lr_scheduler_type")), "constant") == "constant":
-        return Meaning(Verdict.DROPPED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True)
+        return Meaning(Fit.IGNORED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True)
     if _climbs(given):
-        return Meaning(Verdict.DROPPED, _CLIMBS, kept=True)
+        return Meaning(Fit.IGNORED, _CLIMBS, kept=True)
     return Meaning(fields={"scheduler.total_steps": integer(1)(value)})
 
 
 def _epochs(value: Any, given: Given) -> Meaning:
     number(0)(value)
     if not isinstance(updates(given), Undecided):
-        return Meaning(Verdict.DROPPED, "max_steps counts more", kept=True)
-    return Meaning(Verdict.DROPPED, "how often the loop goes over the data is the training script's to say", kept=True)
+        return Meaning(Fit.IGNORED, "max_steps counts more", kept=True)
+    return Meaning(Fit.IGNORED, "how often the loop goes over the data is the training script's to say", kept=True)
 
 
 def _kwargs(value: Any, given: Given) -> Meaning:
     if value in (None, {}, ""):
-        return Meaning(Verdict.DROPPED, "is empty", kept=True)
+        return Meaning(Fit.IGNORED, "is empty", kept=True)
     if not isinstance(value, Mapping):
         raise Unreadable(f"must be a mapping, got {shown(value)}; write {{min_lr_rate: 0.1}}")
     known = {
@@ -177,10 +178,10 @@ def _kwargs(value: Any, given: Given) -> Meaning:
     strange = [key for key in value if key not in known]
     if strange:
         word = _shape_of(given.get("lr_scheduler_type"))
-        return Meaning(Verdict.REFUSED, f"the {word} schedule of transformers takes no {', '.join(map(str, strange))}; remove it")
+        return Meaning(Fit.UNSUPPORTED, f"the {word} schedule of transformers takes no {', '.join(map(str, strange))}; remove it")
     meaning = _type(given.get("lr_scheduler_type"), given)
     fields = {field: value for field, value in meaning.fields.items() if field == "scheduler.min_lr_ratio"}
-    return Meaning(fields=fields) if fields else Meaning(Verdict.DROPPED, "says what the schedule does anyway", kept=True)
+    return Meaning(fields=fields) if fields else Meaning(Fit.IGNORED, "says what the schedule does anyway", kept=True)
 
 
 SCHEDULE: Mapping[str, Key] = {
@@ -189,5 +190,5 @@ SCHEDULE: Mapping[str, Key] = {
     "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=0),
     "warmup_ratio": Key(_ratio, "scheduler.warmup_steps", note="transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one"),
     "max_steps": Key(_max_steps, "scheduler.total_steps"),
-    "num_train_epochs": Key(_epochs, "", Verdict.DROPPED, "how often the loop goes over the data is the training script's to say"),
+    "num_train_epochs": Key(_epochs, "", Fit.IGNORED, "how often the loop goes over the data is the training script's to say"),
 }

@@ -14,8 +14,9 @@ from unishard.formats.hf.named_files import opened
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.hf.wordlists import names
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Entry, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 __all__ = ["BOTH", "FIRST", "combined", "known", "sharded", "whole_copies", "words_of"]
@@ -81,7 +82,7 @@ def sharded(
     try:
         words = words_of(value)
     except Unreadable as error:
-        return [Entry(("fsdp",), value, Meaning(Verdict.REFUSED, str(error))), *entries, *_idle(where, keys)]
+        return [Entry(("fsdp",), value, Meaning(Fit.UNSUPPORTED, str(error))), *entries, *_idle(where, keys)]
     return entries + _read(value, words, keys, topology, where, implied)
 
 
@@ -92,16 +93,16 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
     if off(config):
         present = where and where[0] in source.data
         # A word such as `no` would be the path of a file to transformers.
-        return {}, [Entry(where, config, Meaning(Verdict.DROPPED, "is empty", kept=not config))] if present else []
+        return {}, [Entry(where, config, Meaning(Fit.IGNORED, "is empty", kept=not config))] if present else []
     found = config
     if isinstance(config, str):
         found = _parsed(config) if config.strip().startswith("{") else opened(config, source)
     if isinstance(found, Mapping):
         return found, [Entry(where, config, Meaning(fields={"backend": "fsdp"}))]
     if isinstance(config, str):
-        return {}, [Entry(where, config, Meaning(Verdict.UNDECIDED, str(found)))]
+        return {}, [Entry(where, config, Meaning(Fit.NEEDS_INPUT, str(found)))]
     what = f"must be a mapping or a path, got {shown(config)}; write a mapping"
-    return {}, [Entry(where, config, Meaning(Verdict.REFUSED, what))]
+    return {}, [Entry(where, config, Meaning(Fit.UNSUPPORTED, what))]
 
 
 def _parsed(text: str) -> Any:
@@ -113,12 +114,12 @@ def _parsed(text: str) -> Any:
 
 def _idle(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
     note = "is read where fsdp is on alone"
-    return [Entry((*where, str(key)), item, Meaning(Verdict.DROPPED, note, kept=True)) for key, item in keys.items()]
+    return [Entry((*where, str(key)), item, Meaning(Fit.IGNORED, note, kept=True)) for key, item in keys.items()]
 
 
 def _without(value: Any, config: Any, source: Source, where: tuple[str, ...]) -> list[Entry]:
     """Nothing is sharded by FSDP, so nothing that tunes it counts."""
-    entries = [Entry(("fsdp",), value, Meaning(Verdict.DROPPED, "is off", kept=True))] if FSDP in source.data else []
+    entries = [Entry(("fsdp",), value, Meaning(Fit.IGNORED, "is off", kept=True))] if FSDP in source.data else []
     if isinstance(config, Mapping) and config:
         return entries + _idle(where, config)
     return entries + (_idle((), {where[0]: config}) if where and where[0] in source.data else [])
@@ -151,7 +152,7 @@ def _read(
 
 def _kept(entry: Entry) -> bool:
     """Whether a key says nothing in the config's words; null, which transformers refuses for many, is as good as none."""
-    return entry.meaning.verdict is Verdict.DROPPED and not entry.meaning.fields and entry.value is not None
+    return entry.meaning.fit is Fit.IGNORED and not entry.meaning.fields and entry.value is not None
 
 
 def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -176,24 +177,24 @@ def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tupl
 def combined(path: tuple[str, ...], value: Any, parts: Sequence[Entry], refused: str = "") -> Entry:
     """One entry for one key that says several things of an engine."""
     if refused:
-        return Entry(path, value, Meaning(Verdict.REFUSED, refused))
-    verdict = max((part.meaning.verdict for part in parts), key=lambda verdict: verdict.badness, default=Verdict.EXACT)
-    notes = "; ".join(dict.fromkeys(part.meaning.note for part in parts if part.meaning.verdict is verdict and part.meaning.note))
-    if verdict is Verdict.REFUSED:
-        return Entry(path, value, Meaning(verdict, notes))
+        return Entry(path, value, Meaning(Fit.UNSUPPORTED, refused))
+    fit = max((part.meaning.fit for part in parts), key=lambda fit: fit.badness, default=Fit.EXACT)
+    notes = "; ".join(dict.fromkeys(part.meaning.note for part in parts if part.meaning.fit is fit and part.meaning.note))
+    if fit is Fit.UNSUPPORTED:
+        return Entry(path, value, Meaning(fit, notes))
     fields = {"backend": "fsdp"} | {field: item for part in parts for field, item in part.meaning.fields.items()}
     native = {key: item for part in parts for key, item in part.meaning.native.items()}
-    return Entry(path, value, Meaning(verdict, notes, fields, native))
+    return Entry(path, value, Meaning(fit, notes, fields, native))
 
 
 def _overlooked(where: tuple[str, ...], written: tuple[str, Any], name: str, second: bool) -> Entry:
     key, item = written
     if key.startswith("_"):
-        return Entry((*where, key), item, Meaning(Verdict.DROPPED, "is a comment", kept=True))
+        return Entry((*where, key), item, Meaning(Fit.IGNORED, "is a comment", kept=True))
     note = _ON_2 if name in FIRST and second else _OVERLOOKED.get(name, _UNKNOWN)
-    return Entry((*where, key), item, Meaning(Verdict.DROPPED, note, kept=True))
+    return Entry((*where, key), item, Meaning(Fit.IGNORED, note, kept=True))
 
 
 def whole_copies() -> Entry:
     """What TrainingArguments mean that switch neither engine on."""
-    return Entry(("fsdp",), False, Meaning(Verdict.EXACT, _DDP, {"backend": "fsdp", "sharding.strategy": "no_shard"}), assumed=True)
+    return Entry(("fsdp",), False, Meaning(Fit.EXACT, _DDP, {"backend": "fsdp", "sharding.strategy": "no_shard"}), assumed=True)

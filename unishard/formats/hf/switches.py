@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.mapping.rules import Native
+from unishard.config.nested import Native
 
 __all__ = ["DEEPSPEED", "FSDP", "SWITCHES", "switched_on", "without"]
 

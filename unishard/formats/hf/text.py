@@ -6,7 +6,7 @@ from io import StringIO
 
 from ruamel.yaml import YAML
 
-from unishard.mapping.rules import Native
+from unishard.config.nested import Native
 
 __all__ = ["text_of"]
 

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
 from unishard.formats.source import Source
-from unishard.mapping.entries import AUTO, Entry, Meaning, Undecided, Verdict
-from unishard.mapping.rules import flat, merge, nested
+from unishard.mapping.entries import Entry, Meaning, Undecided
+from unishard.mapping.express import AUTO
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 __all__ = ["SILENT", "Arguments", "partitioned"]
@@ -78,13 +80,13 @@ def partitioned(value: Any, source: Source, get: Arguments, topology: Topology |
         topology: The ranks.
     """
     if off(value):
-        return [Entry(("deepspeed",), value, Meaning(Verdict.DROPPED, "is off", kept=True))]
+        return [Entry(("deepspeed",), value, Meaning(Fit.IGNORED, "is off", kept=True))]
     config = _config(value, source)
     if isinstance(config, str):
         return _absent(value, config)
     if not isinstance(config, Mapping):
         note = f"must be a mapping or the path of a JSON file, got {shown(value)}; write one of them"
-        return [Entry(("deepspeed",), value, Meaning(Verdict.REFUSED, note))]
+        return [Entry(("deepspeed",), value, Meaning(Fit.UNSUPPORTED, note))]
     on = Meaning(fields={"backend": "deepspeed"})
     entries = [Entry(("deepspeed",), value if isinstance(value, str) else True, on, assumed=not isinstance(value, str))]
     return entries + _read(config, get, topology)
@@ -109,10 +111,10 @@ def _absent(value: Any, why: str) -> list[Entry]:
     assumed = Entry(
         ("deepspeed", "zero_optimization", "stage"),
         int(stage.group(1)) if stage else None,
-        Meaning(Verdict.EXACT if stage else Verdict.UNDECIDED, "as the name of the file says" if stage else "", fields),
+        Meaning(Fit.EXACT if stage else Fit.NEEDS_INPUT, "as the name of the file says" if stage else "", fields),
         assumed=True,
     )
-    return [Entry(("deepspeed",), value, Meaning(Verdict.UNDECIDED, why, kept=True)), assumed]
+    return [Entry(("deepspeed",), value, Meaning(Fit.NEEDS_INPUT, why, kept=True)), assumed]
 
 
 def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) -> list[Entry]:
@@ -131,7 +133,7 @@ def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) 
     entries = [_at(entry, filled, assumed=entry.assumed or entry.path[0] in mixed) for entry in entries]
     if "train_batch_size" in filled:
         note = "transformers fills in the product of the other two and the ranks"
-        entries.append(Entry(("deepspeed", "train_batch_size"), AUTO, Meaning(Verdict.DROPPED, note, kept=True)))
+        entries.append(Entry(("deepspeed", "train_batch_size"), AUTO, Meaning(Fit.IGNORED, note, kept=True)))
     return entries
 
 
@@ -155,7 +157,7 @@ def _checked(entry: Entry, said: Mapping[str, Any], get: Arguments, whole: bool)
     if argument is None or _same(said[entry.key], argument):
         return entry
     note = f'transformers stops here, since {name} is {shown(argument)}; make the two equal, or write "auto" here'
-    return entry.but(Verdict.REFUSED, note)
+    return entry.but(Fit.UNSUPPORTED, note)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.formats.lightning.keys import left, off, optional
-from unishard.mapping.entries import Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import integer, number, refuses
+from unishard.mapping.rules import Fit
 
 __all__ = ["DDP", "MODEL_PARALLEL"]
 
@@ -58,21 +59,21 @@ _TENSOR = (
 
 def _tensor(value: Any, given: Given) -> Meaning:
     if value in ("auto", None) and given.topology is not None and given.topology.local_world_size == 1:
-        return Meaning(Verdict.DROPPED, "one device a node, so nothing is cut", kept=True)
+        return Meaning(Fit.IGNORED, "one device a node, so nothing is cut", kept=True)
     if value in ("auto", None) or integer(1)(value) > 1:
-        return Meaning(Verdict.REFUSED, _TENSOR)
-    return Meaning(Verdict.DROPPED, "nothing is cut", kept=True)
+        return Meaning(Fit.UNSUPPORTED, _TENSOR)
+    return Meaning(Fit.IGNORED, "nothing is cut", kept=True)
 
 
 def _data(value: Any, given: Given) -> Meaning:
     if value not in ("auto", None):
         integer(1)(value)
-    return Meaning(Verdict.APPROXIMATE, _WRITTEN, {"sharding.strategy": "full_shard"})
+    return Meaning(Fit.APPROXIMATE, _WRITTEN, {"sharding.strategy": "full_shard"})
 
 
 MODEL_PARALLEL: Mapping[str, Key] = {
-    "data_parallel_size": Key(_data, "sharding.strategy", Verdict.APPROXIMATE, _WRITTEN, silent="auto"),
-    "tensor_parallel_size": Key(_tensor, "", Verdict.REFUSED, _TENSOR, silent="auto"),
+    "data_parallel_size": Key(_data, "sharding.strategy", Fit.APPROXIMATE, _WRITTEN, silent="auto"),
+    "tensor_parallel_size": Key(_tensor, "", Fit.UNSUPPORTED, _TENSOR, silent="auto"),
     "save_distributed_checkpoint": left("concerns the files of checkpoints alone"),
     "parallelize_fn": left(_WRITTEN),
     **dict.fromkeys(("process_group_backend", "timeout"), left(_LAUNCH)),

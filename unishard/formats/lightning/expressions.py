@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.lightning.precision_expressions import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
-from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
 from unishard.mapping.field_rows import NO_FILES, moved_together
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
 
 __all__ = ["CLASSES", "FSDP", "strategy"]
 
@@ -91,131 +91,131 @@ _NEAREST = (
     "SHARD_GRAD_OP is the nearest; FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
 )
 _DDP = "DDPStrategy"
-_UNSHARDED = Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, "nothing is gathered")
+_UNSHARDED = When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, "nothing is gathered")
 _TIME = "time and memory alone"
 _CLIPPING = (
     "Lightning 2.6.6 refuses to clip by norm with FSDP (pytorch/plugins/precision/fsdp.py), so the snippet has a "
     "configure_gradient_clipping for your LightningModule that asks FSDP itself"
 )
 
-FSDP: Mapping[str, Expression] = {
-    "backend": Expression(
-        Verdict.EMULATED,
+FSDP: Mapping[str, Rule] = {
+    "backend": Rule(
+        Fit.EQUIVALENT,
         "FSDPStrategy",
         "Lightning's FSDPStrategy is FSDP1, with the same maths; its FSDP2, ModelParallelStrategy, wants fully_shard calls in the model",
-        when=(Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, ""),),
+        when=(When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, ""),),
     ),
-    "sharding.strategy": Expression(
-        Verdict.EXACT,
+    "sharding.strategy": Rule(
+        Fit.EXACT,
         "sharding_strategy",
         "",
         _strategy,
         (
-            Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, _DDP),
-            Case(
+            When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, _DDP),
+            When(
                 "shard_optimizer",
                 lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"{_NEAREST}; it reduces gradients on every micro-batch; or write backend: deepspeed",
             ),
-            Case(
+            When(
                 "shard_grad_op or hybrid_shard_grad_op",
                 lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"{_NEAREST}; or write backend: deepspeed",
             ),
         ),
     ),
-    "sharding.group_size": Expression(
-        Verdict.EXACT,
+    "sharding.group_size": Rule(
+        Fit.EXACT,
         "device_mesh",
         "Lightning makes the mesh of CUDA devices alone (strategies/fsdp.py, setup_environment)",
         _mesh,
         (
-            Case("not hybrid", lambda cfg: not cfg.sharding.hybrid, Verdict.EXACT, "there are no groups"),
-            Case(
+            When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),
+            When(
                 "null",
                 lambda cfg: cfg.sharding.group_size is None,
-                Verdict.EXACT,
+                Fit.EXACT,
                 "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set",
             ),
         ),
     ),
-    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "sharding_strategy"),
-    "sharding.units": Expression(
-        Verdict.EXACT,
+    "sharding.reshard_after_forward": Rule(Fit.EXACT, "sharding_strategy"),
+    "sharding.units": Rule(
+        Fit.EXACT,
         "auto_wrap_policy",
         "",
         _units,
         (
             _UNSHARDED,
-            Case(
+            When(
                 "auto",
                 lambda cfg: cfg.sharding.units == "auto" and not cfg.sharding.min_unit_params,
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "name the class of your model's blocks in auto_wrap_policy; without it Lightning gathers the whole model at once",
             ),
         ),
     ),
-    "sharding.min_unit_params": Expression(
-        Verdict.EMULATED,
+    "sharding.min_unit_params": Rule(
+        Fit.EQUIVALENT,
         "auto_wrap_policy",
         "size_based_auto_wrap_policy cuts at any module of this size, not at blocks",
         _least,
         (
             _UNSHARDED,
-            Case("0", lambda cfg: not cfg.sharding.min_unit_params, Verdict.EXACT, ""),
-            Case(
+            When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),
+            When(
                 "beside class names",
                 lambda cfg: cfg.sharding.units != "auto",
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "Lightning has no smallest size beside class names; the same maths with smaller units",
             ),
         ),
     ),
-    "sharding.whole_units": Expression(
-        Verdict.UNDECIDED,
+    "sharding.whole_units": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "name none of these classes in auto_wrap_policy; a rank that leaves one out must still use its parameters, times zero",
         when=(
-            Case("empty", lambda cfg: not cfg.sharding.whole_units, Verdict.EXACT, ""),
-            Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.UNDECIDED, "DDPStrategy needs find_unused_parameters=True for them"),
+            When("empty", lambda cfg: not cfg.sharding.whole_units, Fit.EXACT, ""),
+            When("no_shard", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "DDPStrategy needs find_unused_parameters=True for them"),
         ),
     ),
     **PRECISION,
     **moved_together("cpu_offload", _offload),
-    "offload.pin_memory": Expression(
-        Verdict.DROPPED,
+    "offload.pin_memory": Rule(
+        Fit.IGNORED,
         NO_KEY,
         "FSDP1 pins what it offloads; time alone",
-        when=(Case("true, or nothing is offloaded", lambda cfg: cfg.offload.pin_memory, Verdict.EXACT, "FSDP1 always pins"),),
+        when=(When("true, or nothing is offloaded", lambda cfg: cfg.offload.pin_memory, Fit.EXACT, "FSDP1 always pins"),),
     ),
-    "offload.nvme_path": Expression(
-        Verdict.REFUSED, NO_KEY, NO_FILES, when=(Case("null", lambda cfg: cfg.offload.nvme_path is None, Verdict.EXACT, ""),)
+    "offload.nvme_path": Rule(
+        Fit.UNSUPPORTED, NO_KEY, NO_FILES, when=(When("null", lambda cfg: cfg.offload.nvme_path is None, Fit.EXACT, ""),)
     ),
-    "activation_checkpointing": Expression(
-        Verdict.EXACT,
+    "activation_checkpointing": Rule(
+        Fit.EXACT,
         "activation_checkpointing_policy",
         "",
         _recomputation,
         (
-            Case("none", lambda cfg: cfg.activation_checkpointing == "none", Verdict.EXACT, ""),
-            Case(
+            When("none", lambda cfg: cfg.activation_checkpointing == "none", Fit.EXACT, ""),
+            When(
                 "without sharding",
                 lambda cfg: not _sharded(cfg),
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "call torch's apply_activation_checkpointing on the model; DDPStrategy has no argument for it",
             ),
-            Case(
+            When(
                 "no classes named",
                 lambda cfg: _recomputed(cfg) is None,
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "name the class of your model's blocks in activation_checkpointing_policy",
             ),
-            Case(
+            When(
                 "selective",
                 lambda cfg: cfg.activation_checkpointing == "selective",
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 "the blocks are computed again as a whole: the same results, less memory, more time",
             ),
         ),
@@ -223,51 +223,51 @@ FSDP: Mapping[str, Expression] = {
     **TRAINING,
     "training.gradient_clipping": replace(
         TRAINING["training.gradient_clipping"],
-        when=(UNCLIPPED, Case("FSDPStrategy", _sharded, Verdict.EMULATED, _CLIPPING)),
+        when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING)),
     ),
     **RECIPE,
-    "communication.reduce_bucket_size": Expression(
-        Verdict.DROPPED,
+    "communication.reduce_bucket_size": Rule(
+        Fit.IGNORED,
         "bucket_cap_mb of DDPStrategy",
         "FSDP reduces unit by unit; time and memory alone",
         _buckets,
-        (Case("no_shard", lambda cfg: not _sharded(cfg), Verdict.EXACT, ""),),
+        (When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, ""),),
     ),
-    "communication.prefetch_bucket_size": Expression(
-        Verdict.DROPPED,
+    "communication.prefetch_bucket_size": Rule(
+        Fit.IGNORED,
         NO_KEY,
         f"FSDP1 gathers one unit ahead; {_TIME}",
         when=(
-            Case(
+            When(
                 "nothing is gathered ahead",
                 lambda cfg: cfg.sharding.within_group != "full_shard",
-                Verdict.EXACT,
+                Fit.EXACT,
                 "there is nothing to decide",
             ),
         ),
     ),
-    "communication.overlap": Expression(Verdict.DROPPED, NO_KEY, f"torch always overlaps; {_TIME}"),
-    "communication.desync_check": Expression(Verdict.DROPPED, NO_KEY, "unishard's own check of calls"),
-    "communication.desync_timeout": Expression(Verdict.DROPPED, NO_KEY, "see the timeout of the strategy"),
-    "compile.mode": Expression(
-        Verdict.UNDECIDED,
+    "communication.overlap": Rule(Fit.IGNORED, NO_KEY, f"torch always overlaps; {_TIME}"),
+    "communication.desync_check": Rule(Fit.IGNORED, NO_KEY, "unishard's own check of calls"),
+    "communication.desync_timeout": Rule(Fit.IGNORED, NO_KEY, "see the timeout of the strategy"),
+    "compile.mode": Rule(
+        Fit.NEEDS_INPUT,
         MODULE,
         "hand torch.compile(model) to trainer.fit, or compile the blocks in configure_model",
-        when=(Case("none", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),),
+        when=(When("none", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, ""),),
     ),
-    "compile.backend": Expression(
-        Verdict.UNDECIDED,
+    "compile.backend": Rule(
+        Fit.NEEDS_INPUT,
         MODULE,
         "say it in the call of torch.compile",
-        when=(Case("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Verdict.EXACT, ""),),
+        when=(When("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, ""),),
     ),
     **SAVING,
-    "strict": Expression(Verdict.DROPPED, NO_KEY, "unishard's own; this report says what it asks for"),
-    "native": Expression(
-        Verdict.UNDECIDED,
+    "strict": Rule(Fit.IGNORED, NO_KEY, "unishard's own; this report says what it asks for"),
+    "native": Rule(
+        Fit.NEEDS_INPUT,
         SCRIPT,
         "settings of FSDP2, which Lightning's FSDPStrategy does not have; make the calls that they are named after",
-        when=(Case("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Verdict.EXACT, ""),),
+        when=(When("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Fit.EXACT, ""),),
     ),
 }
 """Rows for `backend: fsdp`."""

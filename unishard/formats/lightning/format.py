@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.lightning.expressions import FSDP
 from unishard.formats.lightning.keys import BESIDE, TRAINER
@@ -15,8 +16,9 @@ from unishard.formats.lightning.unwrapping import TOOL
 from unishard.formats.lightning.writing import expressed
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import Expressed, Expression, Key
-from unishard.mapping.rules import Native
+from unishard.mapping.entries import Key
+from unishard.mapping.express import Expressed
+from unishard.mapping.rules import Rule
 
 __all__ = ["LightningFormat"]
 
@@ -33,7 +35,7 @@ class LightningFormat:
         **BESIDE,
         **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()},
     }
-    expressions: Mapping[str, Expression] = FSDP
+    expressions: Mapping[str, Rule] = FSDP
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the arguments say: those of the Trainer or of Fabric, of the strategy, and LightningCLI's keys around them.

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.config.nested import Native
 from unishard.formats.lightning.keys import left, off
 from unishard.formats.lightning.shape import built, short
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import refuses
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import Fit
 
 __all__ = ["ARGUMENTS", "OWN", "defaults"]
 
@@ -123,12 +124,12 @@ _LAUNCH = "the launcher decides it"
 
 
 def _timeout(value: Any, given: Given) -> Meaning:
-    return Meaning(Verdict.DROPPED, "how long a collective may hang; see communication.desync_timeout", kept=True)
+    return Meaning(Fit.IGNORED, "how long a collective may hang; see communication.desync_timeout", kept=True)
 
 
 OWN: Mapping[str, Key] = {
     **dict.fromkeys(("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "device_id"), left(_LAUNCH)),
-    "timeout": Key(_timeout, verdict=Verdict.DROPPED),
+    "timeout": Key(_timeout, fit=Fit.IGNORED),
     "checkpoint_io": left("concerns files alone"),
     **dict.fromkeys(
         ("precision_plugin", "precision"), refuses("a plugin's formats are no part of a file; write precision beside the strategy", off)

@@ -11,13 +11,14 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
-from unishard.mapping.entries import SCRIPT, Given, Key, Meaning, Unreadable, Verdict
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean, integer, number, one_of
+from unishard.mapping.rules import SCRIPT, Fit
 
 __all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
 
-UNSET = Meaning(Verdict.DROPPED, "is not set", kept=True)
-_OFF = Meaning(Verdict.DROPPED, "is off", kept=True)
+UNSET = Meaning(Fit.IGNORED, "is not set", kept=True)
+_OFF = Meaning(Fit.IGNORED, "is off", kept=True)
 _LOGS = "concerns logs and the screen alone"
 _FILES = "concerns files alone"
 _EVALUATION = "concerns evaluation alone, which is your loop's here"
@@ -29,14 +30,14 @@ def off(value: Any) -> bool:
     return value is None or value is False or value in ("", "false", "False", "null", "None")
 
 
-def optional(read: Callable[[Any, Given], Meaning], fields: str = "", verdict: Verdict = Verdict.EXACT, note: str = "") -> Key:
+def optional(read: Callable[[Any, Given], Meaning], fields: str = "", fit: Fit = Fit.EXACT, note: str = "") -> Key:
     """A row that has nothing to say where the value is null."""
-    return Key(lambda value, given: UNSET if value is None else read(value, given), fields, verdict, note)
+    return Key(lambda value, given: UNSET if value is None else read(value, given), fields, fit, note)
 
 
 def left(why: str) -> Key:
     """A key that concerns a launcher, a log, or files alone."""
-    return optional(lambda value, given: Meaning(Verdict.DROPPED, why, kept=True), "", Verdict.DROPPED, why)
+    return optional(lambda value, given: Meaning(Fit.IGNORED, why, kept=True), "", Fit.IGNORED, why)
 
 
 def _script(what: str, *idle: Any) -> Key:
@@ -45,9 +46,9 @@ def _script(what: str, *idle: Any) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if off(value) or value in idle:
             return _OFF
-        return Meaning(Verdict.UNDECIDED, what.format(value=shown(value)), kept=True)
+        return Meaning(Fit.NEEDS_INPUT, what.format(value=shown(value)), kept=True)
 
-    return optional(read, SCRIPT, Verdict.UNDECIDED, what.format(value="..."))
+    return optional(read, SCRIPT, Fit.NEEDS_INPUT, what.format(value="..."))
 
 
 def _accumulation(value: Any, given: Given) -> Meaning:
@@ -55,7 +56,7 @@ def _accumulation(value: Any, given: Given) -> Meaning:
     fields = {"training.gradient_accumulation_steps": steps}
     if steps == 1 or given.get("strategy") == "DeepSpeedStrategy":
         return Meaning(fields=fields)
-    return Meaning(Verdict.EMULATED, _TAIL, fields)
+    return Meaning(Fit.EQUIVALENT, _TAIL, fields)
 
 
 _TAIL = (
@@ -73,19 +74,19 @@ def _clipping(value: Any, given: Given) -> Meaning:
     fields = {"training.gradient_clipping": largest or None}
     if str(given.get("gradient_clip_algorithm")).lower() == "value" and largest:
         return Meaning(
-            Verdict.REFUSED, "every engine of unishard clips by the global norm, not each value; write gradient_clip_algorithm: norm"
+            Fit.UNSUPPORTED, "every engine of unishard clips by the global norm, not each value; write gradient_clip_algorithm: norm"
         )
     if str(given.get("strategy")).startswith("FSDPStrategy") and largest:
-        return Meaning(Verdict.EMULATED, _SHARDS, fields)
+        return Meaning(Fit.EQUIVALENT, _SHARDS, fields)
     return Meaning(fields=fields)
 
 
 def _algorithm(value: Any, given: Given) -> Meaning:
     word = one_of({"norm": "norm", "value": "value"})(value)
     if not given.get("gradient_clip_val"):
-        return Meaning(Verdict.DROPPED, "nothing is clipped without gradient_clip_val")
+        return Meaning(Fit.IGNORED, "nothing is clipped without gradient_clip_val")
     if word == "value":
-        return Meaning(Verdict.REFUSED, "every engine of unishard clips by the global norm, not each value; write norm")
+        return Meaning(Fit.UNSUPPORTED, "every engine of unishard clips by the global norm, not each value; write norm")
     return Meaning(fields={"training.gradient_clipping": number(0)(given.get("gradient_clip_val")) or None})
 
 
@@ -96,8 +97,8 @@ def _accelerator(value: Any, given: Given) -> Meaning:
     found = built(value)
     word = short(found.path).removesuffix("Accelerator").lower() if found else str(value).lower()
     if word not in _DEVICES:
-        return Meaning(Verdict.REFUSED, f"unishard trains on CUDA devices and CPUs, not on {word}; write gpu or cpu")
-    return Meaning(Verdict.DROPPED, _LAUNCH, kept=True)
+        return Meaning(Fit.UNSUPPORTED, f"unishard trains on CUDA devices and CPUs, not on {word}; write gpu or cpu")
+    return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
 
 
 def _filled_in(value: Any) -> bool:
@@ -108,16 +109,16 @@ def _filled_in(value: Any) -> bool:
 def _devices(value: Any, given: Given) -> Meaning:
     items = value if isinstance(value, list | tuple) else str(value).split(",")
     if _filled_in(value):
-        return Meaning(Verdict.DROPPED, _LAUNCH, kept=True)
+        return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
     if isinstance(value, bool) or not all(str(item).strip().lstrip("-").isdigit() or str(item).strip() == "auto" for item in items):
         raise Unreadable(f"must be a number of devices, a list of them, or auto, got {shown(value)}; write one of the three")
-    return Meaning(Verdict.DROPPED, _LAUNCH, kept=True)
+    return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
 
 
 def _nodes(value: Any, given: Given) -> Meaning:
     if not _filled_in(value):
         integer(1)(value)
-    return Meaning(Verdict.DROPPED, _LAUNCH, kept=True)
+    return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
 
 
 _TRAINING_CALLBACKS = {
@@ -147,13 +148,13 @@ def _callbacks(value: Any, given: Given) -> Meaning:
     names = [short(found.path) if (found := built(item)) else shown(item) for item in items if not off(item)]
     asked = [f"{name} decides {_TRAINING_CALLBACKS.get(name, 'what only its code says')}" for name in names if name not in _QUIET_CALLBACKS]
     if asked:
-        return Meaning(Verdict.UNDECIDED, f"your training loop does it: {'; '.join(asked)}", kept=True)
-    return Meaning(Verdict.DROPPED, "callbacks that only log, report or write files", kept=True)
+        return Meaning(Fit.NEEDS_INPUT, f"your training loop does it: {'; '.join(asked)}", kept=True)
+    return Meaning(Fit.IGNORED, "callbacks that only log, report or write files", kept=True)
 
 
 def _saving(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Verdict.DROPPED, "is on: a ModelCheckpoint among the callbacks says more", kept=True)
+        return Meaning(Fit.IGNORED, "is on: a ModelCheckpoint among the callbacks says more", kept=True)
     return Meaning(fields={"checkpoint.every_steps": None})
 
 
@@ -173,10 +174,10 @@ def _plugins(value: Any, given: Given) -> Meaning:
             fields |= _scaler(found.arguments)
             formats = True
         elif not name.endswith(_PLUGINS):
-            return Meaning(Verdict.REFUSED, f"{name} changes how Lightning computes, which no key here says; write precision instead")
+            return Meaning(Fit.UNSUPPORTED, f"{name} changes how Lightning computes, which no key here says; write precision instead")
     if fields or formats:
         return Meaning(fields=fields)
-    return Meaning(Verdict.DROPPED, "concerns the launch and files alone", kept=True)
+    return Meaning(Fit.IGNORED, "concerns the launch and files alone", kept=True)
 
 
 def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,11 +194,9 @@ def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _seed(value: Any, given: Given) -> Meaning:
     if off(value):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     if value is True or str(value).lower() == "true":
-        return Meaning(
-            Verdict.DROPPED, "LightningCLI draws a seed, another one in each run; write training.seed for one that stays", kept=True
-        )
+        return Meaning(Fit.IGNORED, "LightningCLI draws a seed, another one in each run; write training.seed for one that stays", kept=True)
     return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
@@ -209,10 +208,10 @@ TRAINER: Mapping[str, Key] = {
     ),
     "gradient_clip_val": Key(lambda value, given: _clipping(value or 0, given), "training.gradient_clipping", note=_SHARDS, silent=None),
     "gradient_clip_algorithm": optional(_algorithm, "training.gradient_clipping"),
-    "accelerator": optional(_accelerator, "", Verdict.DROPPED, _LAUNCH),
-    "devices": optional(_devices, "", Verdict.DROPPED, _LAUNCH),
-    "num_nodes": optional(_nodes, "", Verdict.DROPPED, _LAUNCH),
-    "callbacks": optional(_callbacks, SCRIPT, Verdict.UNDECIDED, "callbacks that train, not only log, are your loop's to do"),
+    "accelerator": optional(_accelerator, "", Fit.IGNORED, _LAUNCH),
+    "devices": optional(_devices, "", Fit.IGNORED, _LAUNCH),
+    "num_nodes": optional(_nodes, "", Fit.IGNORED, _LAUNCH),
+    "callbacks": optional(_callbacks, SCRIPT, Fit.NEEDS_INPUT, "callbacks that train, not only log, are your loop's to do"),
     "enable_checkpointing": optional(_saving, "checkpoint.every_steps", note="true leaves it to the callbacks"),
     "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
     "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before unishard.prepare"),
@@ -222,7 +221,7 @@ TRAINER: Mapping[str, Key] = {
         lambda value, given: (
             _OFF
             if value is None or boolean(value)
-            else Meaning(Verdict.UNDECIDED, "your script shares the samples out itself: hand engine.batches a loader that does", kept=True)
+            else Meaning(Fit.NEEDS_INPUT, "your script shares the samples out itself: hand engine.batches a loader that does", kept=True)
         ),
         SCRIPT,
     ),

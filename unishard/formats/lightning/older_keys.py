@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.formats.lightning.keys import TRAINER, off
-from unishard.mapping.entries import Given, Key, Meaning, Verdict
+from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import boolean, drops, refuses
+from unishard.mapping.rules import Fit
 
 __all__ = ["OLDER", "place_in", "strategy_in"]
 
@@ -32,13 +33,13 @@ _GROUPS: Mapping[str, str] = {
 
 def _script(what: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
-        return Meaning(Verdict.DROPPED, "is off") if off(value) else Meaning(Verdict.UNDECIDED, what)
+        return Meaning(Fit.IGNORED, "is off") if off(value) else Meaning(Fit.NEEDS_INPUT, what)
 
-    return Key(read, "your training script", Verdict.UNDECIDED, what)
+    return Key(read, "your training script", Fit.NEEDS_INPUT, what)
 
 
 def _nonfinite(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"training.nonfinite": "raise"}) if boolean(value) else Meaning(Verdict.DROPPED, "is off")
+    return Meaning(fields={"training.nonfinite": "raise"}) if boolean(value) else Meaning(Fit.IGNORED, "is off")
 
 
 OLDER: Mapping[str, Key] = {

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Meaning, Unreadable, Verdict
-from unishard.mapping.rules import Native
+from unishard.config.nested import Native
+from unishard.mapping.entries import Given, Meaning, Unreadable
+from unishard.mapping.rules import Fit
 
 __all__ = ["DEFAULT", "engine_block", "precision", "word_of"]
 
@@ -52,10 +53,10 @@ def precision(value: Any, given: Given) -> Meaning:
     if runs == "FSDPStrategy" and dtype != "fp32":
         fields["precision.buffers"] = dtype
     if word == "16-true":
-        return Meaning(Verdict.EXACT, _UNSCALED, fields | {"precision.loss_scale": 1.0})
+        return Meaning(Fit.EXACT, _UNSCALED, fields | {"precision.loss_scale": 1.0})
     if true:
         return Meaning(fields=fields)
-    return Meaning(Verdict.EMULATED, _AUTOCAST, fields)
+    return Meaning(Fit.EQUIVALENT, _AUTOCAST, fields)
 
 
 def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> Meaning:
@@ -63,7 +64,7 @@ def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> Meaning:
     fields: dict[str, Any] = {"precision.master": dtype if true else "fp32", **({"precision.loss_scale": 1.0} if unscaled else {})}
     if true or dtype == "fp32":
         return Meaning(fields=fields)
-    return Meaning(Verdict.EMULATED, _AUTOCAST, fields)
+    return Meaning(Fit.EQUIVALENT, _AUTOCAST, fields)
 
 
 def engine_block(word: str, scaling: Mapping[str, Any]) -> Native:

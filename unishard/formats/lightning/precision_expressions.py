@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.formats.lightning.trainer_expressions import trainer
-from unishard.mapping.entries import Case, Expression, Verdict
-from unishard.mapping.rules import Native, merge
+from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["PRECISION"]
 
@@ -92,95 +92,93 @@ def _buffers(cfg: Config, topology: Topology) -> Native:
 _AUTOCAST = (
     "{word} also runs forward under torch.autocast, which computes norms, softmax and losses in fp32; unishard computes in one format"
 )
-_NOT_SCALED = Case("nothing is scaled", lambda cfg: cfg.precision.compute != "fp16", Verdict.EXACT, "")
-_NEVER_SCALED = Case(
+_NOT_SCALED = When("nothing is scaled", lambda cfg: cfg.precision.compute != "fp16", Fit.EXACT, "")
+_NEVER_SCALED = When(
     "16-true",
     lambda cfg: cfg.precision.pure and cfg.precision.loss_scale != 1.0,
-    Verdict.APPROXIMATE,
+    Fit.APPROXIMATE,
     "Lightning scales no loss in 16-true; write precision.master: fp32, or bf16",
 )
-_ONE = Case("16-true, a loss scale of 1", lambda cfg: cfg.precision.pure, Verdict.EXACT, "")
+_ONE = When("16-true, a loss scale of 1", lambda cfg: cfg.precision.pure, Fit.EXACT, "")
 _SCALER = (
     "Lightning 2.6.6 refuses every scaler of its own FSDPPrecision (plugins/precision/fsdp.py compares precision before it is set), so the "
     "snippet sets it afterwards"
 )
-_OWN_SCALER = Case("the default", lambda cfg: not _scaling(cfg), Verdict.EXACT, "is the scaler's default")
-_SET_LATER = Case("FSDP", _sharded, Verdict.EMULATED, _SCALER)
+_OWN_SCALER = When("the default", lambda cfg: not _scaling(cfg), Fit.EXACT, "is the scaler's default")
+_SET_LATER = When("FSDP", _sharded, Fit.EQUIVALENT, _SCALER)
 
-PRECISION: Mapping[str, Expression] = {
-    "precision.compute": Expression(
-        Verdict.EXACT,
+PRECISION: Mapping[str, Rule] = {
+    "precision.compute": Rule(
+        Fit.EXACT,
         "mixed_precision.param_dtype",
         "",
         _compute,
         (
-            Case("fp16 with fp32 masters", _scaled, Verdict.EMULATED, _AUTOCAST.format(word="16-mixed")),
-            Case(
+            When("fp16 with fp32 masters", _scaled, Fit.EQUIVALENT, _AUTOCAST.format(word="16-mixed")),
+            When(
                 "bf16 without sharding",
                 lambda cfg: not _sharded(cfg) and _mixed(cfg) and not cfg.precision.pure,
-                Verdict.EMULATED,
+                Fit.EQUIVALENT,
                 _AUTOCAST.format(word="bf16-mixed"),
             ),
         ),
     ),
-    "precision.master": Expression(Verdict.EXACT, "precision"),
-    "precision.reduce": Expression(
-        Verdict.EXACT,
+    "precision.master": Rule(Fit.EXACT, "precision"),
+    "precision.reduce": Rule(
+        Fit.EXACT,
         "mixed_precision.reduce_dtype",
         "",
         _reduce,
         (
-            Case(
+            When(
                 "without sharding, not the format of the gradients",
                 lambda cfg: not _sharded(cfg) and cfg.precision.reduce != cfg.precision.master,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "DDP reduces gradients in their own format, which is that of the masters",
             ),
         ),
     ),
-    "precision.accumulate": Expression(
-        Verdict.EXACT,
+    "precision.accumulate": Rule(
+        Fit.EXACT,
         "format of the parameters' gradients",
         when=(
-            Case(
+            When(
                 "not that of master",
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "gradients are added up in the format of the masters, which is more exact",
             ),
         ),
     ),
-    "precision.buffers": Expression(
-        Verdict.EXACT,
+    "precision.buffers": Rule(
+        Fit.EXACT,
         "mixed_precision.buffer_dtype",
         "",
         _buffers,
         (
-            Case("keep", lambda cfg: cfg.precision.buffers == "keep", Verdict.EXACT, ""),
-            Case("without sharding", lambda cfg: not _sharded(cfg), Verdict.UNDECIDED, "cast the model's floating-point buffers yourself"),
+            When("keep", lambda cfg: cfg.precision.buffers == "keep", Fit.EXACT, ""),
+            When("without sharding", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "cast the model's floating-point buffers yourself"),
         ),
     ),
-    "precision.loss_scale": Expression(
-        Verdict.EXACT,
+    "precision.loss_scale": Rule(
+        Fit.EXACT,
         "precision",
         "",
         when=(
             _NOT_SCALED,
             _NEVER_SCALED,
             _ONE,
-            Case(
+            When(
                 "a number",
                 lambda cfg: cfg.precision.loss_scale != "dynamic",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "torch's scaler begins with this number and halves it at an overflow; it never grows in the snippet",
             ),
         ),
     ),
-    "precision.initial_loss_scale": Expression(
-        Verdict.EXACT, "plugins", "", when=(_NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER)
-    ),
-    "precision.loss_scale_growth_interval": Expression(
-        Verdict.EXACT, "plugins", "", when=(_NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER)
+    "precision.initial_loss_scale": Rule(Fit.EXACT, "plugins", "", when=(_NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER)),
+    "precision.loss_scale_growth_interval": Rule(
+        Fit.EXACT, "plugins", "", when=(_NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER)
     ),
 }
 """Rows of `precision`."""

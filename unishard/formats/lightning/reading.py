@@ -16,7 +16,8 @@ from unishard.formats.lightning.shape import CLASS, Built, Shape, built, short
 from unishard.formats.lightning.strategies import Strategy, strategy_of
 from unishard.formats.lightning.unwrapping import TOOL, Unwrapped, entries_of
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Key, Meaning, Unreadable, Verdict, interpret
+from unishard.mapping.entries import Entry, Key, Meaning, Unreadable, interpret
+from unishard.mapping.rules import Fit
 
 __all__ = ["LightningDocument"]
 
@@ -94,8 +95,8 @@ class LightningDocument:
         try:
             return strategy_of(found, self._value(), fabric="fabric" in self.shape.trainer), []
         except Unreadable as error:
-            named = replace(self._named(found), meaning=Meaning(Verdict.REFUSED, str(error)))
-            lost = Meaning(Verdict.DROPPED, "belongs to the strategy that is refused")
+            named = replace(self._named(found), meaning=Meaning(Fit.UNSUPPORTED, str(error)))
+            lost = Meaning(Fit.IGNORED, "belongs to the strategy that is refused")
             arguments = found.arguments if found else {}
             return None, [named, *(Entry(self._place(found, name), item, lost) for name, item in arguments.items())]
 
@@ -136,14 +137,14 @@ class LightningDocument:
         for name in CLASS:
             if name in value and found.key not in ("", name):
                 note = f"names a class beside {found.key}, which is {shown(found.path)}; keep one of the two"
-                yield Entry((*self.shape.strategy, name), value[name], Meaning(Verdict.REFUSED, note))
+                yield Entry((*self.shape.strategy, name), value[name], Meaning(Fit.UNSUPPORTED, note))
         if self.shape.bare and "strategy" in value and found.inside.get("strategy") != ():
             note = f"stands beside {found.key}, which names the strategy; keep one of the two"
-            yield Entry((*self.shape.strategy, "strategy"), value["strategy"], Meaning(Verdict.REFUSED, note))
+            yield Entry((*self.shape.strategy, "strategy"), value["strategy"], Meaning(Fit.UNSUPPORTED, note))
         if not self.shape.bare:
             for name in found.others:
                 note = f"{TOOL} does not know this key beside {found.key}; write it below init_args"
-                yield Entry((*self.shape.strategy, name), value[name], Meaning(Verdict.REFUSED, note))
+                yield Entry((*self.shape.strategy, name), value[name], Meaning(Fit.UNSUPPORTED, note))
 
     # The Trainer's arguments, and what stands beside them.
 
@@ -177,10 +178,8 @@ class LightningDocument:
         section = self.shape.beside(self.source.data)
         plain = {str(name): item for name, item in section.items() if name not in _RECIPES}
         found = interpret({**BESIDE}, {name: item for name, item in plain.items() if name in BESIDE}, tool=TOOL, topology=self.topology)
-        found += [
-            Entry((name,), item, Meaning(Verdict.DROPPED, _OWN_CLASS, kept=True)) for name, item in plain.items() if name not in BESIDE
-        ]
-        above = [Entry((name,), item, Meaning(Verdict.DROPPED, _OWN_CLASS, kept=True)) for name, item in self._outside().items()]
+        found += [Entry((name,), item, Meaning(Fit.IGNORED, _OWN_CLASS, kept=True)) for name, item in plain.items() if name not in BESIDE]
+        above = [Entry((name,), item, Meaning(Fit.IGNORED, _OWN_CLASS, kept=True)) for name, item in self._outside().items()]
         return [*(entry.at(*self.shape.top, *entry.path) for entry in found), *self._recipes(section), *above]
 
     def _outside(self) -> Mapping[str, Any]:
@@ -199,15 +198,15 @@ def _by_plugin(plugins: Any) -> Mapping[str, Any]:
 
 def _target(value: Any, given: Any) -> Meaning:
     if short(value) not in ("Trainer", "Fabric"):
-        return Meaning(Verdict.REFUSED, f"is no Trainer of Lightning: {value}; name the strategy's class, or the Trainer")
-    return Meaning(Verdict.DROPPED, "names the Trainer", kept=True)
+        return Meaning(Fit.UNSUPPORTED, f"is no Trainer of Lightning: {value}; name the strategy's class, or the Trainer")
+    return Meaning(Fit.IGNORED, "names the Trainer", kept=True)
 
 
 def _section(value: Any) -> Meaning:
     """What a section without arguments says."""
     if not value:
         return UNSET
-    return Meaning(Verdict.REFUSED, f"must be a mapping of arguments, got {shown(value)}; write one argument a line")
+    return Meaning(Fit.UNSUPPORTED, f"must be a mapping of arguments, got {shown(value)}; write one argument a line")
 
 
 _OVERRULED = "has no effect: Lightning writes it only into a DeepSpeed config without gradient_clipping"
@@ -219,7 +218,7 @@ def _clipped_once(strategy: list[Entry], trainer: list[Entry]) -> list[Entry]:
     if not own:
         return [*strategy, *trainer]
     clips = ("gradient_clip_val", "gradient_clip_algorithm")
-    overruled = Meaning(Verdict.DROPPED, _OVERRULED)
+    overruled = Meaning(Fit.IGNORED, _OVERRULED)
     others = [entry for entry in trainer if entry.path[-1] not in clips or not entry.assumed]
     return [*strategy, *(replace(entry, meaning=overruled) if entry.path[-1] in clips else entry for entry in others)]
 

@@ -8,8 +8,9 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.formats.lightning.keys import UNSET
 from unishard.formats.lightning.shape import Built, built, short
-from unishard.mapping.entries import Entry, Key, Meaning, Path, Undecided, Unreadable, Verdict, interpret
+from unishard.mapping.entries import Entry, Key, Meaning, Path, Undecided, Unreadable, interpret
 from unishard.mapping.key_rows import boolean, drops, number, sets
+from unishard.mapping.rules import Fit
 
 __all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]
 
@@ -63,13 +64,13 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
     """What the optimizer's class and arguments say."""
     found = built(value)
     if found is None:
-        yield Entry(path, value, UNSET if not value else Meaning(Verdict.UNDECIDED, _OTHER, kept=True))
+        yield Entry(path, value, UNSET if not value else Meaning(Fit.NEEDS_INPUT, _OTHER, kept=True))
         return
     name = _NAMES.get(short(found.path))
     place = (*path, found.key) if found.key else path
     if name is None:
-        yield Entry(place, found.path, Meaning(Verdict.UNDECIDED, _OTHER, kept=True))
-        yield from _all(found, path, Meaning(Verdict.UNDECIDED, _OTHER, kept=True))
+        yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _OTHER, kept=True))
+        yield from _all(found, path, Meaning(Fit.NEEDS_INPUT, _OTHER, kept=True))
         return
     yield Entry(place, found.path, Meaning(fields={"optimizer.name": name}))
     said = {key: item for key, item in found.arguments.items() if item is not None and not (key in _IDLE and item == _IDLE[key])}
@@ -77,7 +78,7 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
     for entry in interpret(keys, said, tool=f"{short(found.path)} as unishard makes it", defaults=_THEIRS.get(name)):
         yield entry.at(*path, *found.inside.get(entry.path[0], ("init_args",)), *entry.path)
     for key in found.arguments.keys() - said.keys():
-        yield Entry((*path, *found.inside[key], key), found.arguments[key], Meaning(Verdict.DROPPED, "is the default", kept=True))
+        yield Entry((*path, *found.inside[key], key), found.arguments[key], Meaning(Fit.IGNORED, "is the default", kept=True))
 
 
 _EPOCHS = "LightningCLI moves it once an epoch, unishard once an update; write scheduler.total_steps in updates"
@@ -91,17 +92,17 @@ def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
     """
     found = built(value)
     if found is None:
-        yield Entry(path, value, UNSET if not value else Meaning(Verdict.UNDECIDED, _OWN, kept=True))
+        yield Entry(path, value, UNSET if not value else Meaning(Fit.NEEDS_INPUT, _OWN, kept=True))
         return
     place = (*path, found.key) if found.key else path
     if short(found.path) != "CosineAnnealingLR" or found.arguments.get("eta_min"):
-        yield Entry(place, found.path, Meaning(Verdict.UNDECIDED, _OWN, kept=True))
-        yield from _all(found, path, Meaning(Verdict.UNDECIDED, _OWN, kept=True))
+        yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _OWN, kept=True))
+        yield from _all(found, path, Meaning(Fit.NEEDS_INPUT, _OWN, kept=True))
         return
-    yield Entry(place, found.path, Meaning(Verdict.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}))
+    yield Entry(place, found.path, Meaning(Fit.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}))
     for key, item in found.arguments.items():
         steps = Undecided(f"T_max ({item} epochs) times the updates of an epoch")
-        meaning = Meaning(Verdict.UNDECIDED, _EPOCHS, {"scheduler.total_steps": steps}) if key == "T_max" else UNSET
+        meaning = Meaning(Fit.NEEDS_INPUT, _EPOCHS, {"scheduler.total_steps": steps}) if key == "T_max" else UNSET
         yield Entry((*path, *found.inside[key], key), item, meaning)
 
 

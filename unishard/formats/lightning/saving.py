@@ -9,12 +9,13 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.config.describe import shown
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.lightning.shape import Built, built, short
-from unishard.mapping.entries import NO_KEY, Case, Entry, Expression, Meaning, Path, Undecided, Unreadable, Verdict
-from unishard.mapping.field_rows import idle, none, write
+from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
+from unishard.mapping.field_rows import none, write
 from unishard.mapping.key_rows import integer, number, text
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["SAVING", "minutes_of", "saving_entries"]
 
@@ -42,7 +43,7 @@ def saving_entries(value: Any, path: Path) -> Iterator[Entry]:
         entries = list(_arguments(found, place))
         fields = {field: value for entry in entries for field, value in entry.meaning.fields.items()}
         if any(field in said and said[field] != value for field, value in fields.items()):
-            yield Entry(place, found.path, Meaning(Verdict.UNDECIDED, _ANOTHER))
+            yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _ANOTHER))
             continue
         said |= fields
         yield from entries
@@ -62,17 +63,17 @@ def _arguments(found: Built, place: Path) -> Iterator[Entry]:
         if "dirpath" in arguments:
             yield entry("dirpath", Meaning(fields={"checkpoint.dir": text(arguments["dirpath"])}))
         if not steps and time is None:
-            yield Entry(place, found.path, Meaning(Verdict.UNDECIDED, _EPOCHS))
+            yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _EPOCHS))
             return
         if "dirpath" not in arguments:
-            yield entry("dirpath", Meaning(Verdict.UNDECIDED, f"the value comes from {_LOGGER.who}", {"checkpoint.dir": _LOGGER}))
+            yield entry("dirpath", Meaning(Fit.NEEDS_INPUT, f"the value comes from {_LOGGER.who}", {"checkpoint.dir": _LOGGER}))
         if steps:
             yield entry("every_n_train_steps", Meaning(fields={"checkpoint.every_steps": integer(1)(steps)}))
         if time is not None:
             yield entry("train_time_interval", Meaning(fields={"checkpoint.every_minutes": minutes_of(time)}))
         yield _kept(arguments, entry)
     except Unreadable as error:
-        yield Entry(place, found.path, Meaning(Verdict.REFUSED, f"has an argument that {error}"))
+        yield Entry(place, found.path, Meaning(Fit.UNSUPPORTED, f"has an argument that {error}"))
 
 
 def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
@@ -82,7 +83,7 @@ def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
     if top > 1 and monitor is None:
         raise Unreadable(f"must be -1, 0 or 1 without a monitor, got save_top_k {top}; write one of them, or monitor: step and mode: max")
     if monitor is not None and not newest and top > 0:
-        return entry("monitor", Meaning(Verdict.UNDECIDED, _BEST.format(shown(monitor))))  # type: ignore[no-any-return]
+        return entry("monitor", Meaning(Fit.NEEDS_INPUT, _BEST.format(shown(monitor))))  # type: ignore[no-any-return]
     return entry("save_top_k", Meaning(fields={"checkpoint.keep_last": None if top < 0 else top}))  # type: ignore[no-any-return]
 
 
@@ -133,45 +134,43 @@ def _top(cfg: Config) -> Native:
 
 _ALL = "ModelCheckpoint keeps the newest or all: all are kept"
 
-SAVING: Mapping[str, Expression] = {
-    "checkpoint.dir": Expression(
-        Verdict.EXACT,
+SAVING: Mapping[str, Rule] = {
+    "checkpoint.dir": Rule(
+        Fit.EXACT,
         "dirpath of ModelCheckpoint",
         "",
         _callbacks,
         (
-            idle("null", lambda cfg: cfg.checkpoint.dir is None),
-            Case(
+            unless("null", lambda cfg: cfg.checkpoint.dir is None),
+            When(
                 "nothing is saved by itself",
                 lambda cfg: not cfg.checkpoint.automatic,
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "the directory of trainer.save_checkpoint(...) in your script",
             ),
         ),
     ),
-    "checkpoint.every_steps": Expression(
-        Verdict.EXACT, "every_n_train_steps of ModelCheckpoint, enable_checkpointing", "null: enable_checkpointing=False", _callbacks
+    "checkpoint.every_steps": Rule(
+        Fit.EXACT, "every_n_train_steps of ModelCheckpoint, enable_checkpointing", "null: enable_checkpointing=False", _callbacks
     ),
-    "checkpoint.every_minutes": Expression(Verdict.EXACT, "train_time_interval of ModelCheckpoint", "", _callbacks),
-    "checkpoint.keep_last": Expression(
-        Verdict.EXACT,
+    "checkpoint.every_minutes": Rule(Fit.EXACT, "train_time_interval of ModelCheckpoint", "", _callbacks),
+    "checkpoint.keep_last": Rule(
+        Fit.EXACT,
         "save_top_k of ModelCheckpoint",
         'with monitor="step" and mode="max", which keeps the newest',
         _callbacks,
         (
-            idle("null", lambda cfg: cfg.checkpoint.keep_last is None, "-1 keeps all"),
-            Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, _ALL),
-            Case(
+            unless("null", lambda cfg: cfg.checkpoint.keep_last is None, "-1 keeps all"),
+            When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
+            When(
                 "nothing is saved by itself",
                 lambda cfg: not cfg.checkpoint.automatic,
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "delete older checkpoints in your script",
             ),
         ),
     ),
-    "checkpoint.keep_every": Expression(
-        Verdict.APPROXIMATE, NO_KEY, _ALL, when=(idle("null", lambda cfg: cfg.checkpoint.keep_every is None),)
-    ),
+    "checkpoint.keep_every": Rule(Fit.APPROXIMATE, NO_KEY, _ALL, when=(unless("null", lambda cfg: cfg.checkpoint.keep_every is None),)),
     "checkpoint.async_save": none(
         "time alone; AsyncCheckpointIO in plugins of the Trainer does it", lambda cfg: not cfg.checkpoint.async_save, "false"
     ),

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from unishard.config.nested import Native
 from unishard.formats.lightning.keys import CALLBACKS
 from unishard.formats.lightning.saving import minutes_of
 from unishard.formats.lightning.shape import Shape, built, short
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.rules import Native
 
 __all__ = ["snippet"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import NO_KEY, SCRIPT, Case, Expression, Verdict
-from unishard.mapping.rules import Native
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
 
 __all__ = ["MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
 
@@ -47,59 +47,59 @@ def _scaled(cfg: Config) -> bool:
     return cfg.precision.compute == "fp16" and not cfg.precision.pure
 
 
-UNCLIPPED = Case("null", lambda cfg: cfg.training.gradient_clipping is None, Verdict.EXACT, "")
+UNCLIPPED = When("null", lambda cfg: cfg.training.gradient_clipping is None, Fit.EXACT, "")
 _IDLE = "there is nothing to decide"
-TRAINING: Mapping[str, Expression] = {
-    "training.micro_batch_size": Expression(Verdict.UNDECIDED, SCRIPT, "make the DataLoader with batch_size of this value"),
-    "training.gradient_accumulation_steps": Expression(
-        Verdict.EXACT,
+TRAINING: Mapping[str, Rule] = {
+    "training.micro_batch_size": Rule(Fit.NEEDS_INPUT, SCRIPT, "make the DataLoader with batch_size of this value"),
+    "training.gradient_accumulation_steps": Rule(
+        Fit.EXACT,
         "accumulate_grad_batches",
         "",
         lambda cfg, topology: trainer(accumulate_grad_batches=cfg.training.gradient_accumulation_steps),
     ),
-    "training.global_batch_size": Expression(
-        Verdict.DROPPED,
+    "training.global_batch_size": Rule(
+        Fit.IGNORED,
         NO_KEY,
         "follows from batch_size, accumulate_grad_batches and the devices",
-        when=(Case("null", lambda cfg: cfg.training.global_batch_size is None, Verdict.EXACT, _IDLE),),
+        when=(When("null", lambda cfg: cfg.training.global_batch_size is None, Fit.EXACT, _IDLE),),
     ),
-    "training.gradient_clipping": Expression(
-        Verdict.EXACT,
+    "training.gradient_clipping": Rule(
+        Fit.EXACT,
         "gradient_clip_val",
         "",
         lambda cfg, topology: _clips(cfg),
         (UNCLIPPED,),
     ),
-    "training.nonfinite": Expression(
-        Verdict.APPROXIMATE,
+    "training.nonfinite": Rule(
+        Fit.APPROXIMATE,
         NO_KEY,
         "Lightning makes an update with infinite or NaN gradients as well; look at them in on_before_optimizer_step",
         when=(
-            Case("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Verdict.EXACT, "is what Lightning does"),
-            Case(
+            When("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Fit.EXACT, "is what Lightning does"),
+            When(
                 "skip in fp16",
                 lambda cfg: cfg.training.nonfinite == "skip" and _scaled(cfg),
-                Verdict.EXACT,
+                Fit.EXACT,
                 "the gradient scaler skips such updates",
             ),
         ),
     ),
-    "training.last_window": Expression(
-        Verdict.EMULATED,
+    "training.last_window": Rule(
+        Fit.EQUIVALENT,
         "accumulate_grad_batches",
         "Lightning divides what is left at the end of an epoch by the whole window, not by the micro-batches that are there",
         when=(
-            Case("no accumulation", lambda cfg: not _accumulates(cfg), Verdict.EXACT, "there is no window to fill"),
-            Case(
+            When("no accumulation", lambda cfg: not _accumulates(cfg), Fit.EXACT, "there is no window to fill"),
+            When(
                 "drop",
                 lambda cfg: cfg.training.last_window == "drop",
-                Verdict.UNDECIDED,
+                Fit.NEEDS_INPUT,
                 "let the DataLoader end with a full window: Lightning makes an update of what is left",
             ),
         ),
     ),
-    "training.seed": Expression(
-        Verdict.EXACT,
+    "training.seed": Rule(
+        Fit.EXACT,
         "seed_everything",
         "every rank draws the same random numbers in Lightning; unishard adds the rank",
         lambda cfg, topology: {"seed_everything": cfg.training.seed},
@@ -112,32 +112,30 @@ def _name(cfg: Config, topology: Topology) -> Native:
     return {"optimizer": {"class_path": _OPTIMIZERS[cfg.optimizer.name]}}
 
 
-def _argument(name: str) -> Expression:
+def _argument(name: str) -> Rule:
     def to(cfg: Config, topology: Topology) -> Native:
         if cfg.optimizer.name not in _BELONGS.get(name, (cfg.optimizer.name,)):
             return {}
         value = getattr(cfg.optimizer, name)
         return {"optimizer": {"init_args": {name: list(value) if isinstance(value, tuple) else value}}}
 
-    return Expression(Verdict.EXACT, f"configure_optimizers: {name}", "", to)
+    return Rule(Fit.EXACT, f"configure_optimizers: {name}", "", to)
 
 
-def _schedule(what: str) -> Expression:
-    constant = Case(
-        "a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, Verdict.EXACT, _IDLE
-    )
-    return Expression(Verdict.UNDECIDED, MODULE, f"return {what} from configure_optimizers, with interval: step", when=(constant,))
+def _schedule(what: str) -> Rule:
+    constant = When("a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, Fit.EXACT, _IDLE)
+    return Rule(Fit.NEEDS_INPUT, MODULE, f"return {what} from configure_optimizers, with interval: step", when=(constant,))
 
 
 _SCHEDULE = "a scheduler such as transformers.get_scheduler makes"
 _SPLIT = "give the optimizer groups of parameters in configure_optimizers"
-_NONE = Case("empty", lambda cfg: not cfg.optimizer.no_decay, Verdict.EXACT, _IDLE)
-RECIPE: Mapping[str, Expression] = {
-    "optimizer.name": Expression(Verdict.EXACT, "configure_optimizers", "", _name),
+_NONE = When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, _IDLE)
+RECIPE: Mapping[str, Rule] = {
+    "optimizer.name": Rule(Fit.EXACT, "configure_optimizers", "", _name),
     **{f"optimizer.{name}": _argument(name) for name in ("lr", "betas", "eps", "amsgrad", "momentum", "nesterov", "weight_decay")},
-    "optimizer.no_decay": Expression(Verdict.UNDECIDED, MODULE, f"{_SPLIT}, these without weight decay", when=(_NONE,)),
-    "optimizer.groups": Expression(
-        Verdict.UNDECIDED, MODULE, _SPLIT, when=(Case("empty", lambda cfg: not cfg.optimizer.groups, Verdict.EXACT, _IDLE),)
+    "optimizer.no_decay": Rule(Fit.NEEDS_INPUT, MODULE, f"{_SPLIT}, these without weight decay", when=(_NONE,)),
+    "optimizer.groups": Rule(
+        Fit.NEEDS_INPUT, MODULE, _SPLIT, when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, _IDLE),)
     ),
     "scheduler.name": _schedule(_SCHEDULE),
     "scheduler.warmup_steps": _schedule(f"{_SCHEDULE} (num_warmup_steps)"),
@@ -145,11 +143,11 @@ RECIPE: Mapping[str, Expression] = {
     "scheduler.warmup_start_ratio": _schedule(f"{_SCHEDULE}, that begins at this part of the rate"),
     "scheduler.delay_steps": _schedule(f"{_SCHEDULE}, that waits for these updates"),
     "scheduler.total_steps": _schedule(f"{_SCHEDULE} (num_training_steps)"),
-    "scheduler.min_lr_ratio": Expression(
-        Verdict.UNDECIDED,
+    "scheduler.min_lr_ratio": Rule(
+        Fit.NEEDS_INPUT,
         MODULE,
         f"return {_SCHEDULE} from configure_optimizers, which ends at this part of the rate",
-        when=(Case("0", lambda cfg: not cfg.scheduler.min_lr_ratio, Verdict.EXACT, _IDLE),),
+        when=(When("0", lambda cfg: not cfg.scheduler.min_lr_ratio, Fit.EXACT, _IDLE),),
     ),
 }
 """The optimizer and the schedule, which Lightning asks the LightningModule for."""

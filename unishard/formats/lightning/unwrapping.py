@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
+from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats.lightning import deepspeed_arguments, fsdp_arguments
@@ -15,8 +16,8 @@ from unishard.formats.lightning.keys import UNSET, off
 from unishard.formats.lightning.precision import engine_block, word_of
 from unishard.formats.lightning.strategies import Strategy
 from unishard.formats.source import open_source
-from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, Verdict, interpret
-from unishard.mapping.rules import merge, nested
+from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, interpret
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 
 __all__ = ["TOOL", "Unwrapped", "entries_of"]
@@ -61,14 +62,14 @@ def entries_of(given: Unwrapped) -> list[Entry]:
 def _one(named: Entry, meanings: Iterable[Meaning]) -> Entry:
     """One entry for what several keys of the engine say together."""
     found = list(meanings)
-    telling = [meaning for meaning in found if meaning.verdict is not Verdict.DROPPED or meaning.fields or meaning.native] or found
-    worst = max((meaning.verdict for meaning in telling), key=lambda verdict: verdict.badness, default=Verdict.EXACT)
-    notes = dict.fromkeys(meaning.note for meaning in found if meaning.note and meaning.verdict is worst)
+    telling = [meaning for meaning in found if meaning.fit is not Fit.IGNORED or meaning.fields or meaning.native] or found
+    worst = max((meaning.fit for meaning in telling), key=lambda fit: fit.badness, default=Fit.EXACT)
+    notes = dict.fromkeys(meaning.note for meaning in found if meaning.note and meaning.fit is worst)
     fields = {name: value for meaning in found for name, value in meaning.fields.items()}
     native = {name: value for meaning in found for name, value in meaning.native.items()}
-    if worst is Verdict.REFUSED:
+    if worst is Fit.UNSUPPORTED:
         fields, native = {}, {}
-    kept = worst is Verdict.DROPPED and not fields and not native
+    kept = worst is Fit.IGNORED and not fields and not native
     return replace(named, meaning=Meaning(worst, "; ".join(notes), fields, native, kept=kept))
 
 
@@ -107,7 +108,7 @@ def _fsdp(given: Unwrapped) -> Iterator[Entry]:
         try:
             fragment = fsdp_arguments.ARGUMENTS[name](arguments[name])
         except Unreadable as error:
-            yield given.of(name, Meaning(Verdict.REFUSED, str(error)))
+            yield given.of(name, Meaning(Fit.UNSUPPORTED, str(error)))
             continue
         if not fragment:
             yield given.of(name, UNSET)
@@ -127,7 +128,7 @@ def _placed(
     by_argument: dict[str, list[Meaning]] = {}
     by_name: list[Meaning] = [Meaning(fields={"backend": _BACKENDS[given.strategy.runs]})]
     if given.strategy.former:
-        by_name.append(Meaning(Verdict.EMULATED, f"a name of Lightning 1; {TOOL} calls it {given.strategy.former}"))
+        by_name.append(Meaning(Fit.EQUIVALENT, f"a name of Lightning 1; {TOOL} calls it {given.strategy.former}"))
     for entry in parsed:
         names = origin.get(entry.key) or origin.get(entry.path[0]) or ()
         written = [name for name in names if name in given.arguments]
@@ -167,7 +168,7 @@ def _configured(given: Unwrapped) -> Iterator[Entry]:
     except (ConfigError, Unreadable) as error:
         note = f"cannot be read: {error}; put the file beside this one, or write its keys here"
         yield replace(given.named, meaning=Meaning(fields={"backend": "deepspeed"}))
-        yield given.of("config", Meaning(Verdict.REFUSED, " ".join(note.split())))
+        yield given.of("config", Meaning(Fit.UNSUPPORTED, " ".join(note.split())))
         yield from _precision_entry(given, ())
         yield from _unused(given, {"config"}, _REPLACED)
         return
@@ -198,9 +199,9 @@ _ACCUMULATION = (
 
 def _in_trainer(entry: Entry) -> Entry:
     """A key that Lightning wants as an argument of the Trainer."""
-    if entry.key != "gradient_accumulation_steps" or entry.assumed or entry.meaning.verdict is not Verdict.EXACT:
+    if entry.key != "gradient_accumulation_steps" or entry.assumed or entry.meaning.fit is not Fit.EXACT:
         return entry
-    return entry.but(Verdict.EMULATED, _ACCUMULATION)
+    return entry.but(Fit.EQUIVALENT, _ACCUMULATION)
 
 
 def _unclipped(given: Unwrapped) -> Mapping[str, Any]:
@@ -239,11 +240,11 @@ def _precision_entry(given: Unwrapped, parsed: Iterable[Entry]) -> Iterator[Entr
     try:
         word = word_of(given.precision.value)
     except Unreadable as error:
-        yield replace(given.precision, meaning=Meaning(Verdict.REFUSED, str(error)))
+        yield replace(given.precision, meaning=Meaning(Fit.UNSUPPORTED, str(error)))
         return
     if not ours and word != "32-true":
         note = "the block in the DeepSpeed config decides; Lightning casts the inputs alone"
-        yield replace(given.precision, meaning=Meaning(Verdict.DROPPED, note))
+        yield replace(given.precision, meaning=Meaning(Fit.IGNORED, note))
         return
     if not ours:
         config = given.arguments.get("config")
@@ -251,7 +252,7 @@ def _precision_entry(given: Unwrapped, parsed: Iterable[Entry]) -> Iterator[Entr
         yield replace(given.precision, meaning=Meaning(fields={"precision.compute": "fp32"} if plain else {}))
         return
     if word.endswith("true"):
-        ours.append(Meaning(Verdict.EMULATED, f"{word} rounds the first weights as well; DeepSpeed keeps fp32 masters all the same"))
+        ours.append(Meaning(Fit.EQUIVALENT, f"{word} rounds the first weights as well; DeepSpeed keeps fp32 masters all the same"))
     yield replace(_one(given.precision, ours), assumed=given.precision.assumed)
 
 
@@ -260,7 +261,7 @@ def _unused(given: Unwrapped, used: set[str], why: str) -> Iterator[Entry]:
     for name in given.arguments:
         if name in known and name not in used:
             note = "is off" if off(given.arguments[name]) else why
-            yield given.of(name, Meaning(Verdict.DROPPED, note, kept=True))
+            yield given.of(name, Meaning(Fit.IGNORED, note, kept=True))
     rest = [name for name in given.arguments if name not in known]
     yield from _table(deepspeed_arguments.OWN, given, rest, known)
 

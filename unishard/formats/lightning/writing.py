@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config, leaves
+from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.formats.lightning.expressions import FSDP, strategy
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.trainer_expressions import MODULE, TRAINING, trainer
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import AUTO, KEPT_AUTO, NO_KEY, SCRIPT, Expressed, Expression, Verdict, Word, express
-from unishard.mapping.rules import Native, flat, merge, nested
+from unishard.mapping.express import AUTO, KEPT_AUTO, Expressed, FieldResult, express
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule
 from unishard.plugins import registry
 
 __all__ = ["expressed"]
@@ -42,7 +43,7 @@ def _launch(topology: Topology) -> Native:
     return trainer(accelerator="gpu", devices=topology.local_world_size, num_nodes=nodes)
 
 
-def _said(reading: ReadDocument, rows: Mapping[str, Expression]) -> Mapping[str, Expression]:
+def _said(reading: ReadDocument, rows: Mapping[str, Rule]) -> Mapping[str, Rule]:
     """The rows of what the source decides; the others write nothing, so that Lightning's own defaults hold."""
     return {
         path: row if path in reading.decided or path.partition(".")[0] in _ALWAYS else replace(row, to=lambda cfg, topology: {})
@@ -55,12 +56,12 @@ def _fsdp(reading: ReadDocument, topology: Topology) -> Expressed:
     size = reading.config.sharding.group_size
     if size and topology.world_size % size:
         found = Expressed(
-            found.document, {**found.words, "sharding.group_size": Word(Verdict.UNDECIDED, "device_mesh", _MESH.format(size))}
+            found.document, {**found.fields, "sharding.group_size": FieldResult(Fit.NEEDS_INPUT, "device_mesh", _MESH.format(size))}
         )
     return found
 
 
-_MOVED: Mapping[str, Expression] = {
+_MOVED: Mapping[str, Rule] = {
     **{path: TRAINING[path] for path in ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")},
     **SAVING,
 }
@@ -79,7 +80,7 @@ def _deepspeed(reading: ReadDocument, topology: Topology) -> Expressed:
     asked = registry.get("deepspeed").arguments(reading.config, topology, reading.undecided.keys()).document
     config = _without_auto({key: value for key, value in engine.document.items() if key not in _CARRIED}, keep=_open(asked))
     document = merge(merge(around.document, trainer(precision=_word(config))), strategy("deepspeed", config=config))
-    words = {path: _inside(word, path) for path, word in engine.words.items()} | {path: around.words[path] for path in _MOVED}
+    words = {path: _inside(word, path) for path, word in engine.fields.items()} | {path: around.fields[path] for path in _MOVED}
     return Expressed(document, words)
 
 
@@ -95,13 +96,15 @@ def _without_auto(config: Mapping[str, Any], keep: frozenset[str]) -> Native:
     return nested({key: value for key, value in settings if value != AUTO or key in keep})
 
 
-def _inside(word: Word, path: str) -> Word:
+def _inside(word: FieldResult, path: str) -> FieldResult:
     if word.note == KEPT_AUTO:
         if path.partition(".")[0] in _RECIPE:
-            return Word(Verdict.UNDECIDED, f"{_CONFIG}: {word.key}", 'kept as "auto", which Lightning does not fill in; write the value')
+            return FieldResult(
+                Fit.NEEDS_INPUT, f"{_CONFIG}: {word.key}", 'kept as "auto", which Lightning does not fill in; write the value'
+            )
         if path.startswith("precision."):
-            return Word(Verdict.UNDECIDED, "trainer.precision", f"{_FULL} here, as nothing else is known; write the precision")
-        return Word(Verdict.EXACT, SCRIPT, "goes on deciding it")
+            return FieldResult(Fit.NEEDS_INPUT, "trainer.precision", f"{_FULL} here, as nothing else is known; write the precision")
+        return FieldResult(Fit.EXACT, SCRIPT, "goes on deciding it")
     if not word.key or word.key in (SCRIPT, MODULE, NO_KEY):
         return word
     return word._replace(key=f"{_CONFIG}: {word.key}")
@@ -115,7 +118,7 @@ def _word(config: Mapping[str, Any]) -> str:
 
 def _nothing(reading: ReadDocument, topology: Topology) -> Expressed:
     note = f"Lightning has no strategy for backend {reading.config.backend}; give --set backend=fsdp or backend=deepspeed"
-    return Expressed({}, {path: Word(Verdict.REFUSED, NO_KEY, note) for path, _ in leaves(Config)})
+    return Expressed({}, {path: FieldResult(Fit.UNSUPPORTED, NO_KEY, note) for path, _ in leaves(Config)})
 
 
 def _shaped(document: Native, shape: Shape) -> Native:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.torchtitan.saving import SAVING
-from unishard.mapping.entries import NO_KEY, Case, Expression, Holds, Verdict
-from unishard.mapping.field_rows import idle, lost, moved_together, none
-from unishard.mapping.rules import Native
+from unishard.mapping.field_rows import lost, moved_together, none
+from unishard.mapping.rules import NO_KEY, Fit, Holds, Rule, When, unless
 
 __all__ = ["EXPRESSIONS"]
 
@@ -89,12 +89,12 @@ def _no_warmup(cfg: Config) -> bool:
     return not cfg.scheduler.warmup_steps
 
 
-def _code(what: str, off: Holds, case: str, why: str = "") -> Expression:
+def _code(what: str, off: Holds, case: str, why: str = "") -> Rule:
     """A field that the code of the model must honour."""
-    return Expression(Verdict.UNDECIDED, "the model's parallelize function", what, when=(idle(case, off, why),))
+    return Rule(Fit.NEEDS_INPUT, "the model's parallelize function", what, when=(unless(case, off, why),))
 
 
-def _scaled() -> Expression:
+def _scaled() -> Rule:
     return lost(_NO_FP16, lambda cfg: cfg.precision.compute != "fp16", "compute is not fp16")
 
 
@@ -106,70 +106,70 @@ _CLIMB = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup
 _BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
 _OWN_CHECK = "unishard's own check of collective calls"
 
-EXPRESSIONS: Mapping[str, Expression] = {
-    "backend": Expression(
-        Verdict.REFUSED,
+EXPRESSIONS: Mapping[str, Rule] = {
+    "backend": Rule(
+        Fit.UNSUPPORTED,
         "parallelism",
         "torchtitan runs PyTorch's FSDP alone; give --set backend=fsdp",
-        when=(idle("fsdp", lambda cfg: cfg.backend in _ENGINES),),
+        when=(unless("fsdp", lambda cfg: cfg.backend in _ENGINES),),
     ),
-    "sharding.strategy": Expression(
-        Verdict.EXACT,
+    "sharding.strategy": Rule(
+        Fit.EXACT,
         "parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree",
         "",
         lambda cfg, topology: {"parallelism": _degrees(cfg, topology)["parallelism"] | _reshard(cfg, topology).get("parallelism", {})},
         (
-            Case(
+            When(
                 "shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
                 lambda cfg: cfg.sharding.within_group in ("shard_optimizer", "shard_grad_op"),
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 f"fsdp_reshard_after_forward never is the nearest; {_BETWEEN}",
             ),
         ),
     ),
-    "sharding.group_size": Expression(Verdict.EXACT, "parallelism.data_parallel_shard_degree", "a part of the ranks of --world-size"),
-    "sharding.reshard_after_forward": Expression(Verdict.EXACT, "parallelism.fsdp_reshard_after_forward", "", _reshard),
+    "sharding.group_size": Rule(Fit.EXACT, "parallelism.data_parallel_shard_degree", "a part of the ranks of --world-size"),
+    "sharding.reshard_after_forward": Rule(Fit.EXACT, "parallelism.fsdp_reshard_after_forward", "", _reshard),
     "sharding.units": _code("shard modules of these classes", lambda cfg: cfg.sharding.units == "auto", "auto", "the model's blocks"),
-    "sharding.min_unit_params": Expression(
-        Verdict.EMULATED,
+    "sharding.min_unit_params": Rule(
+        Fit.EQUIVALENT,
         NO_KEY,
         "the same maths with smaller units",
-        when=(idle("0", lambda cfg: not cfg.sharding.min_unit_params),),
+        when=(unless("0", lambda cfg: not cfg.sharding.min_unit_params),),
     ),
     "sharding.whole_units": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.whole_units, "empty"),
-    "precision.compute": Expression(
-        Verdict.EXACT,
+    "precision.compute": Rule(
+        Fit.EXACT,
         "training.mixed_precision_param",
         "",
         lambda cfg, topology: _training(mixed_precision_param=_DTYPES[cfg.precision.compute]),
-        (Case("fp16", lambda cfg: cfg.precision.compute == "fp16", Verdict.REFUSED, _NO_FP16),),
+        (When("fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.UNSUPPORTED, _NO_FP16),),
     ),
-    "precision.master": Expression(
-        Verdict.EXACT,
+    "precision.master": Rule(
+        Fit.EXACT,
         "training.dtype",
         "",
         lambda cfg, topology: _training(dtype=_DTYPES[cfg.precision.master]),
-        (Case("fp16", lambda cfg: cfg.precision.master == "fp16", Verdict.REFUSED, _NO_FP16),),
+        (When("fp16", lambda cfg: cfg.precision.master == "fp16", Fit.UNSUPPORTED, _NO_FP16),),
     ),
-    "precision.reduce": Expression(
-        Verdict.EXACT,
+    "precision.reduce": Rule(
+        Fit.EXACT,
         "training.mixed_precision_reduce",
         "",
         lambda cfg, topology: _training(mixed_precision_reduce="float32"),
         (
-            Case(
+            When(
                 "not fp32",
                 lambda cfg: cfg.precision.reduce != "fp32",
-                Verdict.APPROXIMATE,
+                Fit.APPROXIMATE,
                 "torchtitan sums gradients in fp32, which is more exact and sends twice as much",
             ),
         ),
     ),
-    "precision.accumulate": Expression(
-        Verdict.APPROXIMATE,
+    "precision.accumulate": Rule(
+        Fit.APPROXIMATE,
         "none: that of the masters",
         "FSDP adds gradients up in the format of the masters, which is more exact",
-        when=(idle("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
+        when=(unless("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
     ),
     "precision.buffers": _code("cast the buffers", lambda cfg: cfg.precision.buffers == "keep", "keep"),
     "precision.loss_scale": _scaled(),
@@ -180,109 +180,107 @@ EXPRESSIONS: Mapping[str, Expression] = {
         lambda cfg, topology: _training(enable_cpu_offload="cpu" in (cfg.offload.params, cfg.offload.optimizer)),
         _NO_FILES,
     ),
-    "offload.pin_memory": Expression(
-        Verdict.DROPPED,
+    "offload.pin_memory": Rule(
+        Fit.IGNORED,
         NO_KEY,
         "time alone; FSDP2 always pins",
-        when=(idle("true", lambda cfg: cfg.offload.pin_memory),),
+        when=(unless("true", lambda cfg: cfg.offload.pin_memory),),
     ),
     "offload.nvme_path": lost(_NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null"),
-    "activation_checkpointing": Expression(
-        Verdict.EMULATED,
+    "activation_checkpointing": Rule(
+        Fit.EQUIVALENT,
         "activation_checkpoint.mode",
         "the same results, other memory and time",
         _checkpointing,
-        (idle("none or full", lambda cfg: cfg.activation_checkpointing in ("none", "full")),),
+        (unless("none or full", lambda cfg: cfg.activation_checkpointing in ("none", "full")),),
     ),
-    "training.micro_batch_size": Expression(
-        Verdict.EXACT,
+    "training.micro_batch_size": Rule(
+        Fit.EXACT,
         "training.local_batch_size",
         "",
         lambda cfg, topology: _training(local_batch_size=cfg.training.micro_batch_size),
     ),
-    "training.gradient_accumulation_steps": Expression(
-        Verdict.EXACT, "training.global_batch_size", "-1 for one micro-batch of each rank", _whole
-    ),
-    "training.global_batch_size": Expression(
-        Verdict.EXACT,
+    "training.gradient_accumulation_steps": Rule(Fit.EXACT, "training.global_batch_size", "-1 for one micro-batch of each rank", _whole),
+    "training.global_batch_size": Rule(
+        Fit.EXACT,
         "training.global_batch_size",
         "",
         lambda cfg, topology: _whole(cfg, topology) if cfg.training.global_batch_size else {},
     ),
-    "training.gradient_clipping": Expression(
-        Verdict.EXACT,
+    "training.gradient_clipping": Rule(
+        Fit.EXACT,
         "training.max_norm",
         "inf for no clipping",
         lambda cfg, topology: _training(
             max_norm=math.inf if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping,
         ),
     ),
-    "training.nonfinite": Expression(
-        Verdict.APPROXIMATE,
+    "training.nonfinite": Rule(
+        Fit.APPROXIMATE,
         NO_KEY,
         "torchtitan makes the update also when gradients are not finite",
-        when=(idle("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),),
+        when=(unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),),
     ),
     "training.last_window": none("torchtitan's data begin again and do not end"),
-    "training.seed": Expression(Verdict.EXACT, "debug.seed", "", lambda cfg, topology: {"debug": {"seed": cfg.training.seed}}),
-    "optimizer.name": Expression(
-        Verdict.REFUSED,
+    "training.seed": Rule(Fit.EXACT, "debug.seed", "", lambda cfg, topology: {"debug": {"seed": cfg.training.seed}}),
+    "optimizer.name": Rule(
+        Fit.UNSUPPORTED,
         "optimizer.name",
         _NO_OPTIMIZER,
         lambda cfg, topology: {"optimizer": {"name": _ADAM[cfg.optimizer.name]}},
-        (idle("adamw or adam", lambda cfg: cfg.optimizer.name in _ADAM),),
+        (unless("adamw or adam", lambda cfg: cfg.optimizer.name in _ADAM),),
     ),
-    "optimizer.lr": Expression(Verdict.EXACT, "optimizer.lr", "", _optimizer(lr=lambda cfg: cfg.optimizer.lr)),
-    "optimizer.betas": Expression(
-        Verdict.EXACT,
+    "optimizer.lr": Rule(Fit.EXACT, "optimizer.lr", "", _optimizer(lr=lambda cfg: cfg.optimizer.lr)),
+    "optimizer.betas": Rule(
+        Fit.EXACT,
         "optimizer.beta1, optimizer.beta2",
         "",
         _optimizer(beta1=lambda cfg: cfg.optimizer.betas[0], beta2=lambda cfg: cfg.optimizer.betas[1]),
     ),
-    "optimizer.eps": Expression(Verdict.EXACT, "optimizer.eps", "", _optimizer(eps=lambda cfg: cfg.optimizer.eps)),
+    "optimizer.eps": Rule(Fit.EXACT, "optimizer.eps", "", _optimizer(eps=lambda cfg: cfg.optimizer.eps)),
     "optimizer.amsgrad": lost("torchtitan has no such setting; write false", lambda cfg: not cfg.optimizer.amsgrad, "false"),
     "optimizer.momentum": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
     "optimizer.nesterov": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
-    "optimizer.weight_decay": Expression(
-        Verdict.EXACT, "optimizer.weight_decay", "", _optimizer(weight_decay=lambda cfg: cfg.optimizer.weight_decay)
+    "optimizer.weight_decay": Rule(
+        Fit.EXACT, "optimizer.weight_decay", "", _optimizer(weight_decay=lambda cfg: cfg.optimizer.weight_decay)
     ),
     "optimizer.no_decay": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.no_decay, "empty"),
     "optimizer.groups": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
-    "scheduler.name": Expression(Verdict.EXACT, "lr_scheduler.decay_type, lr_scheduler.decay_ratio", "", _shape),
-    "scheduler.warmup_steps": Expression(
-        Verdict.APPROXIMATE,
+    "scheduler.name": Rule(Fit.EXACT, "lr_scheduler.decay_type, lr_scheduler.decay_ratio", "", _shape),
+    "scheduler.warmup_steps": Rule(
+        Fit.APPROXIMATE,
         "lr_scheduler.warmup_steps",
         _CLIMB,
         _warmup,
-        (idle("0", _no_warmup), idle("the same climb", _climbs_alike)),
+        (unless("0", _no_warmup), unless("the same climb", _climbs_alike)),
     ),
-    "scheduler.warmup_type": Expression(
-        Verdict.APPROXIMATE,
+    "scheduler.warmup_type": Rule(
+        Fit.APPROXIMATE,
         "none: always linear",
         "torchtitan climbs in a straight line",
-        when=(idle("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+        when=(unless("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
     ),
-    "scheduler.warmup_start_ratio": Expression(
-        Verdict.APPROXIMATE,
+    "scheduler.warmup_start_ratio": Rule(
+        Fit.APPROXIMATE,
         "none: 1 / warmup_steps",
         "torchtitan climbs from one part of the warm-up",
-        when=(idle("0", lambda cfg: not cfg.scheduler.warmup_start_ratio), idle("the same climb", _climbs_alike)),
+        when=(unless("0", lambda cfg: not cfg.scheduler.warmup_start_ratio), unless("the same climb", _climbs_alike)),
     ),
-    "scheduler.delay_steps": Expression(
-        Verdict.APPROXIMATE,
+    "scheduler.delay_steps": Rule(
+        Fit.APPROXIMATE,
         "none: always 0",
         "torchtitan begins at once",
-        when=(idle("0", lambda cfg: not cfg.scheduler.delay_steps),),
+        when=(unless("0", lambda cfg: not cfg.scheduler.delay_steps),),
     ),
-    "scheduler.total_steps": Expression(
-        Verdict.EXACT,
+    "scheduler.total_steps": Rule(
+        Fit.EXACT,
         "training.steps",
         "",
         lambda cfg, topology: {} if cfg.scheduler.total_steps is None else _training(steps=cfg.scheduler.total_steps),
-        (idle("constant", _constant, "the loop decides how long"),),
+        (unless("constant", _constant, "the loop decides how long"),),
     ),
-    "scheduler.min_lr_ratio": Expression(
-        Verdict.EXACT,
+    "scheduler.min_lr_ratio": Rule(
+        Fit.EXACT,
         "lr_scheduler.min_lr_factor",
         "",
         lambda cfg, topology: {} if _constant(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
@@ -292,26 +290,26 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "communication.overlap": none("time alone; FSDP2 always overlaps"),
     "communication.desync_check": none(_OWN_CHECK),
     "communication.desync_timeout": none(_OWN_CHECK),
-    "compile.mode": Expression(
-        Verdict.EMULATED,
+    "compile.mode": Rule(
+        Fit.EQUIVALENT,
         "compile.enable",
         "torchtitan compiles each block",
         lambda cfg, topology: {"compile": {"enable": cfg.compile.mode != "none"}},
-        (idle("none or per_block", lambda cfg: cfg.compile.mode != "full"),),
+        (unless("none or per_block", lambda cfg: cfg.compile.mode != "full"),),
     ),
-    "compile.backend": Expression(
-        Verdict.EXACT,
+    "compile.backend": Rule(
+        Fit.EXACT,
         "compile.backend",
         "",
         lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}},
     ),
     **SAVING,
     "strict": none("says how unishard itself takes approximations"),
-    "native": Expression(
-        Verdict.APPROXIMATE,
+    "native": Rule(
+        Fit.APPROXIMATE,
         NO_KEY,
         "torchtitan passes no other arguments on to FSDP",
-        when=(idle("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
+        when=(unless("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
     ),
 }
 """The rows. Only those of fields that a source decides are written."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.schedules import open_end
@@ -16,8 +17,9 @@ from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, 
 from unishard.formats.torchtitan.older import placed, today
 from unishard.formats.torchtitan.own_tables import own_of
 from unishard.formats.torchtitan.text import toml_of
-from unishard.mapping.entries import Entry, Expressed, Expression, Key, Meaning, Path, Unreadable, Verdict, Word, express, interpret
-from unishard.mapping.rules import Native, flat, merge, nested
+from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, interpret
+from unishard.mapping.express import Expressed, FieldResult, express
+from unishard.mapping.rules import Fit, Rule
 from unishard.plugins import registry
 
 __all__ = ["TorchtitanFormat"]
@@ -39,7 +41,7 @@ class TorchtitanFormat:
     tool = _TOOL
     suffix = ".toml"
     keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Expression] = EXPRESSIONS
+    expressions: Mapping[str, Rule] = EXPRESSIONS
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says, and what torchtitan's JobConfig fills in.
@@ -73,18 +75,20 @@ class TorchtitanFormat:
 
 def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
     """What nobody can say without the number of ranks is left out, and named."""
-    cfg, document, words = reading.config, dict(expressed.document), dict(expressed.words)
+    cfg, document, words = reading.config, dict(expressed.document), dict(expressed.fields)
     if cfg.sharding.hybrid:
-        word = Word(Verdict.UNDECIDED, _REPLICATE, "the number of copies comes from that of ranks; give --world-size and --gpus-per-node")
+        word = FieldResult(
+            Fit.NEEDS_INPUT, _REPLICATE, "the number of copies comes from that of ranks; give --world-size and --gpus-per-node"
+        )
         words |= {"sharding.strategy": word, "sharding.group_size": word}
     if _STEPS in words and cfg.training.gradient_accumulation_steps > 1 and cfg.training.global_batch_size is None:
         note = "the whole batch comes from the number of ranks; give --world-size"
-        words[_STEPS] = Word(Verdict.UNDECIDED, "training.global_batch_size", note)
+        words[_STEPS] = FieldResult(Fit.NEEDS_INPUT, "training.global_batch_size", note)
         document["training"] = {key: value for key, value in document["training"].items() if key != "global_batch_size"}
     return Expressed(document, words)
 
 
-_NO_TABLE = Meaning(Verdict.REFUSED, "must be a table of keys; write it as [name] with its keys below")
+_NO_TABLE = Meaning(Fit.UNSUPPORTED, "must be a table of keys; write it as [name] with its keys below")
 
 
 def _is_table(value: Any) -> bool:
@@ -141,7 +145,7 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
         places[("reshard_after_forward",)] = _RESHARD
     else:
         note = f"must be one of {', '.join(RESHARDING)}, got {shown(word)}; write one of them"
-        yield Entry(tuple(_RESHARD.split(".")), word, Meaning(Verdict.REFUSED, note))
+        yield Entry(tuple(_RESHARD.split(".")), word, Meaning(Fit.UNSUPPORTED, note))
     for own, (key, silent) in ENGINE.items():
         native = merge(native, nested({key: said.get(own, silent)}))
         places[tuple(key.split("."))] = own
@@ -154,7 +158,7 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
         yield from (_at(Entry((), None, _ALL), key, said) for key in (_SHARD, _REPLICATE) if key in said and key not in wrong)
 
 
-_ALL = Meaning(Verdict.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
+_ALL = Meaning(Fit.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
 _DEFAULTS: Mapping[str, Any] = {_SHARD: -1, _REPLICATE: 1, _RESHARD: "default", **{key: silent for key, (_, silent) in ENGINE.items()}}
 
 
@@ -165,7 +169,7 @@ def _mesh(said: Mapping[str, Any]) -> tuple[Native, list[Entry]]:
         try:
             sizes[axis] = degree(said.get(key, _DEFAULTS[key]))
         except Unreadable as error:
-            broken.append(Entry(tuple(key.split(".")), said[key], Meaning(Verdict.REFUSED, str(error))))
+            broken.append(Entry(tuple(key.split(".")), said[key], Meaning(Fit.UNSUPPORTED, str(error))))
     known = {axis: size for axis, size in sizes.items() if size > 0}
     return ({} if broken or known == {"replicate": 1} else known), broken
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.formats.torchtitan.saving import SAVED
-from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable, Verdict
+from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, refuses
+from unishard.mapping.rules import Fit
 
 __all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
 
@@ -74,13 +75,13 @@ def _warmup(value: Any, given: Given) -> Meaning:
     if not steps:
         return Meaning(fields={"scheduler.warmup_steps": 0})
     if not _constant(given):
-        return Meaning(Verdict.APPROXIMATE, _CLIMB, {"scheduler.warmup_steps": steps})
+        return Meaning(Fit.APPROXIMATE, _CLIMB, {"scheduler.warmup_steps": steps})
     note = "the training ends before the warm-up; torchtitan shortens it to training.steps" if _endless(given) else ""
     steps = min(steps, int(given.get("training.steps"))) if _endless(given) else steps
     fields: dict[str, Any] = {"scheduler.warmup_steps": steps - 1}
     if steps > 1:
         fields["scheduler.warmup_start_ratio"] = 1 / steps
-    return Meaning(Verdict.EXACT, note, fields)
+    return Meaning(Fit.EXACT, note, fields)
 
 
 def _shape(value: Any, given: Given) -> Meaning:
@@ -88,32 +89,32 @@ def _shape(value: Any, given: Given) -> Meaning:
     if _constant(given):
         return Meaning(fields={"scheduler.name": "constant"})
     if name == "sqrt":
-        return Meaning(Verdict.REFUSED, "unishard's schedules fall in a line or along a cosine; write linear, or hand prepare a scheduler")
+        return Meaning(Fit.UNSUPPORTED, "unishard's schedules fall in a line or along a cosine; write linear, or hand prepare a scheduler")
     return Meaning(fields={"scheduler.name": name})
 
 
 def _decay(value: Any, given: Given) -> Meaning:
     if value is None:
-        return Meaning(Verdict.DROPPED, "is not set")
+        return Meaning(Fit.IGNORED, "is not set")
     ratio = _ratio(given)
     if not ratio or _endless(given):
         return Meaning(fields={"scheduler.name": "constant"})
     steps, warmup = integer(1)(given.get("training.steps")), integer(0)(given.get("lr_scheduler.warmup_steps"))
     if round(steps * ratio) + warmup >= steps:
-        return Meaning(Verdict.DROPPED, "the rate falls from the end of the warm-up on in any case")
-    return Meaning(Verdict.REFUSED, "unishard's schedules fall right after the warm-up; remove it, or hand prepare a scheduler")
+        return Meaning(Fit.IGNORED, "the rate falls from the end of the warm-up on in any case")
+    return Meaning(Fit.UNSUPPORTED, "unishard's schedules fall right after the warm-up; remove it, or hand prepare a scheduler")
 
 
 def _least(value: Any, given: Given) -> Meaning:
     found = number(0, 1)(value)
-    return Meaning(Verdict.DROPPED, "the rate does not fall") if _constant(given) else Meaning(fields={"scheduler.min_lr_ratio": found})
+    return Meaning(Fit.IGNORED, "the rate does not fall") if _constant(given) else Meaning(fields={"scheduler.min_lr_ratio": found})
 
 
 def _steps(value: Any, given: Given) -> Meaning:
     total = integer(1)(value)
     if _constant(given) or str(given.get("lr_scheduler.decay_type")).lower() not in ("linear", "cosine"):
-        return Meaning(Verdict.UNDECIDED, "how long to train is the training script's to decide; end its loop there", kept=True)
-    return Meaning(Verdict.EXACT, "", {"scheduler.total_steps": total})
+        return Meaning(Fit.NEEDS_INPUT, "how long to train is the training script's to decide; end its loop there", kept=True)
+    return Meaning(Fit.EXACT, "", {"scheduler.total_steps": total})
 
 
 def _clip(value: Any, given: Given) -> Meaning:
@@ -121,7 +122,7 @@ def _clip(value: Any, given: Given) -> Meaning:
     if limit <= 0:
         raise Unreadable(f"must be above 0, got {shown(value)}; write inf for no clipping")
     if _steps_early(given):
-        return Meaning(Verdict.DROPPED, "clips nothing: early_step_in_backward has made the update, and no gradient is left")
+        return Meaning(Fit.IGNORED, "clips nothing: early_step_in_backward has made the update, and no gradient is left")
     return Meaning(fields={"training.gradient_clipping": None if math.isinf(limit) else limit})
 
 
@@ -134,7 +135,7 @@ def _whole(value: Any, given: Given) -> Meaning:
         return Meaning(fields={"training.gradient_accumulation_steps": 1})
     if given.topology is None:
         fields = {"training.global_batch_size": size, "training.gradient_accumulation_steps": _RANKS}
-        return Meaning(Verdict.UNDECIDED, f"the value comes from {_RANKS.who}", fields)
+        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {_RANKS.who}", fields)
     local = given.get("training.batch_size") or given.get("training.local_batch_size")
     each = int(integer(1)(local)) * given.topology.world_size
     if size % each:
@@ -151,7 +152,7 @@ def _checkpointing(value: Any, given: Given) -> Meaning:
     mode = one_of({word: word for word in ("none", "full", "selective", "memory_budget")})(value)
     if mode == "memory_budget":
         note = "torch's compiler chooses what to compute again there; the results of products are kept here"
-        return Meaning(Verdict.EMULATED, note, {"activation_checkpointing": "selective"})
+        return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
     if mode != "selective":
         return Meaning(fields={"activation_checkpointing": mode})
     option = str(given.get("activation_checkpoint.selective_ac_option"))
@@ -159,19 +160,19 @@ def _checkpointing(value: Any, given: Given) -> Meaning:
         note = "torchtitan keeps every second matrix product, unishard all of them: the same results, other memory"
     else:
         note = f"torchtitan computes every block again whose number {option} divides: the same results, other memory"
-    return Meaning(Verdict.EMULATED, note, {"activation_checkpointing": "selective"})
+    return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
 
 
 def _compiled(value: Any, given: Given) -> Meaning:
     parts = given.get("compile.components")
     if boolean(value) and isinstance(parts, list) and "model" not in parts:
-        return Meaning(Verdict.EMULATED, "the loss alone is compiled there, and nothing here", {"compile.mode": "none"})
+        return Meaning(Fit.EQUIVALENT, "the loss alone is compiled there, and nothing here", {"compile.mode": "none"})
     return Meaning(fields={"compile.mode": "per_block" if boolean(value) else "none"})
 
 
 def _compiler(value: Any, given: Given) -> Meaning:
     if not any(given.get(key) in (True, "true") for key in ("compile.enable", "training.compile")):
-        return Meaning(Verdict.DROPPED, "nothing is compiled")
+        return Meaning(Fit.IGNORED, "nothing is compiled")
     return Meaning(fields={"compile.backend": str(value)})
 
 
@@ -181,8 +182,8 @@ def _seed(value: Any, given: Given) -> Meaning:
 
 def _deterministic(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Verdict.UNDECIDED, "call torch.use_deterministic_algorithms(True) in the training script")
-    return Meaning(Verdict.DROPPED, "is off")
+        return Meaning(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
+    return Meaning(Fit.IGNORED, "is off")
 
 
 def _only_1(what: str) -> Key:
@@ -191,10 +192,10 @@ def _only_1(what: str) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         if degree(value) == 1:
-            return Meaning(Verdict.DROPPED, "is off", kept=True)
-        return Meaning(Verdict.REFUSED, note)
+            return Meaning(Fit.IGNORED, "is off", kept=True)
+        return Meaning(Fit.UNSUPPORTED, note)
 
-    return Key(read, "", Verdict.REFUSED, note)
+    return Key(read, "", Fit.UNSUPPORTED, note)
 
 
 def _off(value: Any) -> bool:
@@ -210,10 +211,10 @@ def _steps_early(given: Given) -> bool:
 
 def _early(value: Any, given: Given) -> Meaning:
     if not boolean(value):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     if "training.global_batch_size" in given and given.get("training.global_batch_size") != -1:
-        return Meaning(Verdict.REFUSED, "it updates after each micro-batch, not once a batch; remove it, or global_batch_size")
-    return Meaning(Verdict.EMULATED, _EARLY, {"training.gradient_clipping": None})
+        return Meaning(Fit.UNSUPPORTED, "it updates after each micro-batch, not once a batch; remove it, or global_batch_size")
+    return Meaning(Fit.EQUIVALENT, _EARLY, {"training.gradient_clipping": None})
 
 
 def _sharded(value: Any) -> bool:
@@ -264,9 +265,9 @@ KEYS: Mapping[str, Key] = {
     "optimizer.beta2": Key(_betas, "optimizer.betas", silent=0.95),
     "optimizer.eps": _field("optimizer.eps", number(0), 1e-8),
     "optimizer.weight_decay": _field("optimizer.weight_decay", number(0), 0.1),
-    "optimizer.early_step_in_backward": Key(_early, "training.gradient_clipping", Verdict.EMULATED, _EARLY),
+    "optimizer.early_step_in_backward": Key(_early, "training.gradient_clipping", Fit.EQUIVALENT, _EARLY),
     "experimental.torch_spmd": refuses("torchtitan has no such engine any more, nor has unishard; remove it", _off),
-    "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Verdict.APPROXIMATE, _CLIMB, silent=200),
+    "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Fit.APPROXIMATE, _CLIMB, silent=200),
     "lr_scheduler.decay_ratio": Key(_decay, "scheduler.name"),
     "lr_scheduler.decay_type": Key(_shape, "scheduler.name", silent="linear"),
     "lr_scheduler.min_lr_factor": Key(_least, "scheduler.min_lr_ratio"),

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.mapping.entries import NO_KEY, Case, Expression, Given, Key, Meaning, Verdict
-from unishard.mapping.field_rows import idle
+from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, text
-from unishard.mapping.rules import Native, merge
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["SAVED", "SAVING"]
 
@@ -48,18 +48,18 @@ def _limit(given: Given) -> Mapping[str, Any]:
 
 def _enabled(value: Any, given: Given) -> Meaning:
     if not boolean(value):
-        return Meaning(Verdict.DROPPED, "is off", kept=True)
+        return Meaning(Fit.IGNORED, "is off", kept=True)
     fields = dict(_directory(given)) if _DUMP not in given and _FOLDER not in given else {}
     fields |= {} if "checkpoint.interval" in given else _interval(given)
     fields |= {} if "checkpoint.keep_latest_k" in given else _limit(given)
-    return Meaning(Verdict.EMULATED, _LAST, fields) if fields else Meaning(Verdict.DROPPED, _LAST, kept=True)
+    return Meaning(Fit.EQUIVALENT, _LAST, fields) if fields else Meaning(Fit.IGNORED, _LAST, kept=True)
 
 
 def _key(fields: str, read: Any, note: str = "") -> Key:
     """A key that says something where checkpoints are written alone."""
 
     def meaning(value: Any, given: Given) -> Meaning:
-        return Meaning(fields=read(given)) if _saves(given) else Meaning(Verdict.DROPPED, _OFF, kept=True)
+        return Meaning(fields=read(given)) if _saves(given) else Meaning(Fit.IGNORED, _OFF, kept=True)
 
     return Key(meaning, fields, note=note)
 
@@ -79,7 +79,7 @@ _OTHERS = (
 SAVED: Mapping[str, Key] = {
     _DUMP: _key("checkpoint.dir", _directory, "with checkpoint.folder below it"),
     **{f"job.{name}": drops("concerns the launcher and its folders") for name in _JOB.split()},
-    "checkpoint.enable": Key(_enabled, "checkpoint.dir, checkpoint.every_steps, checkpoint.keep_last", Verdict.EMULATED, _LAST),
+    "checkpoint.enable": Key(_enabled, "checkpoint.dir, checkpoint.every_steps, checkpoint.keep_last", Fit.EQUIVALENT, _LAST),
     _FOLDER: _key("checkpoint.dir", _directory, "below job.dump_folder"),
     "checkpoint.interval": _key("checkpoint.every_steps", _interval, "checkpoint.every_minutes where interval_type is seconds"),
     "checkpoint.keep_latest_k": _key("checkpoint.keep_last", _limit, "0 keeps all"),
@@ -120,62 +120,60 @@ def _async(cfg: Config, topology: Topology) -> Native:
 
 
 _ALL = "torchtitan keeps the newest or all: all are kept"
-_UNASKED = Case(
-    "without every_steps", lambda cfg: not _automatic(cfg), Verdict.DROPPED, "torchtitan saves every so many updates, or not at all"
+_UNASKED = When(
+    "without every_steps", lambda cfg: not _automatic(cfg), Fit.IGNORED, "torchtitan saves every so many updates, or not at all"
 )
 
-SAVING: Mapping[str, Expression] = {
-    "checkpoint.dir": Expression(
-        Verdict.EXACT,
+SAVING: Mapping[str, Rule] = {
+    "checkpoint.dir": Rule(
+        Fit.EXACT,
         "job.dump_folder, checkpoint.folder",
         "",
         _place,
-        (idle("null", lambda cfg: cfg.checkpoint.dir is None), _UNASKED),
+        (unless("null", lambda cfg: cfg.checkpoint.dir is None), _UNASKED),
     ),
-    "checkpoint.every_steps": Expression(
-        Verdict.EMULATED,
+    "checkpoint.every_steps": Rule(
+        Fit.EQUIVALENT,
         "checkpoint.enable, checkpoint.interval",
         "torchtitan also saves at the end of the training",
         _steps,
-        (idle("null", lambda cfg: not _automatic(cfg)),),
+        (unless("null", lambda cfg: not _automatic(cfg)),),
     ),
-    "checkpoint.every_minutes": Expression(
-        Verdict.APPROXIMATE,
+    "checkpoint.every_minutes": Rule(
+        Fit.APPROXIMATE,
         NO_KEY,
         "torchtitan counts updates alone",
         when=(
-            idle("null", lambda cfg: cfg.checkpoint.every_minutes is None),
-            Case(
+            unless("null", lambda cfg: cfg.checkpoint.every_minutes is None),
+            When(
                 "without every_steps",
                 lambda cfg: not _automatic(cfg),
-                Verdict.REFUSED,
+                Fit.UNSUPPORTED,
                 "torchtitan counts updates alone; set checkpoint.every_steps",
             ),
         ),
     ),
-    "checkpoint.keep_last": Expression(
-        Verdict.EXACT,
+    "checkpoint.keep_last": Rule(
+        Fit.EXACT,
         "checkpoint.keep_latest_k",
         "0 keeps all",
         _count,
         (
-            idle("null", lambda cfg: cfg.checkpoint.keep_last is None),
+            unless("null", lambda cfg: cfg.checkpoint.keep_last is None),
             _UNASKED,
-            Case("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Verdict.APPROXIMATE, _ALL),
-            Case("1", lambda cfg: cfg.checkpoint.keep_last == 1, Verdict.APPROXIMATE, f"torchtitan keeps at least {_LEAST}"),
+            When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
+            When("1", lambda cfg: cfg.checkpoint.keep_last == 1, Fit.APPROXIMATE, f"torchtitan keeps at least {_LEAST}"),
         ),
     ),
-    "checkpoint.keep_every": Expression(
-        Verdict.APPROXIMATE, NO_KEY, _ALL, when=(idle("null", lambda cfg: cfg.checkpoint.keep_every is None),)
+    "checkpoint.keep_every": Rule(Fit.APPROXIMATE, NO_KEY, _ALL, when=(unless("null", lambda cfg: cfg.checkpoint.keep_every is None),)),
+    "checkpoint.async_save": Rule(
+        Fit.EXACT, "checkpoint.async_mode", "", _async, (unless("false", lambda cfg: not cfg.checkpoint.async_save), _UNASKED)
     ),
-    "checkpoint.async_save": Expression(
-        Verdict.EXACT, "checkpoint.async_mode", "", _async, (idle("false", lambda cfg: not cfg.checkpoint.async_save), _UNASKED)
-    ),
-    "checkpoint.on_signal": Expression(
-        Verdict.APPROXIMATE,
+    "checkpoint.on_signal": Rule(
+        Fit.APPROXIMATE,
         NO_KEY,
         "torchtitan ends at once at a signal: what was trained since the last checkpoint is lost",
-        when=(idle("empty", lambda cfg: not cfg.checkpoint.on_signal),),
+        when=(unless("empty", lambda cfg: not cfg.checkpoint.on_signal),),
     ),
 }
 """How each field is said."""

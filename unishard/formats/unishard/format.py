@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import ReadDocument, assemble, default_of
@@ -16,8 +17,9 @@ from unishard.formats.unishard.text import plain, text_of
 from unishard.loading.document import from_mapping
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
 from unishard.loading.validation import dotted, findings_of
-from unishard.mapping.entries import Entry, Expressed, Expression, Key, Meaning, Path, Undecided, Verdict, Word
-from unishard.mapping.rules import Native, flat, merge, nested
+from unishard.mapping.entries import Entry, Key, Meaning, Path, Undecided
+from unishard.mapping.express import Expressed, FieldResult
+from unishard.mapping.rules import Fit, Rule
 from unishard.plugins import registry
 from unishard.version import __version__
 
@@ -33,7 +35,7 @@ class UnishardFormat:
     tool = f"unishard {__version__}"
     suffix = ".yaml"
     keys: Mapping[str, Key] = {}
-    expressions: Mapping[str, Expression] = {}
+    expressions: Mapping[str, Rule] = {}
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """Every leaf is decided: by the file, or by the schema's default.
@@ -54,10 +56,10 @@ class UnishardFormat:
         rules = registry.get(config.backend).rules
         words = {}
         for path, rule in rules.items():
-            fit, note = rule.verdict(config)
-            words[path] = Word(Verdict.of(fit), path, note)
+            fit, note = rule.outcome(config)
+            words[path] = FieldResult(fit, path, note)
         for path in reading.undecided:
-            words[path] = Word(Verdict.UNDECIDED, path, f"write it, or give --set {path}=...")
+            words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or give --set {path}=...")
         return Expressed(_document(reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
@@ -111,13 +113,13 @@ def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Un
         if key == "native":
             yield from _native(value)
         elif key in undecided:
-            yield Entry(path, value, Meaning(Verdict.UNDECIDED, "", {key: undecided[key]}))
+            yield Entry(path, value, Meaning(Fit.NEEDS_INPUT, "", {key: undecided[key]}))
         elif key in _LEAVES:
             yield Entry(path, value, Meaning(fields={key: value_at(config, key)}))
         elif isinstance(value, Mapping) and value:
             yield from _written(value, config, undecided, path)
         elif isinstance(value, Mapping):
-            yield Entry(path, value, Meaning(Verdict.DROPPED, "holds nothing"))
+            yield Entry(path, value, Meaning(Fit.IGNORED, "holds nothing"))
         else:
             for field in type(value_at(config, key)).shorthand:
                 leaf = f"{key}.{field}"
@@ -126,14 +128,14 @@ def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Un
 
 def _native(data: Any) -> Iterator[Entry]:
     if not data:
-        yield Entry(("native",), data, Meaning(Verdict.DROPPED, "holds nothing"))
+        yield Entry(("native",), data, Meaning(Fit.IGNORED, "holds nothing"))
     for backend, settings in data.items():
         if not settings:
-            yield Entry(("native", backend), settings, Meaning(Verdict.DROPPED, "holds nothing"))
+            yield Entry(("native", backend), settings, Meaning(Fit.IGNORED, "holds nothing"))
         for path, value in _settings(settings):
             note = f"only {backend} has this setting, so another engine trains without it"
             key = ".".join((backend, *path))
-            yield Entry(("native", backend, *path), value, Meaning(Verdict.APPROXIMATE, note, native={key: value}))
+            yield Entry(("native", backend, *path), value, Meaning(Fit.APPROXIMATE, note, native={key: value}))
 
 
 def _settings(settings: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:

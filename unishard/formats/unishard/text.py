@@ -9,8 +9,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from unishard.config import Section
+from unishard.config.nested import Native
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.rules import Native
 
 __all__ = ["plain", "text_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from unishard.mapping.rules import merge
+from unishard.config.nested import merge
 from unishard.testing.cells import STRATEGIES, Feature
 from unishard.testing.features import conditional, lora
 from unishard.testing.models import MODELS

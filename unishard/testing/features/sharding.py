@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unishard.mapping.rules import merge
+from unishard.config.nested import merge
 from unishard.testing.cells import STRATEGIES, Feature
 from unishard.testing.features import access, accumulation
 from unishard.testing.models import MODELS
