@@ -232,11 +232,11 @@ def deepspeed(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
 
             def their_save(engine: Any = engine) -> Measured:
                 with folder(place, "theirs") as path:
-                    return measured(lambda: engine._engine.save_checkpoint(str(path)))
+                    return measured(lambda: engine._adapter._engine.save_checkpoint(str(path)))
 
             def their_save_on_disk(engine: Any = engine) -> Measured:
                 def both() -> None:
-                    engine._engine.save_checkpoint(str(path))
+                    engine._adapter._engine.save_checkpoint(str(path))
                     for file in sorted(each for each in path.rglob("*") if each.is_file())[dist.get_rank() :: dist.get_world_size()]:
                         fsync(file)
 

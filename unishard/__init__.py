@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
 from unishard.config.topology import Topology
+from unishard.engine.results import Placement, Resumed, Step
 from unishard.errors import (
     BackendError,
     CheckpointError,
@@ -26,7 +27,7 @@ from unishard.errors import (
 from unishard.loading import load
 from unishard.mapping.report import Report, Translation
 from unishard.mapping.rules import Fit, Rule
-from unishard.plugins.backend import Backend, Engine, OptimizerFactory, Placement, Resumed, Step
+from unishard.plugins.backend import Backend, OptimizerFactory
 from unishard.plugins.registry import available
 from unishard.plugins.translate import translate
 from unishard.version import __version__ as __version__
@@ -34,6 +35,7 @@ from unishard.version import __version__ as __version__
 if TYPE_CHECKING:
     from unishard.data import dataloader
     from unishard.distributed.process_group import shutdown
+    from unishard.engine.engine import Engine
     from unishard.engine.model.from_pretrained import from_pretrained
     from unishard.engine.model.init import init
     from unishard.engine.prepare import prepare
@@ -73,6 +75,7 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
+    "Engine": "unishard.engine.engine",
     "dataloader": "unishard.data",
     "from_pretrained": "unishard.engine.model.from_pretrained",
     "init": "unishard.engine.model.init",

@@ -14,7 +14,7 @@ from unishard.mapping.express import Expressed
 from unishard.mapping.report import Line, Report, Translation, apply
 from unishard.mapping.rules import Rule
 from unishard.patches import Patch
-from unishard.plugins.backend import Engine, OptimizerBuilder
+from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import arguments
 from unishard_deepspeed.constants import CONSTANTS
 from unishard_deepspeed.keys import check, fit
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unishard.checkpoint.formats import CheckpointFormat
-    from unishard.engine.model.units import Unit
+    from unishard.engine.adapter import InferenceAdapter
+    from unishard.engine.model.units import ModelUnits
 
 __all__ = ["DeepSpeedBackend"]
 
@@ -116,10 +117,10 @@ class DeepSpeedBackend:
         cfg: Config,
         translation: Translation,
         topology: Topology,
-        units: Sequence[Unit],
+        units: ModelUnits,
         optimizer: OptimizerBuilder | None,
-    ) -> Engine:
-        """Shard the model and build its engine. Imports DeepSpeed. Collective."""
+    ) -> InferenceAdapter:
+        """Shard the model and put an adapter around its engine. Imports DeepSpeed. Collective."""
         from unishard_deepspeed.build import build
 
-        return build(model, cfg, translation.native, topology, [unit.name for unit in units], optimizer)
+        return build(model, cfg, translation.native, topology, units, optimizer)

@@ -1,4 +1,4 @@
-"""From a model and the translated JSON to a running DeepSpeed engine."""
+"""From a model and the translated JSON to an adapter."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from unishard.config import Config, Sharding
+from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.distributed.broadcast import broadcast
 from unishard.distributed.process_group import device_of
+from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model import materialization
 from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.model.inputs import cast_inputs
-from unishard.engine.model.units import find_conditional, find_units
-from unishard.plugins.backend import Engine, OptimizerBuilder
+from unishard.engine.model.units import ModelUnits
+from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import sharding, start
+from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.conditional import ConditionalModules
-from unishard_deepspeed.engine import DeepSpeedTrainingEngine
 from unishard_deepspeed.fp32_weights import put_right
-from unishard_deepspeed.inference import DeepSpeedInferenceEngine
+from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.building import allow_fp16, forget_groups, keeping_groups
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require_for
@@ -36,23 +37,24 @@ __all__ = ["build", "completed"]
 
 
 def build(
-    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: Sequence[str], optimizer: OptimizerBuilder | None
-) -> Engine:
-    """Shard a model in place and build its engine. Collective.
+    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: ModelUnits, optimizer: OptimizerBuilder | None
+) -> InferenceAdapter:
+    """Shard a model in place and put an adapter around its engine. Collective.
 
     Args:
         model: Whole on rank 0, trainable parameters in `precision.master`; rank 0's parameters and buffers count.
         cfg: What to run.
         native: The JSON for `deepspeed.initialize`, not changed.
         topology: The ranks. The process group is up.
-        units: Names of the modules that are gathered on their own at stage 3.
+        units: Those gathered, which are the leaf modules of stage 3; those that cast their inputs; and the conditional modules.
         optimizer: Builds the optimizer from the named trainable parameters; None to evaluate only, at stage 3.
     """
     deepspeed = start.load(topology)
     start.require_files(cfg)
     device, formats, kind = device_of(topology), cfg.precision, kind_of(cfg)
-    settings, replicas = completed(native, model, units), replicas_of(cfg, topology, device.type)
-    require_for(cfg, device.type, trains=optimizer is not None, units=bool(units), groups=replicas is not None)
+    names = [unit.name for unit in units.gathered]
+    settings, replicas = completed(native, model, names), replicas_of(cfg, topology, device.type)
+    require_for(cfg, device.type, trains=optimizer is not None, units=bool(names), groups=replicas is not None)
     if formats.compute == "fp16":
         allow_fp16()
     if optimizer is None:
@@ -61,8 +63,7 @@ def build(
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
             forget_groups()
-        return DeepSpeedInferenceEngine(cfg, engine, device, _casting(model, cfg, units))
-    left_out = find_conditional(model, cfg.sharding)  # now, while parameters have their sizes
+        return DeepSpeedInferenceAdapter(engine, device, _casting(model, cfg, units))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if kind == "stage-3":
         materialization.stand_in(model.parameters(), device)  # an optimizer refuses the meta device, and the shapes of parts
@@ -82,21 +83,18 @@ def build(
         forget_groups()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
     put_right(cfg, inner, originals)
-    whole = ConditionalModules(engine, left_out, units, kind)
+    conditional = ConditionalModules(engine, units.conditional, names, kind)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)
-    whole.reduce_last()
-    return DeepSpeedTrainingEngine(cfg, engine, inner, device, _casting(model, cfg, units), whole)
+    conditional.reduce_last()
+    return DeepSpeedAdapter(cfg, engine, inner, device, _casting(model, cfg, units), conditional)
 
 
-def _casting(model: nn.Module, cfg: Config, units: Sequence[str]) -> list[RemovableHandle]:
-    """Hooks that cast the inputs of the root and of what is gathered together."""
+def _casting(model: nn.Module, cfg: Config, units: ModelUnits) -> list[RemovableHandle]:
+    """Hooks that cast the inputs of the root and of the units."""
     if cfg.precision.compute == "fp32":
         return []
-    # Without sharding there are no units; the FSDP backend then casts at the default ones, which its `replicate` reduces by.
-    replicated = Sharding(whole_units=cfg.sharding.whole_units)
-    names = units if cfg.sharding.strategy != "no_shard" else [unit.name for unit in find_units(model, replicated)]
-    return cast_inputs([model, *(model.get_submodule(name) for name in names)], DTYPES[cfg.precision.compute])
+    return cast_inputs([model, *(unit.module for unit in units.casting)], DTYPES[cfg.precision.compute])
 
 
 def completed(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:

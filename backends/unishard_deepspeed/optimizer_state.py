@@ -21,7 +21,7 @@ __all__ = ["OptimizerState"]
 
 
 class OptimizerState:
-    """Reads the state in parts, and makes it anew."""
+    """Reads the state in shards, and makes it anew."""
 
     def __init__(self, optimizer: Any, inner: InnerOptimizer, masters: FlatMasterWeights, access: Shards, kind: Kind) -> None:
         """Remember where to look.
@@ -49,7 +49,7 @@ class OptimizerState:
         """Where each parameter lies."""
         return {piece.parameter: (master, piece) for master, pieces in self._masters.pieces.items() for piece in pieces}
 
-    def parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
+    def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """What this rank holds of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty where it holds nothing."""
         held = self._access.master(parameter)
         if parameter not in self._places or not held.values.numel():

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from unishard.config import Config
 from unishard.distributed.broadcast import broadcast
-from unishard.engine.inference import cast_to_compute
-from unishard.engine.model.dtypes import DTYPES
+from unishard.engine.model.dtypes import DTYPES, cast_to_compute
 from unishard.engine.model.materialization import materialize
 from unishard_deepspeed import start
 from unishard_deepspeed.patches.building import swapper_of
@@ -65,7 +64,7 @@ def partition(
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
             parameter.data = parameter.data.contiguous()
             if not train:
-                cast_to_compute([parameter], cfg)
+                cast_to_compute([parameter], cfg.precision)
             whole = parameter.data.view(-1)
             if low and parameter.is_floating_point():
                 parameter.data = parameter.data.to(DTYPES[cfg.precision.compute])

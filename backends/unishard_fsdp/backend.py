@@ -13,7 +13,7 @@ from unishard.mapping.express import Expressed
 from unishard.mapping.report import Line, Report, Translation, apply
 from unishard.mapping.rules import Rule
 from unishard.patches import Patch
-from unishard.plugins.backend import Engine, OptimizerBuilder
+from unishard.plugins.backend import OptimizerBuilder
 from unishard_fsdp import arguments, native, options
 from unishard_fsdp.expressions import EXPRESSIONS
 from unishard_fsdp.keys import KEYS
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unishard.checkpoint.formats import CheckpointFormat
-    from unishard.engine.model.units import Unit
+    from unishard.engine.adapter import InferenceAdapter
+    from unishard.engine.model.units import ModelUnits
 
 __all__ = ["FSDPBackend"]
 
@@ -115,10 +116,10 @@ class FSDPBackend:
         cfg: Config,
         translation: Translation,
         topology: Topology,
-        units: Sequence[Unit],
+        units: ModelUnits,
         optimizer: OptimizerBuilder | None,
-    ) -> Engine:
-        """Shard the model as `translation.native` says and build its engine. Imports torch. Collective.
+    ) -> InferenceAdapter:
+        """Shard the model as `translation.native` says and put an adapter around its engine. Imports torch. Collective.
 
         Raises:
             ModelError: torch cannot shard this model.

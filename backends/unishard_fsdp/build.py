@@ -1,10 +1,9 @@
-"""From a whole model and the native config to a running engine."""
+"""From a model and the native config to an adapter."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
 from inspect import signature
 from typing import Any, cast
 
@@ -13,18 +12,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from unishard.config import Config, Sharding
+from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.distributed import process_group
-from unishard.engine.model.units import Unit, find_conditional, find_units
+from unishard.engine.adapter import InferenceAdapter
+from unishard.engine.model.units import ModelUnits
 from unishard.errors import BackendError
-from unishard.plugins.backend import Engine, OptimizerBuilder
+from unishard.plugins.backend import OptimizerBuilder
 from unishard_fsdp import options, sharding
 from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.ddp import Averaging, replicated
-from unishard_fsdp.ddp_engine import DDPEngine
-from unishard_fsdp.fsdp_engine import FSDPEngine
-from unishard_fsdp.inference import FSDPInferenceEngine
+from unishard_fsdp.ddp_adapter import DDPAdapter
+from unishard_fsdp.fsdp_adapter import FSDPAdapter
+from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.patches import PATCHES
 
 __all__ = ["build"]
@@ -38,27 +38,26 @@ def build(
     cfg: Config,
     native: options.Options,
     topology: Topology,
-    units: Sequence[Unit],
+    units: ModelUnits,
     optimizer: OptimizerBuilder | None,
-) -> Engine:
-    """Shard a model in place and build its engine. Collective.
+) -> InferenceAdapter:
+    """Shard a model in place and put an adapter around it. Collective.
 
     The optimizer is built last: `fully_shard` replaces the parameters by their shards.
     """
     device = process_group.device_of(topology)
     if optimizer is None:
-        sharding.apply_fully_shard(model, units, device, cast(options.FullyShard, native), frozen=cfg)
-        return FSDPInferenceEngine(cfg, model, device)
+        sharding.apply_fully_shard(model, units.gathered, device, cast(options.FullyShard, native), frozen=cfg.precision)
+        return FSDPInferenceAdapter(model, device)
     if isinstance(native, options.DistributedDataParallel):
-        return _replicated(model, cfg, native, device, optimizer)
-    left_out = find_conditional(model, cfg.sharding)
-    _require(native, patched=bool(left_out), mixed=cfg.precision.compute != "fp32")
+        return _ddp(model, cfg, native, device, optimizer)
+    _require(native, patched=bool(units.conditional), mixed=cfg.precision.compute != "fp32")
     if isinstance(native, options.Replicate):
-        sharding.apply_replicate(model, find_units(model, Sharding(whole_units=cfg.sharding.whole_units)), device, native)
+        sharding.apply_replicate(model, units.casting, device, native)
     else:
-        sharding.apply_fully_shard(model, units, device, native)
-    whole = ConditionalParameters([parameter for unit in left_out for parameter in unit.module.parameters()], device)
-    return FSDPEngine(cfg, model, optimizer(_named(model)), device, native=native, root=cast(FSDPModule, model), whole=whole)
+        sharding.apply_fully_shard(model, units.gathered, device, native)
+    conditional = ConditionalParameters([parameter for unit in units.conditional for parameter in unit.module.parameters()], device)
+    return FSDPAdapter(cfg, model, optimizer(_named(model)), device, native=native, root=cast(FSDPModule, model), conditional=conditional)
 
 
 def _require(native: options.FullyShard | options.Replicate, *, patched: bool, mixed: bool) -> None:
@@ -66,7 +65,7 @@ def _require(native: options.FullyShard | options.Replicate, *, patched: bool, m
 
     Args:
         native: What runs.
-        patched: Whether the model has units that a rank may leave out.
+        patched: Whether the model has conditional modules.
         mixed: Whether gradients are summed in another dtype than they are computed in.
 
     Raises:
@@ -83,9 +82,9 @@ def _require(native: options.FullyShard | options.Replicate, *, patched: bool, m
         )
 
 
-def _replicated(
+def _ddp(
     model: nn.Module, cfg: Config, native: options.DistributedDataParallel, device: torch.device, optimizer: OptimizerBuilder
-) -> DDPEngine:
+) -> DDPAdapter:
     sharding.load(model, (), device)
     if native.whole_units:
         # A rank that happens to have used all of them in a step is no sign that it always will (torch 2.13, reducer.cpp).
@@ -106,24 +105,24 @@ def _replicated(
 
     built = optimizer(_named(model))
     if not native.zero_redundancy_optimizer:
-        return DDPEngine(cfg, model, built, device, native=native, wrap=wrap)
-    built = _in_parts(built)
+        return DDPAdapter(cfg, model, built, device, native=native, wrap=wrap)
+    built = _partitioned(built)
     owned = [parameter for group in built.optim.param_groups for parameter in group["params"]]
-    return DDPEngine(cfg, model, built, device, native=native, wrap=wrap, owned=owned)
+    return DDPAdapter(cfg, model, built, device, native=native, wrap=wrap, owned=owned)
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _in_parts(optimizer: Any) -> Any:
+def _partitioned(optimizer: Any) -> Any:
     """A ZeroRedundancyOptimizer around a copy of an optimizer that has no state yet, on this rank's parameters."""
     with warnings.catch_warnings():
         # Importing it runs code that nobody here uses through torch's own deprecated torch.jit (torch 2.13).
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def part(groups: list[dict[str, Any]], **unused: Any) -> Any:
+    def partition(groups: list[dict[str, Any]], **unused: Any) -> Any:
         own = object.__new__(type(optimizer))
         vars(own).update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
         vars(own).pop("step", None)  # a scheduler has put one there that is bound to `optimizer`
@@ -132,4 +131,4 @@ def _in_parts(optimizer: Any) -> Any:
     # About `optimizer` itself, which its copy steps for (torch 2.13, optim/lr_scheduler.py).
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`", UserWarning)
     # The very dicts of the groups, so that a scheduler made on the optimizer goes on writing the learning rates of this one.
-    return ZeroRedundancyOptimizer(list(optimizer.param_groups), optimizer_class=part)  # type: ignore[arg-type]  # torch only calls it
+    return ZeroRedundancyOptimizer(list(optimizer.param_groups), optimizer_class=partition)  # type: ignore[arg-type]  # torch only calls it

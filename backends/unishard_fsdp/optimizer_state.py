@@ -1,4 +1,4 @@
-"""The state of a torch optimizer in parts, as a checkpoint reads and writes it."""
+"""The state of a torch optimizer in shards, as a checkpoint reads and writes it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OptimizerState:
         self._groups = {held: group for group in optimizer.param_groups for held in group["params"]}
 
     @torch.no_grad()
-    def parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
+    def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """What this rank holds of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty where it holds nothing."""
         held = self._stepped.get(parameter, parameter)
         state = self._optimizer.state.get(held)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from unishard.config import Config
+from unishard.config import Precision
 from unishard.distributed.broadcast import broadcast
-from unishard.engine.inference import cast_to_compute
+from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import materialize
 from unishard.engine.model.units import Unit
 from unishard.errors import ModelError
@@ -26,7 +26,7 @@ Apply = Callable[[nn.Module], object]
 
 
 def load(
-    model: nn.Module, units: Sequence[Unit], device: torch.device, apply: Apply | None = None, *, frozen: Config | None = None
+    model: nn.Module, units: Sequence[Unit], device: torch.device, apply: Apply | None = None, *, frozen: Precision | None = None
 ) -> None:
     """Bring rank 0's model onto every rank's device and shard it, one unit at a time, the root last. Collective.
 
@@ -86,7 +86,7 @@ def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
 
 
 def apply_fully_shard(
-    model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Config | None = None
+    model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Precision | None = None
 ) -> None:
     """`fully_shard` on each unit and the root; `frozen` as in `load`. Collective."""
     mesh = _mesh(device, options.mesh)

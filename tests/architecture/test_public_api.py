@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 
 import unishard
-from unishard.plugins.backend import Backend, Engine, Placement, Resumed, Step
+from unishard.engine.adapter import EngineAdapter
+from unishard.engine.engine import Engine
+from unishard.engine.results import Placement, Resumed, Step
+from unishard.plugins.backend import Backend
 
 PUBLIC = [
     "Backend",
@@ -42,8 +45,9 @@ PUBLIC = [
 ]
 
 
-def members(protocol: type) -> set[str]:
-    return {name for name in vars(protocol) if not name.startswith("_") or name in ("__call__", "__enter__", "__exit__")}
+def members(kind: type) -> set[str]:
+    names = {name for each in kind.__mro__ if each.__module__.startswith("unishard") for name in vars(each)}
+    return {name for name in names if not name.startswith("_") or name in ("__call__", "__enter__", "__exit__")}
 
 
 def test_names() -> None:
@@ -73,7 +77,6 @@ def test_what_an_engine_is() -> None:
         "gathered",
         "grad",
         "grad_norms",
-        "follow",
         "gather_for_metrics",
         "generate",
         "lockstep",
@@ -91,11 +94,18 @@ def test_what_an_engine_is() -> None:
         "step",
         "train",
         "windows",
-        *("identify", "save", "load", "on_save", "wait", "export"),
+        *("save", "load", "on_save", "wait", "export"),
     }
     assert Resumed._fields == ("path", "step", "epoch", "state", "notes")
     assert Step._fields == ("updated", "grad_norm", "lr", "skipped")
     assert Placement._fields == ("engine", "units", "master_dtypes", "master_numel", "param_bytes")
+
+
+def test_what_an_adapter_is() -> None:
+    assert EngineAdapter.__abstractmethods__ == {
+        *("forward", "begin", "backward", "finish_gradients", "update", "drop_gradients"),
+        *("grad_shard", "master_shard", "refresh", "optimizer_shards", "make_optimizer_state", "placement", "close"),
+    }
 
 
 def test_what_a_backend_is() -> None:

@@ -105,12 +105,12 @@ def test_what_stops_the_writing_is_not_hidden_by_what_was_under_way(tmp_path: Pa
 
 AT_THE_END = """
 import sys, threading, time
-from unishard.checkpoint.direct_file import BUFFER, Output
+from unishard.checkpoint.direct_file import BUFFER, DirectFile
 
 def late():
     threading.main_thread().join()
     time.sleep(0.5)  # until Python has told its pools of threads
-    with Output(sys.argv[1]) as file:
+    with DirectFile(sys.argv[1]) as file:
         for _ in range(5):
             file.write(bytes(BUFFER))
 

@@ -103,9 +103,9 @@ def test_offloaded_gradients_have_arrived_before_they_are_read_or_dropped(monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
     monkeypatch.setattr(shards, "require", lambda *_: None)
-    monkeypatch.setattr(shards.parts, "reduce_gradients", lambda *_: calls.append("reduce"))
-    monkeypatch.setattr(shards.parts, "gradient_parts", lambda *_: calls.append("read") or {})
-    monkeypatch.setattr(shards.parts, "drop_gradients", lambda *_: calls.append("drop"))
+    monkeypatch.setattr(shards.shards, "reduce_gradients", lambda *_: calls.append("reduce"))
+    monkeypatch.setattr(shards.shards, "gradient_parts", lambda *_: calls.append("read") or {})
+    monkeypatch.setattr(shards.shards, "drop_gradients", lambda *_: calls.append("drop"))
     sections = {"training": {"micro_batch_size": 1}, "offload": {"optimizer": offload}}
     cfg = Config.model_validate({"backend": "deepspeed", "sharding": "shard_grad_op", **sections})
     window = shards.Shards(cfg, SimpleNamespace(optimizer=None), None)

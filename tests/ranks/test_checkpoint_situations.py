@@ -217,7 +217,7 @@ def test_a_scheduler_goes_on_with_all_that_it_writes_and_says_what_counts(backen
         assert notes == ()
         assert again == pytest.approx(expected, rel=1e-5)
         notes, rate = told["stairs"]
-        assert notes == ("group 0 of the optimizer: initial_lr was 0.01 and is 0.5 now; the scheduler goes on with what it was",)
+        assert notes == ("group 0 of the optimizer: initial_lr was 0.01 and is 0.5 now; the scheduler continues with what it was",)
         assert rate == 0.01
         assert "LambdaLR cannot be saved: " in told["odd"]
 
@@ -265,7 +265,7 @@ def test_what_fits_of_a_model_that_grew_is_taken_and_the_rest_begins_anew(backen
         assert kept_too
         assert "layers.1.weight: is not in the checkpoint" in more[0]
         assert any("is in the checkpoint and not in the model" in note for note in less)
-        assert "the parameter groups are others than they were; the learning rates are those of the config" in more
+        assert "the parameter groups differ from the saved ones; the learning rates are those of the config" in more
         assert (len(steps), len(fewer)) == (6, 4)
 
 

@@ -231,25 +231,25 @@ def several(kind: Engine, cases: list[tuple[list[Any], int | None]]) -> list[tup
 def one(engine: Any, loader: Any, positions: list[Any], stop: int | None) -> tuple[Epochs, Any]:
     first = 0
     if positions:
-        engine._resume_data(positions, len(positions))
-        first = engine._epoch_of(positions[0])
-        assert engine._data_position()["state"] == positions[0]["state"], "saved again before it has gone on"
+        engine._batching.resume(positions, len(positions))
+        first = position.epoch_of(positions[0])
+        assert engine._batching.position()["state"] == positions[0]["state"], "saved again before it has gone on"
     epochs: Epochs = []
     done = 0
     for _ in range(first, 2):
         epochs.append([[]])
         for micro_batch in engine.batches(loader):
             if done == stop:
-                return epochs, engine._data_position()  # a batch is out that is not trained on
+                return epochs, engine._batching.position()  # a batch is out that is not trained on
             epochs[-1][-1].append(micro_batch.pop("row").tolist())
             engine.backward(engine(**micro_batch).loss)
             if engine.step().updated:
                 done += 1
                 epochs[-1].append([])
                 if done == stop and stop % 2:
-                    return epochs, engine._data_position()
+                    return epochs, engine._batching.position()
         epochs[-1].pop()
-    return epochs, engine._data_position()
+    return epochs, engine._batching.position()
 
 
 def together(ranks: Sequence[list[list[list[list[int]]]]]) -> list[list[list[int]]]:
@@ -281,12 +281,12 @@ def manners() -> dict[str, Any]:
     said: dict[str, Any] = {}
 
     def samples() -> int:
-        return engine._data_position()["state"]["samples"]
+        return engine._batching.position()["state"]["samples"]
 
     with prepare(cfg) as engine:
-        said["no loader"] = engine._data_position()
+        said["no loader"] = engine._batching.position()
         train(engine, own_share(2))
-        said["a list"] = engine._data_position()
+        said["a list"] = engine._batching.position()
         loader = unishard.dataloader(rows(), cfg)
         for turn, micro_batch in enumerate(engine.batches(loader)):
             micro_batch.pop("row")
@@ -300,8 +300,8 @@ def manners() -> dict[str, Any]:
         engine.eval()
         said["validation"] = [samples() for _ in engine.batches(unishard.dataloader(rows(), cfg))][-1]
         engine.train()
-        state = engine._data_position()
-        engine._resume_data([state, state], 2)
+        state = engine._batching.position()
+        engine._batching.resume([state, state], 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train(engine, own_share(2))
@@ -314,7 +314,7 @@ def manners() -> dict[str, Any]:
 def test_the_position_is_that_of_the_windows_that_are_done():
     for said in run_ranks(2, manners):
         (warned,) = said.pop("warned")
-        assert warned.startswith("list has no load_state_dict, so it begins anew and not at the checkpoint's data position; ")
+        assert warned.startswith("list has no load_state_dict, so it starts anew and not at the checkpoint's data position; ")
         assert said == {
             "no loader": None,
             "a list": None,

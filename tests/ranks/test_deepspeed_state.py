@@ -116,11 +116,11 @@ def train(engine, first, last):
 
 def parts_of(engine):
     """Copies of everything that this rank holds: of the masters, and of the optimizer's state by its keys."""
-    engine._settle_state()
+    engine._adapter.settle()
     masters, state = {}, {}
     for name, parameter in engine.module.named_parameters():
-        masters[name] = copied(engine._master_part(parameter))
-        state[name] = {key: copied(part) for key, part in engine._optimizer_parts(parameter).items()}
+        masters[name] = copied(engine._adapter.master_shard(parameter))
+        state[name] = {key: copied(part) for key, part in engine._adapter.optimizer_shards(parameter).items()}
     return masters, state
 
 
@@ -159,12 +159,12 @@ def specs_of(engine, state):
 
 def load(engine, parts, specs):
     masters, state = parts
-    engine._settle_state()
-    engine._make_optimizer_state(specs)
+    engine._adapter.settle()
+    engine._adapter.make_optimizer_state(specs)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
-            engine._master_part(parameter).values.copy_(masters[name].values)
-            held = engine._optimizer_parts(parameter)
+            engine._adapter.master_shard(parameter).values.copy_(masters[name].values)
+            held = engine._adapter.optimizer_shards(parameter)
             assert held.keys() == state[name].keys()
             for key, part in held.items():
                 if key in NUMBERS:
@@ -172,16 +172,16 @@ def load(engine, parts, specs):
                 else:
                     assert not part.values.any()
                     part.values.copy_(state[name][key].values)
-    engine._state_loaded()
+    engine._adapter.loaded()
 
 
 def holes(engine, specs):
     """Elements that not exactly one rank of a group holds, of masters and of the optimizer's state."""
     wrong = []
     for name, parameter in engine.module.named_parameters():
-        master = engine._master_part(parameter)
+        master = engine._adapter.master_shard(parameter)
         keys = specs[parameter].tensors if parameter in specs else ()
-        held = {"master": master} | {key: part for key, part in engine._optimizer_parts(parameter).items() if key in keys}
+        held = {"master": master} | {key: part for key, part in engine._adapter.optimizer_shards(parameter).items() if key in keys}
         for key in ("master", *keys):
             if master.group is None:
                 wrong += [f"{name}.{key}"] * (key not in held or held[key].values.shape != master.shape)
@@ -304,19 +304,19 @@ def whole(strategy, precision):
         train(engine, 7, 8)  # what it has of its own is forgotten
         engine.set_trainable("head", True)
         load(engine, parts, named(engine, by_name))
-        inner = engine._inner.optimizer
+        inner = engine._adapter._inner.optimizer
         entries = sum(bool(state) for state in inner.state.values())
         steps = [state["step"] for state in inner.state.values()]
         moments = {}
         for name, parameter in engine.module.named_parameters():
             moment = safe_get_full_optimizer_state(parameter, "exp_avg")
-            part = engine._optimizer_parts(parameter).get("exp_avg")
+            part = engine._adapter.optimizer_shards(parameter).get("exp_avg")
             if moment is not None and part is not None:  # not at stage 0, and not where the others hold all of it
                 stretch = moment.flatten()[part.start : part.start + part.values.numel()]
                 moments[name] = torch.equal(stretch, part.values.to(engine.device))
         return {
             "entries": entries,
-            "masters": len(master_tensors(engine.optimizer, engine._inner, kind_of(engine._cfg))),
+            "masters": len(master_tensors(engine.optimizer, engine._adapter._inner, kind_of(engine._cfg))),
             "shared": len(steps) - len({step.data_ptr() for step in steps}),
             "moments": moments,
             "losses": (read, train(engine, BEFORE, BEFORE + AFTER)),
@@ -342,8 +342,8 @@ def test_masters_whose_parameters_agree_move_as_a_whole_again(cell):
 def in_files():
     """An engine whose parameters lie in files cannot be built without DeepSpeed's op for it; this one only says so of itself."""
     with unishard.prepare(mlp(), config("deepspeed")) as engine:
-        engine._cfg = config("deepspeed", offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
-        engine._settle_state()
+        engine._adapter._in_files = True
+        engine._adapter.settle()
 
 
 def test_parameters_in_files_are_refused():

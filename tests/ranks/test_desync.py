@@ -56,7 +56,7 @@ def one_batch_more(engine, rank, batch):
 def other_window(engine, rank, batch):
     """Loops without `batches`, in which one rank starts in the middle of a window."""
     if rank == 0:
-        engine._window = 2
+        engine._order.window = 2
     engine.backward(engine(**batch).loss)
     engine.step()
 
@@ -265,8 +265,8 @@ def what_is_read_from_the_device(backend):
         seen.append("read")
 
     with prepare(config(backend)) as engine:
-        collective_check.Member.reading, update = reading, engine._update
-        engine._update = lambda *arguments: seen.append("update") or update(*arguments)
+        collective_check.Member.reading, update = reading, engine._adapter.update
+        engine._adapter.update = lambda *arguments, **options: seen.append("update") or update(*arguments, **options)
         train(engine, own_share(1))
     return seen
 

@@ -51,7 +51,7 @@ def held(engine):
     found = {}
     for name, tensor in tensors_of(engine.module).items():
         if sources_of(engine.module)[name] == name:
-            part = engine._master_part(tensor) if isinstance(tensor, nn.Parameter) else Shard(tensor.shape, tensor)
+            part = engine._adapter.master_shard(tensor) if isinstance(tensor, nn.Parameter) else Shard(tensor.shape, tensor)
             found[name] = lazy_shard_of(part)
     return found
 

@@ -118,7 +118,7 @@ def held(backend, place, precision):
     with unishard.prepare(mlp(), offloaded(backend, place, precision)) as engine:
         train(engine, own_share(ACCUMULATION))
         if backend == "deepspeed":
-            masters = master_tensors(engine.optimizer, engine._inner, kind_of(engine._cfg))
+            masters = master_tensors(engine.optimizer, engine._adapter._inner, kind_of(engine._cfg))
             return {"masters": {(each.device.type, each.dtype) for each in masters}, "numel": sum(each.numel() for each in masters)}
         stepped = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
         parts = [each.to_local() if isinstance(each, DTensor) else each for each in stepped]

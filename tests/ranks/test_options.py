@@ -94,7 +94,7 @@ def seen_in_deepspeed(engine):
     }
     return {
         "on host": {name for name, offloaded in on_host.items() if offloaded},
-        "overlap": engine._engine.zero_overlap_comm(),
+        "overlap": engine._adapter._engine.zero_overlap_comm(),
         "sub groups": [group.numel() for group in getattr(zero, "fp32_partitioned_groups_flat", ())],
     } | stepping(getattr(zero, "optimizer", zero))
 

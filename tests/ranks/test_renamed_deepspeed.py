@@ -240,7 +240,7 @@ def call(case):
     said = {}
     with prepared(strategy, precision) as engine:
         for name in (*PATCHES[case].names, None):
-            if engine._phase is not Phase.BACKWARD_DONE:
+            if engine._order.phase is not Phase.BACKWARD_DONE:
                 loss = engine(torch.ones(4, 7)).loss
                 engine.backward(loss, num_items=4) if case.startswith("divided") else engine.backward(loss)
             if name is None:

@@ -45,10 +45,10 @@ def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     header, *rows, broken, counts = [re.split(r"  +", line) for line in result.stdout.splitlines()]
     assert header == ["config", "format", "engine", "strategy", "precision", "to unishard", "keys"]
     assert [row[:6] for row in rows] == [
-        ["project/conf/ds.json", "deepspeed", "deepspeed", "shard_grad_op", "undecided", "translates"],
+        ["project/conf/ds.json", "deepspeed", "deepspeed", "shard_grad_op", "needs input", "translates"],
         ["project/conf/mine.yaml", "unishard", "fsdp", "full_shard", "bf16", "refused"],
     ]
-    assert "2 refused" in rows[1][6]
+    assert "2 unsupported" in rows[1][6]
     assert broken[0].startswith("cannot be read: project/conf/broken.json: 1: is not ")
     assert counts == ["2 configs, 1 translate to unishard, 1 cannot be read"]
 

@@ -98,7 +98,7 @@ def test_what_needs_attention_comes_last(config: Path) -> None:
     )
     lines = run("translate", "c.yaml", "--to", "unishard").stderr.splitlines()
     fits = [re.split(r"  +", line)[2] for line in lines if line.startswith("c.yaml:")]
-    assert fits == ["exact", "exact", "approximate", "undecided", "refused", "refused"]
+    assert fits == ["exact", "exact", "approximate", "needs input", "unsupported", "unsupported"]
 
 
 def test_report_as_json(config: Path) -> None:

@@ -35,7 +35,7 @@ def test_one_rule_for_each_field_in_the_order_of_the_schema(name: str) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_case_says_how_it_differs(name: str) -> None:
     for path, rule in registry.get(name).rules.items():
-        assert rule.native, path
+        assert rule.key, path
         for case in rule.when:
             assert case.case, path
             if case.fit is Fit.UNSUPPORTED:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.progress as bars
 import torch
@@ -19,7 +19,9 @@ from rich.table import Column
 from torch import Tensor
 
 from unishard.data.batches import length_of
-from unishard.plugins.backend import Step
+
+if TYPE_CHECKING:
+    from unishard.engine.results import Step
 
 __all__ = ["Progress"]
 

@@ -1,7 +1,1 @@
-"""The runtime half: what every engine shares once torch is there."""
-
-from __future__ import annotations
-
-from unishard.engine.engine import TrainingEngine
-
-__all__ = ["TrainingEngine"]
+"""The run-time half: the engine, and what every backend shares once torch is there."""

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from unishard.config import Config
 from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.model.facts import ModelFacts
+from unishard.engine.results import Placement
 from unishard.errors import EngineMismatchError
-from unishard.plugins.backend import Placement
 
 __all__ = ["verify"]
 
 
 def verify(
-    placement: Placement, facts: ModelFacts, cfg: Config, device: torch.device, *, engine: str, units: Sequence[str], parts: int
+    placement: Placement, facts: ModelFacts, cfg: Config, device: torch.device, *, engine: str, units: Sequence[str], group_size: int
 ) -> None:
     """Compare what runs with what was asked. Collective.
 
@@ -29,14 +29,14 @@ def verify(
         device: Where this rank computes.
         engine: Class that must run the model.
         units: Names of the modules that must be gathered on their own.
-        parts: Ranks that share one copy.
+        group_size: Ranks that share one copy.
 
     Raises:
         EngineMismatchError: On every rank, listing every difference.
     """
     world, strategy = dist.get_world_size(), cfg.sharding.within_group
     slack = 0 if strategy == "no_shard" else facts.indivisible
-    most, everything = -(-facts.trainable // parts) + slack, facts.trainable * world // parts
+    most, everything = -(-facts.trainable // group_size) + slack, facts.trainable * world // group_size
     everywhere = torch.tensor(placement.master_numel, dtype=torch.int64, device=device)
     dist.all_reduce(everywhere)
     found: list[tuple[str, Any, Any]] = []
@@ -55,7 +55,7 @@ def verify(
         found.append(("master weights on all ranks", f"at least {everything:,} elements", f"{int(everywhere):,}"))
     # Frozen parameters keep their format on every engine: a base in bf16 has no fp32 copy. What is not trained is in the compute format.
     whole = 4 * facts.trainable + facts.frozen_bytes if facts.trainable else DTYPES[cfg.precision.compute].itemsize * facts.elements
-    largest = -(-whole // parts) + 4 * slack if strategy == "full_shard" else whole
+    largest = -(-whole // group_size) + 4 * slack if strategy == "full_shard" else whole
     if placement.param_bytes > largest:
         found.append(("parameters on this rank", f"at most {largest:,} bytes", f"{placement.param_bytes:,}"))
     everyones: list[Any] = [None] * world

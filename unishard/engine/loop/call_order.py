@@ -1,15 +1,22 @@
-"""Where in a window the loop is, and which call may come there."""
+"""Where in the loop an engine is, and which call may come there."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from unishard.config import Config
 from unishard.distributed import collective_check
 from unishard.errors import ContractError
 
-__all__ = ["Phase", "Phases"]
+if TYPE_CHECKING:
+    from unishard.data.progress import Progress
+
+__all__ = ["CallOrder", "Phase"]
 
 
 class Phase(Enum):
@@ -21,58 +28,138 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-class Phases:
-    """Refuses calls that come at the wrong moment, on this rank or beside another call on another one. `TrainingEngine` inherits it."""
+class CallOrder:
+    """Refuses calls that come at the wrong moment, on this rank or beside another call on another rank."""
 
-    _module: nn.Module
-    _phase: Phase
-    _updates: int
-    _window: int
-    _micro_batch: int
-    _graph: bool
-    """Whether a forward has made a graph that no backward has used."""
-    _is_frozen: bool
-    _desync: collective_check.Member | None
+    def __init__(self, cfg: Config, module: nn.Module, device: torch.device) -> None:
+        """Begin before the first call. Collective.
 
-    def _require_open(self, call: str) -> None:
-        if self._phase is Phase.CLOSED:
-            raise ContractError(f"{call} was called on a closed engine; build the model anew and prepare it")
+        Args:
+            cfg: What runs.
+            module: The model.
+            device: Where this rank computes.
+        """
+        self._module = module
+        self._device = device
+        self._member = collective_check.join(cfg.communication)
+        self.phase = Phase.OPEN
+        self.full_window = self.window = cfg.training.gradient_accumulation_steps
+        """Micro-batches in a full accumulation window, and in the one that is open."""
+        self.micro_batch = 0
+        """How many of them are done."""
+        self.updates = 0
+        """Accumulation windows that have ended."""
+        self.graph = False
+        """Whether a forward has made a graph that no backward has used."""
+        self.discarded = False
+        """Whether the window was dropped."""
+        self.frozen = False
+        """Whether `engine.frozen()` is open."""
+        self.progress: Progress | None = None
+        """The progress bar of the loop that runs."""
 
-    def _enter(self, call: str, detail: str = "") -> None:
-        """Before the collectives of a call: raise on every rank where another one is elsewhere. Collective."""
-        if collective_check.samples(self._updates):
-            self._meet(call, detail)
+    @property
+    def last(self) -> bool:
+        """Whether the micro-batch that runs is the last of its window."""
+        return self.micro_batch + 1 == self.window
 
-    def _meet(self, call: str, detail: str = "") -> None:
-        """The same, in every update."""
-        if self._desync is None:
+    @property
+    def inside_window(self) -> bool:
+        """Whether a window has begun and not ended."""
+        return bool(self.micro_batch) or self.phase is Phase.BACKWARD_DONE
+
+    # -- meeting the other ranks ------------------------------------------------------------------------------------------
+
+    def enter(self, call: str, detail: str = "") -> None:
+        """Before the collectives of a call: raise on every rank if another one makes another call. Collective.
+
+        Checks the first updates and then a sample of them; `meet` checks always.
+
+        Raises:
+            RankMismatchError: Names what each rank calls.
+        """
+        if collective_check.samples(self.updates):
+            self.meet(call, detail)
+
+    def meet(self, call: str, detail: str = "") -> None:
+        """As `enter`, in every update. Collective.
+
+        Raises:
+            RankMismatchError: Names what each rank calls.
+        """
+        if self._member is None:
             return
         if self._module.training:
-            where = f"update {self._updates + 1}, micro-batch {self._micro_batch + 1} of {self._window}"
+            where = f"update {self.updates + 1}, micro-batch {self.micro_batch + 1} of {self.window}"
         else:
-            where = f"evaluation, after update {self._updates}"
-        self._desync.enter(call, where + detail)
+            where = f"evaluation, after update {self.updates}"
+        self._member.enter(call, where + detail)
 
-    def _require_boundary(self, call: str) -> None:
-        self._require_open(call)
-        if self._is_frozen:
+    def awaiting(self) -> AbstractContextManager[None]:
+        """Around collectives on the device whose result the host reads."""
+        return nullcontext() if self._member is None else self._member.reading(self._device)
+
+    # -- transitions ------------------------------------------------------------------------------------------------------
+
+    def begin_window(self, length: int) -> None:
+        """The batches of a new window come.
+
+        Raises:
+            ContractError: The last one has not ended.
+        """
+        if self.micro_batch:
+            raise ContractError(
+                f"a new accumulation window starts after {self.micro_batch} of {self.window} micro-batches of the last one; "
+                "call backward and step for every batch, and leave a loop only when step().updated or step().skipped is true"
+            )
+        self.window, self.discarded = length, False
+
+    def end_window(self) -> None:
+        """The update was made or skipped."""
+        self.window, self.micro_batch = self.full_window, 0
+        self.updates += 1
+
+    def discard_window(self) -> None:
+        """The gradients were dropped."""
+        self.phase, self.graph, self.micro_batch = Phase.OPEN, False, 0
+        self.discarded = True
+
+    def close(self, why: BaseException | None) -> None:
+        """No call may come anymore."""
+        self.phase = Phase.CLOSED
+        if self._member is not None:
+            self._member.leave(why)
+
+    # -- refusals ---------------------------------------------------------------------------------------------------------
+
+    def require_open(self, call: str) -> None:
+        """Raise ContractError on a closed engine."""
+        if self.phase is Phase.CLOSED:
+            raise ContractError(f"{call} was called on a closed engine; build the model anew and prepare it")
+
+    def require_boundary(self, call: str) -> None:
+        """Raise ContractError on a closed engine, inside an accumulation window, and inside `frozen`."""
+        self.require_open(call)
+        if self.frozen:
             raise ContractError(f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block")
-        if self._micro_batch or self._phase is Phase.BACKWARD_DONE:
+        if self.inside_window:
             raise ContractError(f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true")
 
-    def _require_end_of_window(self, call: str) -> None:
-        self._require_open(call)
-        if self._phase is not Phase.BACKWARD_DONE or self._micro_batch + 1 < self._window:
-            done = self._micro_batch + (self._phase is Phase.BACKWARD_DONE)
+    def require_end_of_window(self, call: str) -> None:
+        """Raise ContractError unless the last backward of a window has run, and `step` has not."""
+        self.require_open(call)
+        if self.phase is not Phase.BACKWARD_DONE or not self.last:
+            done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
             raise ContractError(
-                f"{call} was called after {done} of {self._window} backward calls of the window, where the gradients are not finished; "
+                f"{call} was called after {done} of {self.window} backward calls of the window, where the gradients are not finished; "
                 "call it between the last backward of a window and engine.step()"
             )
 
-    def _require_no_graph(self, call: str) -> None:
-        self._require_open(call)
-        if self._graph:
+    def require_no_graph(self, call: str) -> None:
+        """Raise ContractError while the graph of a forward waits for its backward."""
+        self.require_open(call)
+        if self.graph:
             raise ContractError(
                 f"{call} would change a parameter that a forward has used and its backward still needs; call it after backward, "
-                "or drop the forward with engine.discard(); a forward under torch.no_grad() is no hindrance"
+                "or drop the forward with engine.discard(); a forward under torch.no_grad() is allowed"
             )

@@ -1,4 +1,4 @@
-"""Lets ranks with different numbers of forwards take turns: who is done repeats a call until nobody calls any more."""
+"""Runs ranks with different numbers of forwards in lockstep: finished ranks replay their last call until every rank is done."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 from unishard.data.batches import to_device
 from unishard.errors import RankMismatchError
 
-__all__ = ["Call", "Turns"]
+__all__ = ["Call", "Lockstep"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments, and those by keyword."""
 _KINDS = ("forward", "generate")
 
 
-class Turns:
+class Lockstep:
     """The turns of one `lockstep` block."""
 
     def __init__(self, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unishard.config import Config
-from unishard.engine.loop.kv_cache import without_cache
+from unishard.engine.model.kv_cache import without_cache
 from unishard.engine.model.units import Unit, find_blocks, find_classes
 from unishard.errors import ModelError
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from unishard import config
 from unishard.config import Config
-from unishard.engine.loop.kv_cache import all_empty, caches_in, without_cache
+from unishard.engine.model.kv_cache import all_empty, caches_in, without_cache
 from unishard.engine.model.units import Unit, find_blocks
 from unishard.errors import ConfigError, ModelError, Problem
 

@@ -1,15 +1,15 @@
-"""Brings a model into the number formats that the config asks for, the same for every engine, before it is sharded."""
+"""Casts a model to the dtypes that the config asks for, the same for every engine, before it is sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unishard.config import Precision
 
-__all__ = ["DTYPES", "cast_model"]
+__all__ = ["DTYPES", "cast_model", "cast_to_compute"]
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the word in the config."""
@@ -17,15 +17,15 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 @torch.no_grad()
 def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
-    """Cast the trainable parameters to the format of the masters, and the buffers where another one is asked for, in place.
+    """Cast the trainable parameters to `precision.master`, and the buffers to `precision.buffers`, in place.
 
-    So a model that was loaded in bf16 has fp32 masters on every engine: DeepSpeed makes them itself, FSDP2 would update bf16
-    weights. Frozen parameters keep their format, since nothing updates them. Parameters stay the same objects, and ties stay.
+    So a model that was loaded in bf16 has fp32 master weights on every engine: DeepSpeed makes them itself, FSDP2 would update bf16
+    weights. Frozen parameters keep their dtype, since nothing updates them. Parameters stay the same objects, and ties stay.
 
     Args:
-        model: Whole, not sharded.
+        model: Full, not sharded.
         cfg: `master` and `buffers` of the config.
-        train: Whether there are masters.
+        train: Whether there are master weights.
     """
     master = DTYPES[cfg.master]
     for parameter in model.parameters():
@@ -37,3 +37,13 @@ def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(DTYPES[cfg.buffers])
+
+
+def cast_to_compute(tensors: Iterable[Tensor], cfg: Precision) -> None:
+    """Cast floating-point parameters to `precision.compute`, and freeze them all; buffers keep their dtype."""
+    dtype = DTYPES[cfg.compute]
+    for tensor in tensors:
+        if isinstance(tensor, nn.Parameter):
+            tensor.requires_grad_(False)
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["cast", "cast_inputs"]
+__all__ = ["cast", "cast_inputs", "tensors_in"]
 
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[RemovableHandle]:
@@ -86,3 +86,18 @@ def _fields(value: Any, dtype: torch.dtype) -> Any:
     for name, new in changed.items():
         object.__setattr__(fresh, name, new)  # also where it is frozen
     return fresh
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -9,16 +9,17 @@ Llama                           units: auto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from torch import nn
 
 from unishard.config import Sharding
 from unishard.errors import ModelError
 
-__all__ = ["Unit", "find_blocks", "find_classes", "find_conditional", "find_units"]
+__all__ = ["ModelUnits", "Unit", "find_blocks", "find_classes", "find_conditional", "find_units", "units_of"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -35,6 +36,34 @@ class Unit:
     def numel(self) -> int:
         """Elements of all its parameters."""
         return _numel(self.module)
+
+
+class ModelUnits(NamedTuple):
+    """What `prepare` has found in a model, for everything that follows."""
+
+    gathered: Sequence[Unit]
+    """Modules whose parameters are gathered together; empty with `no_shard`."""
+    casting: Sequence[Unit]
+    """Modules that cast their inputs to `precision.compute`, beside the root: those gathered; with `no_shard`, the default units."""
+    conditional: Sequence[Unit]
+    """Modules that a rank may skip in a micro-batch."""
+
+
+def units_of(model: nn.Module, cfg: Sharding) -> ModelUnits:
+    """Find the units of a model.
+
+    Args:
+        model: Any module, not yet sharded.
+        cfg: The section `sharding`.
+
+    Raises:
+        ModelError: As `find_units` and `find_conditional`.
+    """
+    conditional = find_conditional(model, cfg)
+    if cfg.strategy == "no_shard":
+        return ModelUnits((), find_units(model, Sharding(whole_units=cfg.whole_units)), conditional)
+    gathered = find_units(model, cfg)
+    return ModelUnits(gathered, gathered, conditional)
 
 
 def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:

@@ -1,4 +1,4 @@
-"""When a run saves by itself: after so many updates or minutes, and before it is ended from outside."""
+"""When a run saves automatically: after so many updates or minutes, and when a signal asks it to end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from unishard import config
 from unishard.errors import ContractError
 
-__all__ = ["EXIT_CODE", "Automatic", "Cause"]
+__all__ = ["EXIT_CODE", "Autosave", "Cause"]
 
 EXIT_CODE = 85
 """With which a process ends that saved because of a signal, so that whoever started it can tell this from a failure."""
@@ -30,7 +30,7 @@ class Cause(NamedTuple):
     """Whether the process is to end after it."""
 
 
-class Automatic:
+class Autosave:
     """Watches the updates, the clock and the signals. All ranks decide alike, also where only one of them got a signal."""
 
     def __init__(self, cfg: config.Checkpoint, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Automatic:
             device: Where this rank computes.
 
         Raises:
-            ContractError: Signals are to be watched, and this is not the main thread, where alone they arrive.
+            ContractError: Signals are to be watched, and this is not the main thread; Python delivers signals only there.
         """
         self._device = device
         self._every, self._seconds = cfg.every_steps, None if cfg.every_minutes is None else 60 * cfg.every_minutes
@@ -50,7 +50,9 @@ class Automatic:
         self._former: dict[int, Any] = {}
         self._closed = False
         if cfg.on_signal and threading.current_thread() is not threading.main_thread():
-            raise ContractError("checkpoint.on_signal: signals arrive in the main thread alone; call prepare there, or leave it out")
+            raise ContractError(
+                "checkpoint.on_signal: Python delivers signals only to the main thread; call prepare there, or leave it out"
+            )
         for name in cfg.on_signal:
             number = signal.Signals[name]
             self._former[number] = signal.signal(number, self._catch)
@@ -73,7 +75,7 @@ class Automatic:
         self._began = time.monotonic()
 
     def close(self) -> None:
-        """Let signals do again what they did before. Where another engine has come since, it hands them on to whoever was before this."""
+        """Restore the previous signal handlers; an engine created since hands signals on to the handler before this one."""
         self._closed = True
         for number, former in self._former.items():
             if signal.getsignal(number) == self._catch:
@@ -89,12 +91,12 @@ class Automatic:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self._caught = number
         former = _open(number, self._former[number])
-        if isinstance(getattr(former, "__self__", None), Automatic):
+        if isinstance(getattr(former, "__self__", None), Autosave):
             former(number, frame)  # of another engine, which saves too if its update ends first
 
 
 def _open(number: int, handler: Any) -> Any:
     """The handler, or that before it where it is one of an engine that is closed."""
-    while isinstance(owner := getattr(handler, "__self__", None), Automatic) and owner._closed:
+    while isinstance(owner := getattr(handler, "__self__", None), Autosave) and owner._closed:
         handler = owner._former[number]
     return handler

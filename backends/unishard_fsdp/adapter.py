@@ -1,4 +1,4 @@
-"""What the running engines of torch have in common; `fsdp_engine` has FSDP2, `ddp_engine` DistributedDataParallel."""
+"""What the adapters of torch have in common; `fsdp_adapter` has FSDP2, `ddp_adapter` DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from torch import Tensor, nn
 
 from unishard.config import Config
 from unishard.distributed.shards import Shard
-from unishard.engine import TrainingEngine
+from unishard.engine.adapter import EngineAdapter
 from unishard.engine.optim.optimizer_state import StateSpec
-from unishard.plugins.backend import Placement
+from unishard.engine.results import Placement
 from unishard_fsdp.clipping import local, scale, total_norm
 from unishard_fsdp.optimizer_state import OptimizerState
 from unishard_fsdp.shards import shard_of
 
-__all__ = ["TorchEngine"]
+__all__ = ["TorchAdapter"]
 
 
-class TorchEngine(TrainingEngine):
+class TorchAdapter(EngineAdapter):
     """What torch's forms of data parallelism have in common."""
 
     _copies: int
     """How often all ranks together hold each gradient."""
 
     def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
-        super().__init__(cfg, module, optimizer, device)
+        super().__init__(module, device, optimizer)
+        self._steps_always = cfg.training.nonfinite == "ignore"
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._copies = dist.get_world_size()
         self._last = True  # torch's own default: each backward ends a window
 
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
+        """Through autograd, which the engine has hooked."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
+        """Clip by the norm over all ranks, and step the torch optimizer."""
         gradients = [local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
-        norm = total_norm(gradients, self._device, copies=self._copies) / divisor
+        norm = total_norm(gradients, self.device, copies=self._copies) / divisor
         value = float(norm)
-        updated = math.isfinite(value) or self._cfg.training.nonfinite == "ignore"
+        updated = math.isfinite(value) or self._steps_always
         if updated:
             scale(gradients, norm, max_norm, divisor)
             self._step()
@@ -53,7 +56,7 @@ class TorchEngine(TrainingEngine):
         return value, updated
 
     def _step(self) -> None:
-        self._optimizer.step()
+        self.optimizer.step()
 
     @torch.no_grad()
     def placement(self) -> Placement:
@@ -64,32 +67,24 @@ class TorchEngine(TrainingEngine):
             units=self._units(),
             master_dtypes=frozenset(str(master.dtype).removeprefix("torch.") for master in masters),
             master_numel=sum(master.numel() for master in masters),
-            param_bytes=sum(local(parameter).nbytes for parameter in self._module.parameters()),
+            param_bytes=sum(local(parameter).nbytes for parameter in self.module.parameters()),
         )
-
-    def _stepping(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._optimizer
-        return optimizer
 
     @cached_property
     def _state(self) -> OptimizerState:
-        return OptimizerState(self._stepping(), self._stepped())
+        return OptimizerState(self.torch_optimizer, self._stepped())
 
     def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """What the optimizer steps in the place of parameters."""
         return {}
 
-    def _settle_state(self) -> None:
-        """Nothing is gathered, unless a subclass gathers."""
+    def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
+        """As the torch optimizer keeps its state, on shards like those of the parameter."""
+        return self._state.shards(parameter)
 
-    def _optimizer_parts(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        return self._state.parts(parameter)
-
-    def _make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+    def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        """In the torch optimizer."""
         self._state.make(specs)
-
-    def _state_loaded(self) -> None:
-        """There is one copy of everything."""
 
     @abstractmethod
     def _class_name(self) -> str:
@@ -102,26 +97,30 @@ class TorchEngine(TrainingEngine):
         """The trainable parameters that this rank updates."""
         return self._trainable
 
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         """Backward has reduced them: its last one in a window always does."""
 
-    def _gradient_part(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
+    def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
+        """`parameter.grad`."""
         if parameter.grad is None:
             if not create:
                 return None
             parameter.grad = torch.zeros_like(parameter)
         return shard_of(parameter.grad)
 
-    def _master_part(self, parameter: nn.Parameter) -> Shard:
+    def master_shard(self, parameter: nn.Parameter) -> Shard:
+        """The parameter itself."""
         return shard_of(parameter)
 
-    def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
+    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """There is one copy, unless a subclass keeps another."""
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
+        """Set them to None."""
         for parameter in self._trainable:
             parameter.grad = None
 
-    def _release(self) -> None:
+    def close(self) -> None:
+        """Free the gradients; torch's data parallelism belongs to the module."""
         for parameter in self._trainable:
             parameter.grad = None

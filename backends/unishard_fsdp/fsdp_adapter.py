@@ -1,4 +1,4 @@
-"""The running engine of FSDP2, on any device mesh."""
+"""The adapter of FSDP2, on any device mesh."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.model.inputs import cast_inputs
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
+from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
-from unishard_fsdp.engine import TorchEngine
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import OnHost
 from unishard_fsdp.patches import PATCHES
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
-__all__ = ["FSDPEngine"]
+__all__ = ["FSDPAdapter"]
 
 _MIXED = "mixed torch.Tensor and DTensor"
 """In what torch 2.13 raises when an operation meets a parameter that is not gathered (torch/distributed/tensor/_dispatch.py)."""
@@ -34,7 +34,7 @@ _DISCARD, _DTYPES, _FOREIGN = PATCHES["discard"], PATCHES["trainable-dtypes"], P
 _logger = logging.getLogger("unishard")
 
 
-class FSDPEngine(TorchEngine):
+class FSDPAdapter(TorchAdapter):
     """A model under `fully_shard`."""
 
     def __init__(
@@ -46,15 +46,15 @@ class FSDPEngine(TorchEngine):
         *,
         native: options.FullyShard | options.Replicate,
         root: FSDPModule,
-        whole: ConditionalParameters,
+        conditional: ConditionalParameters,
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._root = root
         self._on_host: OnHost | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
             self._on_host = OnHost(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
-        self._parts = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
-        self._sharded = self._forward_is_collective = isinstance(native, options.FullyShard)
+        self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
         if isinstance(native, options.FullyShard):
             self._copies = native.mesh.replicate if native.mesh else 1
         self._mixed = cfg.precision.compute != "fp32"
@@ -63,19 +63,20 @@ class FSDPEngine(TorchEngine):
         self._averages_late = averages_late(native)
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
         self._unreduced = UnreducedGradients(self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late)
-        self._whole = whole
-        if whole.parameters:
+        self._conditional = conditional
+        if conditional.parameters:
             from unishard_fsdp.patches.conditional import fill_unused
 
             self._unreduced.patch_all()
-            fill_unused(self._modules(), set(whole.parameters), whole.used)
+            fill_unused(self._modules(), set(conditional.parameters), conditional.used)
         # FSDP2 casts too, but passes over a UserDict such as a transformers BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
         casts = cfg.precision.compute != "fp32" and native.mp_policy.cast_forward_inputs
         self._hooks = cast_inputs(
             (part for part in module.modules() if casts and isinstance(part, FSDPModule)), DTYPES[cfg.precision.compute]
         )
 
-    def _begin_micro_batch(self, *, last: bool) -> None:
+    def begin(self, *, last: bool) -> None:
+        """Set when FSDP2 reduces, averages between groups and reshards."""
         if last is self._last:
             return  # setting a flag walks all modules
         self._last = last
@@ -88,14 +89,20 @@ class FSDPEngine(TorchEngine):
         if self._reshards_late:
             self._root.set_reshard_after_backward(last)
 
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
+        """With what FSDP2 lacks for gradients that are not reduced yet."""
         with self._unreduced.backward(last=self._last):
-            super()._backward(loss)
+            super().backward(loss)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Through the sharded module.
+
+        Raises:
+            ModelError: A unit's parameter is used outside it.
+        """
         self._ran = True
         try:
-            return self._module(*args, **kwargs)
+            return self.module(*args, **kwargs)
         except RuntimeError as error:
             if _MIXED not in str(error) or not self._sharded:
                 raise
@@ -105,34 +112,42 @@ class FSDPEngine(TorchEngine):
                 "such as the weight of an embedding, stays with the root"
             ) from error
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        with gathering_in_generate(self._module):
-            return super()._generate(*args, **kwargs)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """With the parameters of the root gathered."""
+        with gathering_in_generate(self.module):
+            return super().generate(*args, **kwargs)
 
-    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
-        self._at_rest()
-        self._whole.find()
-        outcome = super()._update(max_norm, divisor)
-        self._whole.forget()
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
+        """Of resharded parameters."""
+        self.settle()
+        self._conditional.find()
+        outcome = super().update(max_norm, divisor, finished=finished)
+        self._conditional.forget()
         return outcome
 
-    def _finish_gradients(self) -> None:
-        self._whole.find()
+    def finish_gradients(self) -> None:
+        """Find the parameters of conditional modules that no rank has used."""
+        self._conditional.find()
 
-    def _at_rest(self) -> None:
+    def settle(self) -> None:
+        """Reshard every unit."""
         # A forward between backward and step leaves units gathered, and the next forward would use them as they were.
-        for _, part in self._parts:
+        for _, part in self._sharded_modules:
             part.reshard()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """As the contract says."""
+        """Without gathered copies, which keep their own `requires_grad`."""
         changes_dtypes = self._mixed and not self._ran
         if changes_dtypes:
             _DTYPES.require()
+        self.settle()
         try:
             with super().frozen():
-                yield
+                try:
+                    yield
+                finally:
+                    self.settle()
         finally:
             if changes_dtypes:
                 self._refresh_trainable()
@@ -143,7 +158,12 @@ class FSDPEngine(TorchEngine):
         if _DTYPES.needed:
             refresh_trainable(self._modules())
 
-    def _leaves(self) -> list[Tensor]:
+    def leaves(self) -> list[Tensor]:
+        """The gathered parameters.
+
+        Raises:
+            ContractError: This torch does not say.
+        """
         if not _FOREIGN.works:
             raise ContractError(_FOREIGN.refusal())
         from unishard_fsdp.patches.leaves import gathered_leaves
@@ -151,44 +171,45 @@ class FSDPEngine(TorchEngine):
         return gathered_leaves(self._modules())
 
     def _modules(self) -> list[nn.Module]:
-        return [cast(nn.Module, part) for _, part in self._parts]
+        return [cast(nn.Module, part) for _, part in self._sharded_modules]
 
     def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return self._on_host.stepped if self._on_host else {}
 
-    def _settle_state(self) -> None:
-        self._at_rest()
-
     def _step(self) -> None:
-        (self._on_host or self._optimizer).step()
+        (self._on_host or self.optimizer).step()
 
-    def _refresh(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        self._at_rest()  # what is gathered was made from the old values
+    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Drop gathered copies."""
+        self.settle()  # what is gathered was made from the old values
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
+        """Those not reduced yet too, and a forward without a backward."""
         if self._syncs_late or self._averages_late:
             _DISCARD.require()
-        super()._drop_gradients()
-        self._whole.forget()
+        super().drop_gradients()
+        self._conditional.forget()
         self._unreduced.forget()
         if hasattr(self._root, "reset_iter_state"):  # from torch 2.13 on
             self._root.reset_iter_state()
-        self._at_rest()
+        self.settle()
         if _DISCARD.needed and _DISCARD.works:
             from unishard_fsdp.patches.leaves import drop_unreduced
 
             drop_unreduced(self._modules())
 
-    def _set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+    def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        """And let FSDP2 learn of it."""
         if self._mixed:
             _DTYPES.require()
-        self._at_rest()  # where a unit is still gathered, its names mean copies
-        super()._set_trainable(names, trainable)
+        self.settle()  # where a unit is still gathered, its names mean copies
+        super().set_trainable(names, trainable)
         if self._mixed:
             self._refresh_trainable()
 
-    def _release(self) -> None:
-        super()._release()
+    def close(self) -> None:
+        """Take the casts off the model."""
+        super().close()
         for hook in self._hooks:
             hook.remove()
 
@@ -196,7 +217,7 @@ class FSDPEngine(TorchEngine):
         return FSDPModule.__name__
 
     def _units(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self._parts if name) if self._sharded else ()
+        return tuple(name for name, _ in self._sharded_modules if name) if self._sharded else ()
 
 
 def averages_late(native: options.FullyShard | options.Replicate) -> bool:

@@ -1,4 +1,4 @@
-"""The running engine of DistributedDataParallel."""
+"""The adapter of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from unishard.config import Config
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
+from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.ddp import Averaging
-from unishard_fsdp.engine import TorchEngine
 
-__all__ = ["DDPEngine"]
+__all__ = ["DDPAdapter"]
 
 
-class DDPEngine(TorchEngine):
+class DDPAdapter(TorchAdapter):
     """A model under DistributedDataParallel."""
 
     def __init__(
@@ -38,23 +38,30 @@ class DDPEngine(TorchEngine):
         self._wrap = wrap
         self._averaging = Averaging()
         self._replica: DistributedDataParallel | None = wrap(self._averaging)
-        self._forward_is_collective = native.forward_sync_buffers
+        self.forward_is_collective = native.forward_sync_buffers
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self._without_sync = ExitStack()
 
-    def _begin_micro_batch(self, *, last: bool) -> None:
+    def begin(self, *, last: bool) -> None:
+        """Skip the all-reduce unless this is the last micro-batch, where the config says so."""
         self._averaging.finished = False
         self._without_sync.close()
         if not last and self._syncs_late:
             self._without_sync.enter_context(self._running.no_sync())
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Through DistributedDataParallel."""
         return self._running(*args, **kwargs)
 
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
+        """Check that DDP has reduced every bucket.
+
+        Raises:
+            ModelError: The last backward left out parameters.
+        """
         # A parameter without a gradient leaves its bucket unreduced; DDP itself says so only in the next forward (torch 2.13).
         if not self._averaging.finished:
-            unused = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad and parameter.grad is None]
+            unused = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad and parameter.grad is None]
             raise ModelError(
                 f"the last backward reached no gradient of {', '.join(unused) or 'some parameters'}, and DistributedDataParallel then "
                 "reduces none of their bucket; name their class in sharding.whole_units, "
@@ -62,12 +69,14 @@ class DDPEngine(TorchEngine):
                 "freeze them before prepare"
             )
 
-    def _update(self, max_norm: float | None, divisor: float) -> tuple[float, bool]:
-        self._finish_gradients()
-        return super()._update(max_norm, divisor)
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
+        """Of gradients that DDP has averaged."""
+        self.finish_gradients()
+        return super().update(max_norm, divisor, finished=finished)
 
-    def _set_trainable(self, names: Sequence[str], trainable: bool) -> None:
-        super()._set_trainable(names, trainable)
+    def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        """Wrap the model anew."""
+        super().set_trainable(names, trainable)
         self._replica = None  # its reducer waits for the parameters that were trainable when it was built
         self._replica = self._wrap(self._averaging)
 
@@ -78,12 +87,15 @@ class DDPEngine(TorchEngine):
     def _masters(self) -> Sequence[nn.Parameter]:
         return self._trainable if self._owned is None else self._owned
 
-    def _stepping(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._optimizer if self._owned is None else self._optimizer.optim
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """That in a ZeroRedundancyOptimizer."""
+        optimizer: torch.optim.Optimizer = self.optimizer if self._owned is None else self.optimizer.optim
         return optimizer
 
-    def _release(self) -> None:
-        super()._release()
+    def close(self) -> None:
+        """End the reducer."""
+        super().close()
         self._replica = None  # ends the reducer, and with it its hooks on the parameters
 
     @property

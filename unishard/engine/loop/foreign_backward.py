@@ -1,0 +1,58 @@
+"""Keeps the backward of another engine off this model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from unishard.engine.adapter import EngineAdapter
+from unishard.errors import ContractError
+from unishard.patches import CORE_PATCHES
+
+__all__ = ["ForeignBackwardCheck"]
+
+_FOREIGN = CORE_PATCHES["foreign-backward"]
+
+
+class ForeignBackwardCheck:
+    """Raises where a backward that is not the engine's own reaches this model's parameters through an output of its forward."""
+
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self._adapter = adapter
+        self._own = False
+        adapter.on_gradient = self._on_gradient
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """A block in which the engine's own backward runs."""
+        self._own = True
+        try:
+            yield
+        finally:
+            self._own = False
+
+    def _on_gradient(self, gradient: Tensor) -> None:
+        if not self._own and any(map(_will_accumulate, self._adapter.leaves())):
+            raise ContractError(
+                f"a backward that is not this engine's reaches the parameters of its {type(self._adapter.module).__name__}, where the "
+                "gradients would be mixed with its own; call this engine's backward(loss), or, if only another model is to learn from this "
+                "loss, compute and backward it inside `with engine.frozen():`"
+            )
+
+
+def _will_accumulate(leaf: Tensor) -> bool:
+    """Whether the running backward will leave a gradient on a leaf.
+
+    Raises:
+        ContractError: This torch does not say.
+    """
+    if not _FOREIGN.works:
+        raise ContractError(_FOREIGN.refusal())
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of a leaf that `torch.autograd.grad` returns the gradient of, and leaves none on
+        return False

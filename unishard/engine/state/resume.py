@@ -1,0 +1,128 @@
+"""Continues what is no tensor: the schedule, the loss scale, what is frozen, random numbers; and says what differs from the checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unishard.checkpoint import keys
+from unishard.checkpoint.manifest import GroupRecord, Manifest
+from unishard.checkpoint.tensor_reader import Tensors
+from unishard.distributed.on_ranks import on_all
+from unishard.distributed.shards import Shard
+from unishard.engine.loop.accumulation import Accumulation
+from unishard.engine.state import random_state
+from unishard.engine.state.run import Run
+from unishard.engine.state.snapshot import options_of
+
+__all__ = ["dtype_of", "resume"]
+
+_BY_SCHEDULE = {"lr", "initial_lr"}
+
+
+def resume(run: Run, manifest: Manifest, tensors: Tensors, group: dist.ProcessGroup) -> Iterator[str]:
+    """Continue everything but the tensors of the model and the optimizer. Collective.
+
+    Yields:
+        What could not be continued as it was.
+    """
+    run.order.updates = manifest.step
+    yield from _casts(run, manifest)
+    if run.accumulation is None:
+        return
+    yield from _global_batch(run, manifest)
+    yield from _resume_optimizer(run, run.accumulation, manifest)
+    yield from on_all(group, lambda: _resume_random_numbers(run, manifest, tensors))
+
+
+def dtype_of(shard: Shard) -> str:
+    """Its dtype, as the manifest records it."""
+    return str(shard.values.dtype).removeprefix("torch.")
+
+
+def _casts(run: Run, manifest: Manifest) -> Iterator[str]:
+    shards = run.tensors.model_shards()
+    cast = [name for name, shard in shards.items() if name in manifest.tensors and manifest.tensors[name].dtype != dtype_of(shard)]
+    if cast:
+        yield (
+            f"{len(cast)} tensors of the model were {manifest.tensors[cast[0]].dtype} and are {dtype_of(shards[cast[0]])} now, such as "
+            f"{keys.parameter_of(cast[0])}"
+        )
+
+
+def _global_batch(run: Run, manifest: Manifest) -> Iterator[str]:
+    training = (manifest.config or {}).get("training", {})
+    fields = ("micro_batch_size", "gradient_accumulation_steps")
+    if not all(isinstance(training.get(field), int) for field in fields):
+        return
+    then = math.prod(training[field] for field in fields) * manifest.world_size
+    now = math.prod(getattr(run.cfg.training, field) for field in fields) * dist.get_world_size()
+    if then != now:
+        what = f"an update was made of {then} samples and is made of {now} now"
+        yield f"{what}; change training.gradient_accumulation_steps with the ranks"
+
+
+def _resume_optimizer(run: Run, accumulation: Accumulation, manifest: Manifest) -> Iterator[str]:
+    if manifest.optimizer is not None:
+        trained = {name for each in manifest.optimizer.groups for name in each.names}
+        _freeze_as_saved(run, accumulation, [name for name in manifest.frozen if name in trained])
+    if manifest.loss_scale is not None:
+        accumulation.loss_scale.go_on(manifest.loss_scale)
+    if manifest.optimizer is None or manifest.schedule is None:
+        return
+    was, runs = manifest.optimizer.class_name, type(accumulation.adapter.torch_optimizer).__name__
+    if was != runs and hasattr(torch.optim, was) and hasattr(torch.optim, runs):  # others are the same, fused or on the CPU
+        yield f"the optimizer was {was} and is {runs} now, which counts"
+    then, schedule = manifest.optimizer.groups, accumulation.schedule
+    if [sorted(each.names) for each in then] != [sorted(names) for names in run.group_names]:
+        yield "the parameter groups differ from the saved ones; the learning rates are those of the config"
+        schedule.go_on(manifest.schedule, [])
+        return
+    schedule.go_on(manifest.schedule, [each.options for each in then])
+    facts = schedule.facts()
+    saved = manifest.schedule.torch
+    same_scheduler = saved is not None and saved["class_name"] == facts.get("torch", {}).get("class_name")
+    yield from _changed_options(then, run.param_groups, same_scheduler=same_scheduler)
+    for index, (before, after) in enumerate(zip(manifest.schedule.peaks, facts.get("peaks", []), strict=False)):
+        if before != after:
+            yield f"group {index} of the optimizer: lr was {before} at its peak and is {after} now, which counts"
+
+
+def _changed_options(then: Sequence[GroupRecord], now: Sequence[Mapping[str, Any]], *, same_scheduler: bool) -> Iterator[str]:
+    for index, (before, after) in enumerate(zip(then, now, strict=True)):
+        options = options_of(dict(after))
+        if same_scheduler and before.options.get("initial_lr") != options.get("initial_lr"):
+            yield (
+                f"group {index} of the optimizer: initial_lr was {before.options.get('initial_lr')} and is {options.get('initial_lr')} "
+                "now; the scheduler continues with what it was"
+            )
+        for key in sorted((before.options.keys() & options.keys()) - _BY_SCHEDULE):
+            if before.options[key] != options[key]:
+                yield f"group {index} of the optimizer: {key} was {before.options[key]} and is {options[key]} now, which counts"
+
+
+def _freeze_as_saved(run: Run, accumulation: Accumulation, frozen: Sequence[str]) -> None:
+    """Freeze those parameters, and let the others train, as `set_trainable` had it. Collective."""
+    trained = run.tensors.trained()
+    freeze = [name for name, parameter in trained.items() if name in frozen and parameter.requires_grad]
+    thaw = [name for name, parameter in trained.items() if name not in frozen and not parameter.requires_grad]
+    if freeze:
+        accumulation.adapter.set_trainable(freeze, False)
+    if thaw:
+        accumulation.adapter.set_trainable(thaw, True)
+
+
+def _resume_random_numbers(run: Run, manifest: Manifest, tensors: Tensors) -> list[str]:
+    rank = dist.get_rank()
+    prefix = f"{keys.RANDOM}rank{rank:05d}."
+    saved = {name.removeprefix(prefix): tensors.whole(name) for name in tensors if name.startswith(prefix)}
+    if saved and manifest.world_size == dist.get_world_size():
+        random_state.restore(saved, run.adapter.device)
+        return []
+    random_state.reseed(run.cfg.training.seed, manifest.step, rank)
+    why = f"saved by {manifest.world_size} ranks" if manifest.world_size != dist.get_world_size() else "no random numbers were saved"
+    return [f"{why}, so random numbers such as dropout's are drawn anew from training.seed, step and rank"]

@@ -1,0 +1,39 @@
+"""All of a run that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unishard.config import Config
+from unishard.engine.adapter import InferenceAdapter
+from unishard.engine.loop.accumulation import Accumulation
+from unishard.engine.loop.batching import Batching
+from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.state.tensors import StateTensors
+
+__all__ = ["Run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a snapshot is taken of, and what a checkpoint is restored into."""
+
+    cfg: Config
+    adapter: InferenceAdapter
+    order: CallOrder
+    tensors: StateTensors
+    batching: Batching
+    accumulation: Accumulation | None
+    """None for a model that is only evaluated."""
+    model_class: str
+    """Class of the model before it was sharded."""
+    group_names: Sequence[Sequence[str]]
+    """Names of the parameters in each group of the optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with the live learning rates."""
+        groups: list[dict[str, Any]] = [] if self.accumulation is None else self.accumulation.adapter.optimizer.param_groups
+        return groups
