@@ -157,6 +157,14 @@ CORE_PATCHES = by_name(
         instead="train without checkpoints, or save and load with one of these versions",
     ),
     Patch(
+        name="buffers-in-files",
+        case="A checkpoint or an export of a model that has buffers",
+        names=("torch.nn:Module._non_persistent_buffers_set",),
+        versions="torch 2.11 to 2.15",
+        link=f"{_TORCH}/nn/modules/module.py#L2162",
+        instead="train without checkpoints and exports, or save and load with one of these versions",
+    ),
+    Patch(
         name="export-conversions",
         case="An export of a model whose weights transformers converts",
         names=("torch:Tensor._version", "torch:UntypedStorage._cdata"),

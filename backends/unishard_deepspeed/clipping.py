@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 
 from unishard.config import Config
-from unishard.engine.optim.grad_norm import norm_of
+from unishard.engine.optim.grad_norm import divide, norm_of
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
@@ -113,7 +113,7 @@ class TorchClipping:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._divisor != 1:
-            torch._foreach_div_(gradients, self._divisor)
+            divide(gradients, self._divisor)
         norm = norm_of(gradients)
         self._norm = float(norm)
         if self._skips and not math.isfinite(self._norm):

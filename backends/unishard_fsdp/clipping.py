@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from unishard.engine.optim.grad_norm import norm_of
+from unishard.engine.optim.grad_norm import multiply, norm_of
 
 __all__ = ["local", "scale", "total_norm"]
 
@@ -48,4 +48,4 @@ def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor
     if not gradients or (max_norm is None and divisor == 1):
         return
     factor = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, (factor / divisor).to(gradients[0].device))
+    multiply(gradients, (factor / divisor).to(gradients[0].device))

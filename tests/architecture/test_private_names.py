@@ -19,14 +19,10 @@ PACKAGES = ("unishard_deepspeed", "unishard_fsdp")
 ENGINES = ("torch", "deepspeed")
 OWN = {"self", "cls"}
 ALLOWED = {
-    "_foreach_div_": "torch has its foreach functions under these names alone, and documents them",
-    "_foreach_mul_": "as above",
     "_replace": "of a named tuple",
     "_forward_pre_hooks": "torch has no other list of a module's hooks, by which DeepSpeed's handles are told apart",
     "_forward_hooks": "as above",
     "hooks_dict_ref": "as above: of torch's RemovableHandle",
-    "_non_persistent_buffers_set": "torch has no other list of the buffers that a state dict leaves out",
-    "_foreach_norm": "torch has its foreach functions under these names only",
     "_asdict": "of a named tuple",
     "_current_frames": "of Python's sys, which documents it",
     "_exit": "of Python's os, which documents it",
@@ -35,6 +31,21 @@ ALLOWED = {
 
 OF_TRANSFORMERS = {"_auto_class", "_from_config", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_name_or_path"}
 """What its own loading and saving use; it documents no other way."""
+
+ASKED_FOR = {
+    "_compiled_call_impl": "of torch's module.compile(), with a default: without it, compiling twice is not noticed",
+    "_orig_mod": "of torch.compile's module, by hasattr: without it, a compiled model is not refused by this message",
+    "_checkpoint_wrapped_module": "of torch's checkpoint_wrapper, by hasattr: without it, a wrapped module is not refused by this message",
+    "_schedulers": "of torch's SequentialLR and ChainedScheduler, with a default: without it, the schedulers inside are not asked",
+    "_no_split_modules": "of transformers, with a default: classes of a model's blocks; without it they are found by repetition",
+    "_hf_peft_config_loaded": "of transformers, with a default: its mark of a model with adapters; it documents no other",
+    "_tied_weights_keys": "of transformers, with a default: the ties that a class declares, which its save_pretrained leaves out",
+    "_keys_to_ignore_on_load_missing": "of transformers, with a default: it only adds a hint to an error",
+    "_name_or_path": "of transformers' configs, with a default: the folder of an adapter's base model, for its tokenizer",
+    "_make": "of a named tuple, documented by Python",
+    "_fields": "of a named tuple, documented by Python",
+}
+"""Names that the core asks an object for by a string, and why each needs no Patch."""
 
 DOCUMENTED = {
     "unishard_deepspeed": {
@@ -150,7 +161,10 @@ def test_the_core_uses_no_private_name_of_an_engine_but_those_of_its_table() -> 
     own = {name for path in paths for name in defined(tree(path))} - {"_buffers", "_parameters"}
     told = {part for patch in CORE_PATCHES.values() for name in patch.names for part in name.replace(":", ".").split(".")} | OF_TRANSFORMERS
     found = [f"{path.name}:{line}: {name}" for path in paths for line, name in private_names(path) if name not in own | told]
+    asked = {(path.name, name) for path in paths for name in strings_asked_for(path) if private(name)}
+    found += [f"{file}: {name}" for file, name in sorted(asked) if name not in own | told | ASKED_FOR.keys()]
     assert not found, f"use a documented name, or add a Patch to unishard/patches.py: {found}"
+    assert ASKED_FOR.keys() <= {name for _, name in asked}, "drop what is no longer asked for from ASKED_FOR"
 
 
 def strings_asked_for(path: Path) -> Iterator[str]:
@@ -170,5 +184,9 @@ def test_each_name_in_the_table_is_used(package: str) -> None:
 
 def test_a_private_name_is_found(tmp_path: Path) -> None:
     path = tmp_path / "sample.py"
-    path.write_text("from torch.distributed._composable import replicate\ndef f(engine):\n    return engine.optimizer._secret\n")
+    path.write_text(
+        "from torch.distributed._composable import replicate\n"
+        "def f(engine):\n    return engine.optimizer._secret or getattr(engine, '_hidden', None) or hasattr(engine, 'shown')\n"
+    )
     assert [name for _, name in private_names(path)] == ["_composable", "_secret"]
+    assert sorted(strings_asked_for(path)) == ["_hidden", "shown"]

@@ -56,6 +56,10 @@ def test_a_call_says_for_how_long_the_host_may_wait_for_the_device(monkeypatch):
         assert check.device_wait is None
 
 
+NOW = 100.0
+"""Seconds, when the watch looks for the first time."""
+
+
 class Check:
     """A rank that is late for check 4, which rank 1 waits at."""
 
@@ -64,7 +68,7 @@ class Check:
     world = None
 
     def __init__(self, device_wait: DeviceWait | None) -> None:
-        self.device_wait, self.moved, self.spoke = device_wait, time.monotonic() - 1, []
+        self.device_wait, self.moved, self.spoke = device_wait, NOW - 1, []
         self.told: dict[int, str] = {1: "is in engine.save"}
         self.places = SimpleNamespace(asked=lambda number: number == 4, tell=self._tell, read=lambda *_: self.told)
 
@@ -78,13 +82,15 @@ class Check:
 @pytest.fixture
 def looks(monkeypatch):
     """Lets the watch look at a rank that sits in a call of an engine, until it must have spoken."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(watchdog, "stack_of", lambda thread: ("train.py:7 in main", True, False))
 
     def look(device_wait: DeviceWait | None) -> Check:
-        check, own = Check(device_wait), watchdog._Watch()
+        check, own, clock.now = Check(device_wait), watchdog._Watch(), NOW
         own.look(check)
         assert check.spoke == []
-        time.sleep(0.06)
+        clock.now = NOW + check.timeout / 4 + 0.01
         own.look(check)
         return check
 

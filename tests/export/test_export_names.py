@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from exporting import adapted, checkpoint, contents, stretches_of, tensors_in, tiny
 from torch import nn
 
-from unishard.errors import CheckpointError
+from unishard.errors import BackendError, CheckpointError
 from unishard.export.assets import Assets
 from unishard.export.models import assets_of
 from unishard.export.offline import export_checkpoint
 from unishard.export.online import export
+from unishard.export.sources import persistent_buffers, tensors_of
+from unishard.patches import CORE_PATCHES
 
 MODELS = {
     "llama": lambda: tiny("Llama", tie_word_embeddings=False),
@@ -110,6 +113,27 @@ def test_a_plain_module_keeps_its_own_names_and_what_has_no_dimensions(tmp_path:
     assert (found["count"].dtype, found["count"].item(), found["mask"].tolist()) == (torch.int64, 7, [True, False])
     assert layout.bare
     load_model(model, tmp_path / "out" / "model.safetensors")
+
+
+def test_without_the_private_name_only_a_model_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = replace(CORE_PATCHES["buffers-in-files"], names=("torch.nn:Module._another_set",))
+    monkeypatch.setattr("unishard.export.sources._PATCH", gone)
+    linear = nn.Linear(3, 5)
+    assert tensors_of(linear).keys() == {"weight", "bias"}
+    assert persistent_buffers(linear) == {}
+    for find in (tensors_of, persistent_buffers):
+        with pytest.raises(BackendError, match=r"^A checkpoint or an export of a model that has buffers needs Module\._another_set "):
+            find(nn.Sequential(linear, Odd()))
+
+
+def test_persistent_buffers_have_every_name_that_a_state_dict_has() -> None:
+    model = nn.Sequential(Odd(), nn.BatchNorm1d(5))
+    model.append(model[0])
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    expected = [(name, id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()]
+    assert [(name, id(tensor)) for name, tensor in tensors_of(model).items()] == expected
+    found = [(name, id(buffer)) for name, buffer in persistent_buffers(model).items()]
+    assert found == [(name, tensor) for name, tensor in expected if name not in parameters]
 
 
 def test_a_tie_that_no_config_knows_is_exported_under_both_names(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from unishard.testing import conformance
 from unishard.testing.conformance import Cell, Curve
@@ -36,6 +37,15 @@ def test_clipping_always_acts_where_a_cell_asks_for_it():
     clipped = [cell for cell in conformance.plain_cells() if cell.clip]
     assert clipped
     assert all(min(conformance.expected(cell).norms) > cell.clip for cell in clipped)
+
+
+@pytest.mark.parametrize(("devices", "env"), [(0, {"CUDA_VISIBLE_DEVICES": ""}), (1, {"CUDA_VISIBLE_DEVICES": ""}), (2, None)])
+def test_the_reference_trains_on_the_cpu_where_the_ranks_do(devices, env, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(conformance, "run_ranks", lambda *given, **named: asked.append((given[0], named["env"])) or [{}])
+    conformance._oracle_group.__wrapped__("mlp fp32", 2)
+    assert asked == [(1, env)]
 
 
 def test_every_declared_gap_is_still_there():

@@ -56,7 +56,7 @@ def shard_norms(parts: Mapping[str, Shard], device: torch.device) -> dict[str, f
         if part.group is not None and dist.get_world_size(part.group) > 1:
             across.setdefault(part.group, []).append(index)
     for indices in on.values():
-        found = torch._foreach_norm([held[index].values for index in indices], 2, torch.float32)
+        found = [torch.linalg.vector_norm(held[index].values, 2, dtype=torch.float32) for index in indices]
         squares[indices] = torch.stack(found).double().square().to(device)
     for group, indices in across.items():
         together = squares[indices]

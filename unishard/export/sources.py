@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["class_of", "sources_of", "tensors_of"]
+from unishard.patches import CORE_PATCHES
+
+__all__ = ["class_of", "persistent_buffers", "sources_of", "tensors_of"]
+
+_PATCH = CORE_PATCHES["buffers-in-files"]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -12,11 +16,28 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         parameters = child.named_parameters(recurse=False, remove_duplicate=False)
-        buffers = child.named_buffers(recurse=False, remove_duplicate=False)
-        persistent = ((name, buffer) for name, buffer in buffers if name not in child._non_persistent_buffers_set)
-        for name, tensor in (*parameters, *persistent):
+        for name, tensor in (*parameters, *persistent_buffers(child, recurse=False).items()):
             found[f"{path}.{name}" if path else name] = tensor
     return found
+
+
+def persistent_buffers(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Buffers that a state dict has, by all their names.
+
+    `state_dict` itself is no way to find them: hooks of engines and of the user move, rename and leave out tensors in it.
+
+    Raises:
+        BackendError: There are buffers, and this torch does not say which of them are persistent.
+    """
+    named = dict(module.named_buffers(recurse=recurse, remove_duplicate=False))
+    if named:
+        _PATCH.require()
+    return {name: buffer for name, buffer in named.items() if _is_persistent(module, name)}
+
+
+def _is_persistent(module: nn.Module, name: str) -> bool:
+    owner, _, own = name.rpartition(".")
+    return own not in module.get_submodule(owner)._non_persistent_buffers_set
 
 
 def sources_of(module: nn.Module) -> dict[str, str]:

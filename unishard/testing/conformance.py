@@ -211,7 +211,8 @@ def expected(cell: Cell) -> Curve:
 @cache
 def _oracle_group(group: str, world: int) -> dict[Cell, Curve]:
     members = {_with_first_strategy(cell) for cell in cells() if (_group_of(cell), cell.world) == (group, world)}
-    curves: dict[Cell, Curve] = run_ranks(1, _run_oracle, sorted(members, key=str), timeout=60.0 + 30.0 * len(members))[0]
+    on_cpu = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < world else None  # as the engines' ranks
+    curves: dict[Cell, Curve] = run_ranks(1, _run_oracle, sorted(members, key=str), timeout=60.0 + 30.0 * len(members), env=on_cpu)[0]
     return curves
 
 

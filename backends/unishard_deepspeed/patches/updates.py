@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unishard.engine.optim.grad_norm import divide
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
 __all__ = [
@@ -100,7 +101,7 @@ def divide_gradients(optimizer: Any, divisor: float, kind: Kind) -> None:
     if kind != "bf16-stage-1":
         optimizer.loss_scale = divisor  # divides in the update, as fp16 does; nothing multiplies the loss
     elif divisor != 1:
-        torch._foreach_div_(optimizer.fp32_groups_gradients_flat, divisor)  # runtime/bf16_optimizer.py
+        divide(optimizer.fp32_groups_gradients_flat, divisor)  # runtime/bf16_optimizer.py
 
 
 def clip_to(optimizer: Any, limit: float) -> None:

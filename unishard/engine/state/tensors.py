@@ -10,6 +10,7 @@ from unishard.checkpoint import keys
 from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter, InferenceAdapter
+from unishard.export.sources import persistent_buffers
 
 __all__ = ["StateTensors"]
 
@@ -67,15 +68,10 @@ class StateTensors:
 
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers, under every name."""
-        named = self._module.named_buffers(remove_duplicate=False)
-        return {name: buffer for name, buffer in named if not self._is_non_persistent(name)}
+        return persistent_buffers(self._module)
 
     def ties(self) -> dict[str, str]:
         """Other names of parameters and persistent buffers, to the first."""
         first: dict[int, str] = {}
         named = {**self.named, **self.buffers()}
         return {name: first[id(tensor)] for name, tensor in named.items() if first.setdefault(id(tensor), name) != name}
-
-    def _is_non_persistent(self, name: str) -> bool:
-        module, _, own = name.rpartition(".")
-        return own in self._module.get_submodule(module)._non_persistent_buffers_set
