@@ -1,4 +1,4 @@
-"""What saving, loading and exporting cost beside what people do by hand on the same engine, in time and in memory.
+"""Time and memory of saving, loading and exporting, compared with code written by hand for the same engine.
 
     python benchmarks/checkpoint.py                     # both engines, about 330 million parameters, 2 ranks, 4 GB a checkpoint
     python benchmarks/checkpoint.py --hidden 256 --rounds 1 --folder /scratch --json checkpoint.json
@@ -96,7 +96,7 @@ def measured(call: Callable[[], Any]) -> Measured:
     """Time and memory of a collective call, of the slowest and of the worst rank."""
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident("VmRSS")
-    os.sync()  # what was written before is not to hold this up
+    os.sync()  # so that earlier writes do not slow this down
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -108,7 +108,7 @@ def measured(call: Callable[[], Any]) -> Measured:
 
 @contextmanager
 def folder(root: Path, name: str) -> Iterator[Path]:
-    """A place for one checkpoint, which goes when it has been measured."""
+    """A folder for one checkpoint, deleted after the measurement."""
     place = root / name
     try:
         yield place
@@ -119,8 +119,8 @@ def folder(root: Path, name: str) -> Iterator[Path]:
         dist.barrier()
 
 
-def bytes_alone(path: Path, number: int) -> None:
-    """Put so many bytes on the disk."""
+def write_bytes(path: Path, number: int) -> None:
+    """Write this many bytes to disk."""
     piece = bytes(4 * 2**20)
     path.mkdir(exist_ok=True)
     with (path / str(dist.get_rank())).open("wb", buffering=0) as file:
@@ -129,8 +129,8 @@ def bytes_alone(path: Path, number: int) -> None:
         os.fsync(file.fileno())
 
 
-def forgotten(path: Path) -> None:
-    """Let the kernel's cache of files forget a checkpoint that is on the disk."""
+def evict_from_cache(path: Path) -> None:
+    """Drop a checkpoint from the page cache."""
     for file in path.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
@@ -191,7 +191,7 @@ def fsdp(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
 
         def plain_write() -> Measured:
             with folder(place, "bytes") as path:
-                return measured(lambda: bytes_alone(path, state))
+                return measured(lambda: write_bytes(path, state))
 
         ours, theirs, plain = in_turns(rounds, our_save, their_save, plain_write)
         lines = [line("fsdp full_shard: save / get_state_dict + dcp.save", ours, theirs, state)]
@@ -202,15 +202,15 @@ def fsdp(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
             dcp.save(by_hand(engine), checkpoint_id=their_place)
 
             def our_load() -> Measured:
-                forgotten(checkpoint)
+                evict_from_cache(checkpoint)
                 return measured(lambda: engine.load(checkpoint, verify=None))
 
             def verified_load() -> Measured:
-                forgotten(checkpoint)
+                evict_from_cache(checkpoint)
                 return measured(lambda: engine.load(checkpoint, verify="files"))
 
             def their_load() -> Measured:
-                forgotten(their_place)
+                evict_from_cache(their_place)
                 return measured(lambda: load_by_hand(engine, their_place))
 
             unverified, verified, by_torch = in_turns(rounds, our_load, verified_load, their_load)
@@ -246,12 +246,12 @@ def deepspeed(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
             def our_load(engine: Any = engine) -> Measured:
                 with folder(place, "ours") as path:
                     checkpoint = engine.save(path)
-                    forgotten(checkpoint)
+                    evict_from_cache(checkpoint)
                     return measured(lambda: engine.load(checkpoint, verify=None))
 
             def plain_write(state: int = state) -> Measured:
                 with folder(place, "bytes") as path:
-                    return measured(lambda: bytes_alone(path, state))
+                    return measured(lambda: write_bytes(path, state))
 
             ours, theirs, on_disk, plain, load = in_turns(rounds, our_save, their_save, their_save_on_disk, plain_write, our_load)
             lines.append(line(f"deepspeed {strategy}: save / save_checkpoint, which is not on the disk then", ours, theirs, state))
@@ -263,7 +263,7 @@ def deepspeed(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
 
 
 def background(backend: str, strategy: str, shape: dict[str, Any], place: Path, rounds: int) -> Line:
-    """How long a save in the background keeps the training, against one that is waited for."""
+    """How long an asynchronous save blocks training, compared with waiting for it."""
     with trained(config(backend, strategy, async_save=True), shape) as engine:
 
         def blocking() -> Measured:

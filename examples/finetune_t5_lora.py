@@ -81,7 +81,7 @@ def main() -> None:
         share = max(sum(label == each for _, label in test) for each in {label for _, label in test}) / len(test)
         print(
             f"{cfg.backend}: loss {losses[0]:.4f} -> {losses[-1]:.4f} after {steps} updates; accuracy {accuracy:.1%} on {len(test)} "
-            f"held-out sentences (the most frequent answer alone: {share:.1%})"
+            f"held-out sentences (always the most frequent answer: {share:.1%})"
         )
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)

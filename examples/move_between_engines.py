@@ -1,12 +1,12 @@
-"""Trains a tiny Llama for some more updates and stops; the next call goes on, on another engine, strategy or number of ranks.
+"""Trains a tiny Llama for some updates and stops; the next call resumes, on another engine, strategy or number of ranks.
 
     run="examples/move_between_engines.py --steps 30 --set checkpoint.dir=runs/moved"
     torchrun --nproc-per-node 2 $run
     torchrun --nproc-per-node 4 $run --set backend=deepspeed --set training.gradient_accumulation_steps=1
     python $run --set backend=deepspeed --set sharding.strategy=zero1 --set training.gradient_accumulation_steps=4 --export runs/model
 
-Ranks x micro-batch x accumulation steps is 16 samples each time, so all three train on the same updates as one run of 90. Nothing here
-knows that it moves: this is a script like any other that saves and goes on. move_between_engines.sh runs it all and draws the losses.
+Ranks x micro-batch x accumulation steps is 16 samples each time, so all three together make the same updates as one run of 90. The script
+contains nothing about moving: it only saves and resumes. move_between_engines.sh runs all of it and plots the losses.
 """
 
 from __future__ import annotations

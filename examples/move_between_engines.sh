@@ -9,7 +9,7 @@ out=${1:-move-out}
 shift || true
 here=$(dirname "$0")
 if [ -e "$out" ]; then
-    echo "$out is there already, and its checkpoints would be gone on with; remove it, or name another folder" >&2
+    echo "$out already exists, and its checkpoints would be resumed; remove it, or choose another folder" >&2
     exit 1
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -55,7 +55,7 @@ def main() -> None:
 
     if not log["losses"]:
         if here.rank == 0:
-            print(f"{cfg.checkpoint.dir} holds the end of this run; name another checkpoint.dir for a new one")
+            print(f"{cfg.checkpoint.dir} holds a finished run; set another checkpoint.dir to start a new one")
         return
     first, last = log["losses"][0], log["losses"][-1]
     if here.rank == 0:

@@ -1,18 +1,18 @@
-"""Every error that unishard raises on purpose.
+"""All exceptions of unishard.
 
     UnishardError
     ├── ConfigError           a config file, or a value in it
-    │   └── TranslationError  a valid value that the chosen backend cannot honour
-    ├── BackendError          no such backend, not installed, or offered twice
+    │   └── TranslationError  a valid value that the chosen backend does not support
+    ├── BackendError          an unknown backend, not installed, or provided twice
     ├── ModelError            a model that cannot be prepared as asked
-    ├── DataError             a dataset that cannot be divided between the ranks as asked
+    ├── DataError             a dataset that cannot be sharded across ranks as asked
     ├── ContractError         the training loop calls the engine out of order
-    ├── RankMismatchError     ranks that should agree do not
-    ├── CheckpointError       a checkpoint that cannot be written, is damaged, or does not fit what runs
-    ├── NonFiniteError        a gradient is infinite or not a number, and ``training.nonfinite`` is ``raise``
-    └── EngineMismatchError   what runs after ``prepare`` is not what was asked
+    ├── RankMismatchError     ranks with different configs, models or calls
+    ├── CheckpointError       a checkpoint that cannot be written, is damaged, or does not match the model
+    ├── NonFiniteError        a gradient is infinite or NaN, and ``training.nonfinite`` is ``raise``
+    └── EngineMismatchError   the running engine does not have the settings of the config
 
-Each message says where, what, and what instead. The command line prints it alone, without a traceback.
+Each message says what is wrong, where, and what to do. The command line prints only the message, without a traceback.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
 
 
 class UnishardError(Exception):
-    """Base of all errors that unishard raises on purpose."""
+    """Base of all exceptions of unishard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a config: where, what, and what instead."""
+    """One problem with a config: where, what, and what to write instead."""
 
     path: str
-    """Dotted path of the field, such as ``sharding.strategy``; empty when it is the whole file."""
+    """Dotted path of the field, such as ``sharding.strategy``; empty if it concerns the entire file."""
     what: str
     """What is wrong, and after a semicolon what to write instead."""
     where: str = ""
@@ -56,7 +56,7 @@ class Problem:
 
 
 class ConfigError(UnishardError, ValueError):
-    """A config file, or values in it, cannot be used. Lists every problem found, one a line."""
+    """A config file, or values in it, cannot be used. Lists every problem, one per line."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -64,11 +64,11 @@ class ConfigError(UnishardError, ValueError):
 
 
 class TranslationError(ConfigError):
-    """The config is valid, but the chosen backend cannot honour it."""
+    """The config is valid, but the chosen backend does not support it."""
 
 
 class BackendError(UnishardError):
-    """The backend is unknown, not installed, or offered by two distributions."""
+    """The backend is unknown, not installed, or provided by two distributions."""
 
 
 class ModelError(UnishardError, ValueError):
@@ -76,24 +76,24 @@ class ModelError(UnishardError, ValueError):
 
 
 class DataError(UnishardError, ValueError):
-    """The dataset cannot be divided between the ranks as asked."""
+    """The dataset cannot be sharded across ranks as asked."""
 
 
 class ContractError(UnishardError, RuntimeError):
-    """The training loop calls the engine in an order, or with a loss, that has no meaning."""
+    """The training loop calls the engine in the wrong order, or with an invalid loss."""
 
 
 class RankMismatchError(UnishardError, RuntimeError):
-    """Ranks that should hold the same config or model do not."""
+    """Ranks have different configs or models, or make different calls."""
 
 
 class CheckpointError(UnishardError, RuntimeError):
-    """A checkpoint cannot be written, is incomplete or damaged, or does not fit the model and the optimizer that run."""
+    """A checkpoint cannot be written, is incomplete or damaged, or does not match the model and the optimizer."""
 
 
 class NonFiniteError(UnishardError, ArithmeticError):
-    """The gradients of an update are not finite, and ``training.nonfinite`` is ``raise``. Nothing was updated."""
+    """The gradients of an optimizer step are not finite, and ``training.nonfinite`` is ``raise``. Nothing was updated."""
 
 
 class EngineMismatchError(UnishardError, RuntimeError):
-    """What runs after ``prepare`` is not what the config asks for."""
+    """The running engine does not have the settings of the config."""

@@ -1,8 +1,7 @@
 """Private names of an engine that a rare case needs, each with a probe that says whether the installed version still has them.
 
-An ordinary run uses documented names only. A case that no documented name can serve is a `Patch`: it is installed only for runs that
-can meet the case, and where its probe fails that case alone is refused. `unishard doctor` runs every probe. Imports no engine until a
-probe runs.
+An ordinary run uses only public names. A case that needs private names is a `Patch`: it is installed only for runs that can meet the case,
+and if its probe fails, only that case is refused. `unishard doctor` runs every probe. Imports no engine until a probe runs.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ class Patch:
     name: str
     """Short name, such as `ddp-buckets`."""
     case: str
-    """What a run does that needs it, as the start of a sentence: `DistributedDataParallel on more than two ranks`."""
+    """The case, as the start of a sentence: `DistributedDataParallel on more than two ranks`."""
     names: tuple[str, ...]
-    """The private names, as `module:Class.attribute` or `module:function`, with ` or ` between those of which one is enough.
+    """The private names, as `module:Class.attribute` or `module:function`; ` or ` separates alternatives.
 
     An attribute may be one that the class sets on itself.
     """
     versions: str
     """Versions on which the case was run."""
     link: str
-    """The upstream source, issue or documentation that shows why it is needed."""
+    """Upstream source, issue or documentation that shows why it is needed."""
     instead: str
-    """What to do where a name is gone, as an imperative."""
+    """What to do if a name is missing, as an imperative."""
     until: str = ""
-    """First version of the package that does it itself, so that nothing private is touched from then on; empty for none."""
+    """First version of the package that does not need the patch; empty for none."""
 
     @property
     def package(self) -> str:
@@ -51,20 +50,20 @@ class Patch:
 
     @property
     def needed(self) -> bool:
-        """Whether the installed version leaves the case to us."""
+        """Whether the installed version needs the patch."""
         return not self.until or _numbers(version_of(self.package)) < _numbers(self.until)
 
     def missing(self) -> tuple[str, ...]:
-        """The names that are needed and that the installed version does not have. Imports the engine."""
+        """The needed names that the installed version does not have. Imports the engine."""
         return tuple(name for name in self.names if not any(map(_exists, name.split(" or ")))) if self.needed else ()
 
     @property
     def works(self) -> bool:
-        """Whether the case can be run: the installed version has every name, or does it itself. Imports the engine."""
+        """Whether the case can be run: the installed version has every name, or does not need the patch. Imports the engine."""
         return not self.missing()
 
     def refusal(self) -> str:
-        """Why the case cannot be run here, and what to do instead: one sentence."""
+        """Why the case cannot be run, and what to do instead, in one sentence."""
         absent = ", ".join(" or ".join(each.partition(":")[2] for each in name.split(" or ")) for name in self.missing())
         return (
             f"{self.case} needs {absent} of {self.package}, which {self.package} {version_of(self.package)} does not have "
@@ -72,10 +71,10 @@ class Patch:
         )
 
     def require(self) -> None:
-        """Check that the case can be run here.
+        """Check that the case can be run.
 
         Raises:
-            BackendError: A name is gone.
+            BackendError: A name is missing.
         """
         if not self.works:
             raise BackendError(self.refusal())
@@ -87,7 +86,7 @@ def by_name(*patches: Patch) -> Mapping[str, Patch]:
 
 
 def version_of(package: str) -> str:
-    """Version of an installed distribution without its local label, `not installed` where there is none."""
+    """Version of an installed distribution without its local label; `not installed` if there is none."""
     try:
         return version(package).partition("+")[0]
     except PackageNotFoundError:
@@ -95,7 +94,7 @@ def version_of(package: str) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version, to compare it by."""
+    """The leading numbers of a version, for comparison."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
@@ -181,4 +180,4 @@ CORE_PATCHES = by_name(
         instead="nothing to do: only the default group is aborted",
     ),
 )
-"""What unishard itself needs on every engine."""
+"""Private names that unishard itself needs on every engine."""

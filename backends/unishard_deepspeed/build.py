@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.distributed.broadcast import broadcast
+from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.process_group import device_of
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model import materialization
-from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.model.inputs import cast_inputs
 from unishard.engine.model.units import ModelUnits
 from unishard.plugins.backend import OptimizerBuilder

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unishard.distributed.dtypes import name_of
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
@@ -19,7 +20,7 @@ class MasterWeights:
 
     def __init__(self, kind: Kind, inner: InnerOptimizer) -> None:
         masters = _local_parts(inner.trained) if kind == "stage-3" else inner.masters
-        self.dtypes = frozenset(str(master.dtype).removeprefix("torch.") for master in masters)
+        self.dtypes = frozenset(name_of(master.dtype) for master in masters)
         self.numel = sum(master.numel() for master in masters)
 
 

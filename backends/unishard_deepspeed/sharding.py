@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from unishard.config import Config
 from unishard.distributed.broadcast import broadcast
-from unishard.engine.model.dtypes import DTYPES, cast_to_compute
+from unishard.distributed.dtypes import DTYPES
+from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import materialize
 from unishard_deepspeed import start
 from unishard_deepspeed.patches.building import swapper_of

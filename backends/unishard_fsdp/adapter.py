@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.config import Config
+from unishard.distributed.dtypes import name_of
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.optim.optimizer_state import StateSpec
@@ -65,7 +66,7 @@ class TorchAdapter(EngineAdapter):
         return Placement(
             engine=self._class_name(),
             units=self._units(),
-            master_dtypes=frozenset(str(master.dtype).removeprefix("torch.") for master in masters),
+            master_dtypes=frozenset(name_of(master.dtype) for master in masters),
             master_numel=sum(master.numel() for master in masters),
             param_bytes=sum(local(parameter).nbytes for parameter in self.module.parameters()),
         )

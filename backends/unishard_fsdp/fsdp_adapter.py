@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Config
-from unishard.engine.model.dtypes import DTYPES
+from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model.inputs import cast_inputs
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options

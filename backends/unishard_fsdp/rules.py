@@ -11,13 +11,13 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.mapping.rules import SAVING, Fit, Rule, When, loop, unless
 from unishard_fsdp.loop_rules import LOOP
+from unishard_fsdp.precision_keys import DTYPES
 
 __all__ = ["RULES", "form_of"]
 
 Form = Literal["fully_shard", "replicate", "DistributedDataParallel"]
 
 _EVERY, _LAST = "every_micro_batch", "last_micro_batch"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def form_of(cfg: Config) -> Form:
@@ -86,11 +86,11 @@ def _mesh(cfg: Config, topology: Topology) -> Native:
 
 
 def _compute(cfg: Config) -> Native:
-    return {"mp_policy": {"param_dtype": None if cfg.precision.compute == "fp32" else _DTYPES[cfg.precision.compute]}}
+    return {"mp_policy": {"param_dtype": None if cfg.precision.compute == "fp32" else DTYPES[cfg.precision.compute]}}
 
 
 def _reduce(cfg: Config) -> Native:
-    return {"mp_policy": {"reduce_dtype": _DTYPES[cfg.precision.reduce]}}
+    return {"mp_policy": {"reduce_dtype": DTYPES[cfg.precision.reduce]}}
 
 
 def _optimizer_alone(cfg: Config) -> bool:

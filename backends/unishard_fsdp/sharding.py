@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from unishard.config import Precision
 from unishard.distributed.broadcast import broadcast
+from unishard.distributed.dtypes import dtype_named
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import materialize
 from unishard.engine.model.units import Unit
@@ -73,7 +74,7 @@ def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+    return None if name is None else dtype_named(name)
 
 
 def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:

@@ -1,1 +1,1 @@
-"""What one GPU can prove about unishard, in pieces that stand alone; each has a CPU form with tiny sizes. See docs/gpu.md."""
+"""Benchmarks and checks on one GPU, in independent pieces; each also runs on a CPU with tiny sizes. See docs/gpu.md."""

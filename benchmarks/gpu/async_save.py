@@ -1,4 +1,4 @@
-"""Saves in the background while training goes on, loads what was written, and compares it with the moment of the save."""
+"""Saves asynchronously while training continues, loads the checkpoint, and compares it with the state at the save."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BEFORE, _AFTER = 3, 6
 
 
 class Answer(NamedTuple):
-    """What came of one engine."""
+    """The result of one engine."""
 
     returned: float
     """Seconds until `save` returned."""
@@ -56,7 +56,7 @@ def judge(report: Report, name: str, answer: Answer) -> None:
     report.check(f"{name}: holds the moment of the save", not answer.differing, ", ".join(answer.differing[:5]))
     far = max(abs(now - then) / abs(then) for then, now in zip(answer.losses, answer.resumed, strict=True))
     bound = TOLERANCES["bf16"].losses
-    report.check(f"{name}: losses go on from it", far <= bound, f"{far:.1e}, at most {bound:g}", losses=far)
+    report.check(f"{name}: losses resume from it", far <= bound, f"{far:.1e}, at most {bound:g}", losses=far)
 
 
 def build(backend: str, strategy: str, device: str, seed: int) -> Any:

@@ -1,6 +1,6 @@
-"""Races pinned offload: the same short training many times, with delays put in its way, gives the same bits each time.
+"""Tests pinned offload for races: a short training, repeated with different delays, must give the same bits each time.
 
-Copies between pinned host memory and the device run beside the computation. One that is read too early gives another loss or norm.
+Copies between pinned host memory and the device overlap with computation. One that is read too early changes a loss or a norm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OFFLOADS = {
 _CONTROLS = 5
 """Repeats without offload, which say whether the device gives the same bits at all."""
 _CYCLES = 200_000
-"""Of the clock, by which each repeat is held up longer than the one before."""
+"""Clock cycles by which the delay grows with each repeat."""
 
 
 def run(report: Report) -> None:
@@ -66,5 +66,5 @@ def once(backend: str, strategy: str, device: str, turn: int, sections: dict[str
 
 
 def delay(turn: int) -> Callable[[], None]:
-    """Keeps the stream busy for a while that differs from repeat to repeat, so that what does not wait for it comes first."""
+    """A function that delays the stream, longer in each repeat, so that code that does not wait for it runs too early."""
     return lambda: torch.cuda._sleep(1 + turn * _CYCLES)

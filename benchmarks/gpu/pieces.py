@@ -29,7 +29,7 @@ PIECES = (
     Piece("resume", "resume", "a checkpoint of one engine resumed by the other", 300),
     Piece("two_ranks", "two_ranks", "two ranks on one device against plain torch", 560),
     Piece("offload", "offload", "pinned offload, 50 times the same bits", 540),
-    Piece("async_save", "async_save", "a checkpoint written while training goes on", 240),
+    Piece("async_save", "async_save", "a checkpoint written while training continues", 240),
     Piece("compile", "compiled", "one graph for all blocks of a default Llama", 300),
     Piece("syncs", "syncs", "host-device synchronizations of an optimizer step", 240),
     Piece("throughput_1b", "throughput", "a 1B Llama in bf16 beside loops written by hand", 570, ("1b",)),

@@ -1,4 +1,4 @@
-"""Saves on one engine and loads on the other, bit by bit; the losses go on as in the run that was not interrupted."""
+"""Saves on one engine and loads on the other, bit by bit; the losses must match the uninterrupted run."""
 
 from __future__ import annotations
 

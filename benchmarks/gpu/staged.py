@@ -1,7 +1,7 @@
-"""A process group whose collectives go through host memory, for several ranks on one card, which NCCL refuses.
+"""A process group whose collectives go through host memory, for several ranks on one GPU, which NCCL does not support.
 
 `install()` registers the backend `staged`: tensors of any device are copied to the host, sent over gloo, and copied back. Every
-collective has ended when it returns. It is there for tests: its speed means nothing.
+collective is complete when it returns. Only for tests: it is slow.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Staged(dist.ProcessGroup):
         return parts
 
     def _sum(self, tensor: Tensor, op: Any) -> Tensor:
-        """The reduction of all ranks' tensors, on the host; low formats are added up in their own."""
+        """The reduction of all ranks' tensors, on the host; 16-bit tensors are summed in their own dtype."""
         parts = self._gather(tensor)
         kind = getattr(op, "op", op)
         if kind == dist.ReduceOp.RedOpType.MAX:

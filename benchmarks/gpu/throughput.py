@@ -23,9 +23,9 @@ __all__ = ["Plan", "Side", "Window", "plan_of", "run", "summary"]
 
 SIDES = ("unishard", "by hand")
 BOUND = 0.95
-"""Part of the speed of the loop by hand that unishard keeps at least."""
+"""Minimum speed of unishard relative to the loop by hand."""
 _BYTES = 24
-"""Of a parameter at most, in weights, master weights, gradients and optimizer state, of either engine."""
+"""Maximum bytes per parameter for weights, master weights, gradients and optimizer state, for either engine."""
 
 
 class Plan(NamedTuple):
@@ -115,7 +115,7 @@ def windows_of(backend: str, strategy: str, plan: Plan) -> tuple[list[Window], l
     found: dict[str, list[Window]] = {who: [] for who in SIDES}
     for pair in range(plan.pairs):
         for who in order(pair):
-            found[who].append(run_ranks(1, alone, backend, strategy, plan, who, timeout=120)[0])
+            found[who].append(run_ranks(1, in_own_process, backend, strategy, plan, who, timeout=120)[0])
     return found["unishard"], found["by hand"]
 
 
@@ -133,7 +133,7 @@ def in_turns(backend: str, strategy: str, plan: Plan) -> tuple[list[Window], lis
     return found["unishard"], found["by hand"]
 
 
-def alone(backend: str, strategy: str, plan: Plan, who: str) -> Window:
+def in_own_process(backend: str, strategy: str, plan: Plan, who: str) -> Window:
     return Loop(who, backend, strategy, plan).window()
 
 

@@ -69,7 +69,7 @@ def train(engine: unishard.Engine, data: Sequence[Any], before_step: Callable[[]
 
 
 def attempt(report: Report, name: str, call: Callable[[], Any]) -> Any:
-    """The answer of a call, or None after recording that it failed: one engine's failure leaves the other's checks alone."""
+    """The result of a call, or None after recording its failure, so that one engine's failure does not stop the other's checks."""
     try:
         return call()
     except RankFailure as failure:

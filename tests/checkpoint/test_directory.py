@@ -223,7 +223,7 @@ def test_a_folder_without_a_manifest_gives_way(tmp_path: Path) -> None:
 
 def test_what_has_no_manifest_is_not_committed(tmp_path: Path) -> None:
     former(tmp_path)
-    with pytest.raises(CheckpointError, match="without its manifest"):
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json; write the manifest before"):
         directory.commit(directory.begin(tmp_path, 30), tmp_path, 30)
     assert content(tmp_path / "step-00000030") == b"old"
 
@@ -238,13 +238,13 @@ def test_what_is_meant_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "which", "message"),
     [
-        (".", 25, "no checkpoint 25 is complete here; there are those of steps 10, 20, 30"),
-        (".", "best", "no checkpoint 'best' is complete here; there are those of steps 10, 20, 30"),
-        ("nowhere", "latest", "there is no such folder"),
-        ("empty", "latest", "no checkpoint is complete here; name the folder"),
-        ("begun", "latest", "what a killed run left"),
-        ("plain", "latest", "without a manifest; see `unishard checkpoint convert`"),
-        ("latest", "latest", "there is no such folder"),
+        (".", 25, "no complete checkpoint at step 25; available: 10, 20, 30"),
+        (".", "best", "no complete checkpoint named 'best'; available: 10, 20, 30"),
+        ("nowhere", "latest", "no such folder"),
+        ("empty", "latest", "no complete checkpoint; give the folder"),
+        ("begun", "latest", "a killed run left only incomplete files"),
+        ("plain", "latest", "without a manifest; convert it with `unishard checkpoint convert`"),
+        ("latest", "latest", "no such folder"),
     ],
 )
 def test_what_is_not_there_is_told(where: str, which: str | int, message: str, tmp_path: Path) -> None:
@@ -259,9 +259,9 @@ def test_what_is_not_there_is_told(where: str, which: str | int, message: str, t
 
 def test_a_root_that_is_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"file: no checkpoint can be written here \(.*\); name a folder"):
+    with pytest.raises(CheckpointError, match=r"file: cannot create a checkpoint here \(.*\); choose a writable folder"):
         directory.begin(tmp_path / "file", 1)
-    with pytest.raises(CheckpointError, match=r"no checkpoint can be written here"):
+    with pytest.raises(CheckpointError, match=r"cannot create a checkpoint here"):
         directory.begin(tmp_path / "file" / "below", 1)
     with pytest.raises(CheckpointError, match=r"cannot be read"):
         directory.checkpoints(tmp_path / "file")
@@ -275,7 +275,7 @@ def test_a_full_disk_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"the manifest cannot be written \(No space left on device\); make room"):
+        with pytest.raises(CheckpointError, match=r"cannot write the manifest \(No space left on device\); free disk space"):
             save(tmp_path, 40)
     assert content(directory.latest(tmp_path)) == b"old"
     assert steps(tmp_path) == [10, 20, 30]

@@ -41,21 +41,21 @@ def test_everything_fits_what_it_was_saved_from():
 
 @pytest.mark.parametrize("head", [[2, 4], [9, 4], [4, 5]])
 def test_of_a_head_of_another_shape_neither_weights_nor_state_are_taken(head):
-    with pytest.raises(CheckpointError, match="head: has the shape"):
+    with pytest.raises(CheckpointError, match="head: has shape"):
         fit(saved(), shapes(head), dict.fromkeys(SHAPES, ADAM), strict=True)
     found = fit(saved(), shapes(head), dict.fromkeys(SHAPES, ADAM), strict=False)
     assert found.model == ("model.body",)
     assert set(found.optimizer) == {"body"}
-    assert any("optimizer state has another shape" in note for note in found.notes)
+    assert any("optimizer state in the checkpoint has another shape" in note for note in found.notes)
 
 
 def test_what_the_model_does_not_have_is_named():
     wanted = {"model.body": [3, 4]}, {"body": ADAM}
-    with pytest.raises(CheckpointError, match="head: is in the checkpoint and not in the model"):
+    with pytest.raises(CheckpointError, match="head: in the checkpoint, but not in the model"):
         fit(saved(), *wanted, strict=True)
     found = fit(saved(), *wanted, strict=False)
     assert found.model == ("model.body",)
-    assert found.notes == ("head: is in the checkpoint and not in the model", "head: was trained, and is not trained now")
+    assert found.notes == ("head: in the checkpoint, but not in the model", "head: was trainable, but is not now")
 
 
 def test_another_name_of_a_tied_tensor_is_no_surplus():

@@ -79,7 +79,7 @@ def test_classes_of_this_process_stay_as_they_are(tmp_path: Path) -> None:
     state = b"N}\x8c\x0cstorage_data\x8c\x05mine!s\x86b"  # what pickle sets as attributes, beside those of an object
     (tmp_path / metadata.FILE).write_bytes(b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n" + state + b".")
     before = Metadata.storage_data
-    with pytest.raises(CheckpointError, match="changes a class"):
+    with pytest.raises(CheckpointError, match="modifies a class"):
         metadata.read(tmp_path)
     assert Metadata.storage_data is before
 
@@ -104,7 +104,7 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     expected = dcp.FileSystemReader(tmp_path).read_metadata()
     assert (found.state_dict_metadata, found.storage_data) == (expected.state_dict_metadata, expected.storage_data)
     tensors = Tensors(tmp_path)
-    assert torch.equal(tensors.whole("model.a"), state["model"]["a"])
+    assert torch.equal(tensors.full("model.a"), state["model"]["a"])
     assert tensors.shapes["model.c"] == (0, 4)
     assert {"step", "name", "raw", "io"} <= tensors.others
 
@@ -148,7 +148,7 @@ def opened(broken: Path, data: bytes) -> None:
         assert isinstance(tensors.shapes[name], torch.Size)
         if tensors.shapes[name].numel():
             with pytest.raises(CheckpointError, match=re.escape(str(broken))):  # its files are not here
-                tensors.whole(name)
+                tensors.full(name)
 
 
 def test_a_truncated_index_is_refused(folder: Path, broken: Path) -> None:
@@ -192,5 +192,5 @@ def test_what_is_no_index_is_refused(wrong: Any, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_an_index_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"No such file or directory; this is no directory of torch"):
+    with pytest.raises(CheckpointError, match=r"No such file or directory; this is not a torch"):
         metadata.read(tmp_path)

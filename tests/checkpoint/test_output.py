@@ -43,7 +43,7 @@ def test_a_file_system_that_does_not_open_files_past_the_cache(tmp_path: Path, m
     def refused(path: str, flags: int) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(direct_file, "_directly", refused)
+    monkeypatch.setattr(direct_file, "_open_direct", refused)
     assert written(tmp_path / "file", [BUFFER, 17]) == (tmp_path / "file").read_bytes()
 
 

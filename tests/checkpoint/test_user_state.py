@@ -156,7 +156,7 @@ itself.append(itself)
         ({"a": torch.ones(2, device="meta")}, "state.a is torch.strided on meta,"),
         ({"a": "\ud800"}, "state.a: .* lone surrogate"),
         ({"a": {"\ud800": 1}}, "state.a: .* lone surrogate"),
-        (itself, "state.0.0.0.0.0... is nested deeper than 100 levels, or holds itself"),
+        (itself, "state.0.0.0.0.0... is nested deeper than 100 levels, or contains itself"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_with_its_place_and_what_instead(state, message):
@@ -166,5 +166,5 @@ def test_what_cannot_be_saved_is_refused_with_its_place_and_what_instead(state, 
 
 @pytest.mark.parametrize("value", [{"$new": 1}, {"$int": "no"}, {"$items": 3}, {"$items": [1]}, {"$tuple": 3}])
 def test_json_of_another_version_is_refused(value):
-    with pytest.raises(CheckpointError, match="which this version does not know"):
+    with pytest.raises(CheckpointError, match="which this version cannot decode"):
         unpack({"a": [value]}, dict[str, Tensor]().__getitem__)

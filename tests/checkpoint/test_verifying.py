@@ -91,7 +91,7 @@ def test_tensors_that_are_not_what_the_manifest_says(folder: Path) -> None:
     assert sorted(hashes_of(folder, changed(facts, tensors=said))) == [
         f"{folder}: model.a.weight has hash {weight.hash} instead of {'0' * 16}",
         f"{folder}: model.mask is not in the manifest",
-        f"{folder}: model.new is not there",
+        f"{folder}: model.new is missing",
         f"{folder}: model.scale is bfloat16 [] instead of float16 []",
     ]
 
@@ -136,7 +136,7 @@ def test_a_manifest_may_be_edited_by_who_says_so(folder: Path) -> None:
     path = folder / "manifest.json"
     edited = path.read_text().replace('"step": 30', '"step": 31')
     path.write_text(edited)
-    with pytest.raises(CheckpointError, match="or was edited: then take the entry `crc32` out"):
+    with pytest.raises(CheckpointError, match="if you edited it, remove the entry `crc32`"):
         manifest.read(folder)
     path.write_text(re.sub(r',\n "crc32": "\w+"', "", edited))
     assert manifest.read(folder).step == 31

@@ -73,7 +73,7 @@ def test_the_page_is_made_of_the_figures(figures, monkeypatch, tmp_path):
     worst = max(within, key=lambda cell: getattr(figures["fsdp", cell], "losses", -1.0))
     assert f"| fsdp | fp32 | losses | {figures['fsdp', worst].losses:.1e} | {worst} |" in text
     assert f"| {last} | " in text
-    assert "There is none now." in text
+    assert "their own bounds.\n\nNone.\n" in text
 
 
 def test_a_declared_gap_has_a_row_with_its_bounds_and_what_was_measured(figures, monkeypatch):

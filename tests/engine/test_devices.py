@@ -52,7 +52,7 @@ def test_fewer_devices_than_ranks_are_one_clear_error_unless_ranks_may_share(mac
     assert devices.choose(rank(1), shared=False) == 1
     with pytest.raises(ConfigError) as refused:
         devices.choose(rank(2), shared=False)
-    assert "this is local rank 2, but the node shows 2 CUDA devices" in str(refused.value)
+    assert "local rank 2 has no CUDA device: the node shows only 2" in str(refused.value)
     assert "torchrun --nproc-per-node=2" in str(refused.value)
     assert 'init_process_group("gloo")' in str(refused.value)
 
@@ -71,7 +71,7 @@ def test_two_ranks_on_one_device_are_named(monkeypatch, shared):
     if not shared:
         devices.refuse_shared(1)
         return
-    with pytest.raises(ConfigError, match="ranks 0 and 3 compute on the same CUDA device of one, which NCCL refuses; start one rank"):
+    with pytest.raises(ConfigError, match="ranks 0 and 3 use the same CUDA device of one, which NCCL does not support; start one rank"):
         devices.refuse_shared(1)
 
 

@@ -68,7 +68,7 @@ def test_ranks_share_devices_only_in_a_gloo_group_of_the_callers(torch_calls, ca
     process_group.ensure(seventh)
     assert torch_calls == [("set_device", 2)]
     callers_group("cpu:gloo,cuda:nccl")
-    with pytest.raises(ConfigError, match="this is local rank 6, but the node shows 4 CUDA devices"):
+    with pytest.raises(ConfigError, match="local rank 6 has no CUDA device: the node shows only 4"):
         process_group.ensure(seventh)
 
 

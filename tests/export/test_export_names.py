@@ -190,7 +190,7 @@ def test_a_conversion_that_changes_values_is_refused(tmp_path: Path) -> None:
 def test_a_tensor_that_the_caller_leaves_out_is_named(tmp_path: Path) -> None:
     for model, name in ((tiny("Llama"), "lm_head.weight"), (nn.Linear(2, 2), "bias")):
         held = {key: stretch for key, stretch in stretches_of(model).items() if key != name}
-        with pytest.raises(CheckpointError, match=rf"{name} is to be exported and is not among the {len(held)} tensors"):
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be exported: it is not among the {len(held)} available tensors"):
             export(tmp_path / "out", model, held)
 
 
@@ -250,7 +250,7 @@ def test_assets_do_not_write_outside_their_folder(files: dict[str, bytes]) -> No
 
 @pytest.mark.parametrize("text", [b"{", b'{"kind": "other", "names": {}}', b'{"kind": "plain", "names": {}, "more": 1}', b"\xff"])
 def test_damaged_names_are_an_error(text: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"assets/export\.json: .*; it is damaged, or written by a later unishard"):
+    with pytest.raises(CheckpointError, match=r"assets/export\.json: .*; the file is damaged, or was written by a later version"):
         Assets.from_files({"assets/export.json": text})
 
 

@@ -18,11 +18,11 @@ from exporting import adapted, checkpoint, contents, cut, stretches_of, tensors_
 from torch import nn
 
 from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError, RankMismatchError
 from unishard.export import online, writing
 from unishard.export.offline import export_checkpoint
 from unishard.export.online import export
-from unishard.export.ranks import Ranks
 
 
 def together(monkeypatch: pytest.MonkeyPatch, world: int, work: Callable[[int], Any]) -> list[Any]:
@@ -127,7 +127,7 @@ def full(*given: Any) -> int:
 def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(tmp_path / "here", tiny("Llama"))
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match=r"/out/model\.safetensors: cannot be written \(No space left on device\); make room"):
+    with pytest.raises(CheckpointError, match=r"/out/model\.safetensors: cannot be written \(No space left on device\); free disk space"):
         export_checkpoint(folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -159,7 +159,7 @@ def test_what_stands_there_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     export(tmp_path / "out", model, stretches_of(model))
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError, match=r"out is there already and not an empty folder; name another one"):
+    with pytest.raises(CheckpointError, match=r"out exists and is not an empty folder; choose another one"):
         export(tmp_path / "out", model, stretches_of(model))
     assert contents(tmp_path) == before
 
@@ -201,5 +201,5 @@ def test_memory_is_that_of_a_few_blocks_and_each_element_is_read_once(tmp_path: 
 
 def test_a_wrong_dtype_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"dtype: 'bfloat16' is none of fp32, bf16, fp16"):
+    with pytest.raises(CheckpointError, match=r"dtype: must be one of fp32, bf16, fp16, got 'bfloat16'"):
         export(tmp_path / "out", model, stretches_of(model), dtype="bfloat16")

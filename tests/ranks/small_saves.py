@@ -98,7 +98,7 @@ def content_of(folder: Path) -> int:
     if set(tensors) != set(expected):
         problems.append(f"{folder}: holds {sorted(tensors)}")
     problems += [
-        f"{folder}: {name} is not of version {version}" for name in expected if not torch.equal(tensors.whole(name), expected[name])
+        f"{folder}: {name} is not of version {version}" for name in expected if not torch.equal(tensors.full(name), expected[name])
     ]
     if f'"version": {version}}}' not in (folder / "assets/config.json").read_text():
         problems.append(f"{folder}: the asset is not of version {version}")

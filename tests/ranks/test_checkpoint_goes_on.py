@@ -182,11 +182,11 @@ def failing(backend, root):
 @everywhere
 def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_once(backend, root):
     for rank, (told, lines) in enumerate(played(failing, backend, root)):
-        assert "rank 1 could not write its part" in told["closed"]
-        assert "rank 1 could not write its part" in told["waited"][0]
+        assert "rank 1 could not write its shards" in told["closed"]
+        assert "rank 1 could not write its shards" in told["waited"][0]
         assert told["waited"][1:] == ("nothing", "nothing")
         assert told["exported"][0] == "nothing"
-        assert "rank 1 could not write its part" in told["exported"][1]
+        assert "rank 1 could not write its shards" in told["exported"][1]
         assert len([line for line in lines if line.startswith("the save in the background failed: ")]) == (0 if rank else 3)
     assert steps(f"{root}/{backend}-failing") == []
 
@@ -231,6 +231,6 @@ def interrupted(backend, root):
 @everywhere
 def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backend, root):
     for told, left in played(interrupted, backend, root):
-        assert told.endswith("rank 0 could not write its part: KeyboardInterrupt")
+        assert told.endswith("rank 0 could not write its shards: KeyboardInterrupt")
         assert left == []
     assert steps(f"{root}/{backend}-pressed") == [0]

@@ -299,7 +299,7 @@ def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_loader_that_gives_every_rank_the_same_samples_is_told_of(backend):
     for (torchs, ours), _ in values(shown(backend, loaders)):
-        assert [message.partition(",")[0] for message in torchs] == ["each of the 2 ranks reads the whole dataset through RandomSampler"]
+        assert [message.partition(",")[0] for message in torchs] == ["each of the 2 ranks reads the entire dataset through RandomSampler"]
         assert ours == []
 
 

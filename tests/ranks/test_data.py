@@ -152,7 +152,7 @@ def test_resumes_on_another_number_of_ranks() -> None:
     ("state", "message"),
     [
         (unishard.dataloader(range(SAMPLES), config()).state_dict(), "dataset_length was 50, is 51; seed was 0, is 3"),
-        ({"_num_yielded": 3, "_snapshot": {}}, r"the state \(_num_yielded, _snapshot\) is not that of a unishard.dataloader"),
+        ({"_num_yielded": 3, "_snapshot": {}}, r"the state \(_num_yielded, _snapshot\) is not from a unishard.dataloader"),
         ({}, r"the state \(\) is not that of"),
     ],
 )
@@ -175,13 +175,13 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (Stream(), {}, "cannot divide Stream between the ranks"),
-        ((number for number in range(3)), {}, "cannot divide generator"),
+        (Stream(), {}, "cannot shard Stream"),
+        ((number for number in range(3)), {}, "cannot shard generator"),
         ([], {}, "the dataset is empty"),
         (range(3), {"drop_last": True}, "has 3 samples, fewer than the 4"),
         (range(3), {"batch_size": 2}, "batch_size: it is training.micro_batch_size"),
-        (range(3), {"sampler": [0]}, "takes no sampler"),
-        (range(3), {"in_order": False}, "takes no in_order"),
+        (range(3), {"sampler": [0]}, "does not accept sampler"),
+        (range(3), {"in_order": False}, "does not accept in_order"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(dataset: Any, options: dict[str, Any], message: str) -> None:

@@ -189,11 +189,11 @@ def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(workers, window)
 def test_a_loader_of_others_is_refused_where_it_cannot_go_on():
     loader = unishard.dataloader(range(8), config("fsdp"))
     theirs, ours = LoaderPass(foreign(0, 2, 0), 0, 1).position(), LoaderPass(loader, 0, 1).position()
-    with pytest.raises(DataError, match="StatefulDataLoader was read by 2 ranks and cannot be continued by 4"):
+    with pytest.raises(DataError, match="StatefulDataLoader was saved on 2 ranks and cannot be resumed on 4"):
         position.resume(foreign(0, 4, 0), [theirs, theirs], 2, 0, 4)
-    with pytest.raises(DataError, match=r"a unishard\.dataloader, but training goes on with a StatefulDataLoader"):
+    with pytest.raises(DataError, match=r"a unishard\.dataloader, but this run uses a StatefulDataLoader"):
         position.resume(foreign(0, 2, 0), [ours, ours], 2, 0, 2)
-    with pytest.raises(DataError, match=r"a StatefulDataLoader, but training goes on with a unishard\.dataloader"):
+    with pytest.raises(DataError, match=r"a StatefulDataLoader, but this run uses a unishard\.dataloader"):
         position.resume(loader, [theirs, theirs], 2, 0, 2)
 
 

@@ -256,7 +256,7 @@ MISUSE = {
     backward_in_evaluation: "ContractError: backward was called without a forward of the engine; compute the loss from",
     generate_without: "ContractError: the model has no method generate",
     other_structure: "rank 1 is in engine.gather_for_metrics (update 1, micro-batch 1 of 1, logits: float32[*, 4])",
-    not_one_row_a_sample: "ContractError: gather_for_metrics cannot leave out the samples that fill up",
+    not_one_row_a_sample: "ContractError: gather_for_metrics cannot drop the samples that fill up",
     not_a_tensor: "ContractError: gather_for_metrics takes tensors and lists of strings or numbers, in dicts, lists and tuples, but",
 }
 

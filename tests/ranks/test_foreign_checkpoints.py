@@ -57,7 +57,7 @@ def check_tensors(folder, expected):
     tensors = Tensors(folder)
     for name, value in expected.items():
         assert tensors.shapes[name] == value.shape, name
-        assert torch.equal(tensors.whole(name), value), name
+        assert torch.equal(tensors.full(name), value), name
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
@@ -81,7 +81,7 @@ class TestFromDeepSpeed:
         assert (facts.ties, facts.frozen, facts.buffers) == ({"outward.weight": "inward.weight"}, ["third.weight"], ["shift"])
         # At stage 0 in bf16, DeepSpeed 0.19.8 makes an update while it is built (runtime/fp16/unfused_optimizer.py).
         updates = STEPS + (cell[:2] == (0, "bf16"))
-        assert all(tensors.whole(f"optim.state.{name}.step") == updates for name in (*LARGE, *SMALL))
+        assert all(tensors.full(f"optim.state.{name}.step") == updates for name in (*LARGE, *SMALL))
         assert facts.optimizer.class_name == "AdamW"
         groups = facts.optimizer.groups
         if cell[2] == 2:

@@ -91,7 +91,7 @@ def test_transformers_loads_what_it_exported_the_weights_of_the_uninterrupted_ru
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     expected = Tensors(out / "stayed" / "step-00000012")
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach(), expected.whole(f"model.{name}"), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(parameter.detach(), expected.full(f"model.{name}"), rtol=1e-3, atol=1e-5)
 
 
 def test_the_picture_is_drawn(out):

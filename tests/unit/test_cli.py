@@ -73,7 +73,7 @@ def test_docs_writes_the_generated_part_of_a_page_and_nothing_else_of_it(config:
     page = Path("docs/engines.md")
     page.write_text("By hand.\n", encoding="utf-8")
     refused = run("docs")
-    assert (refused.exit_code, refused.stderr.partition(";")[0]) == (1, "docs/engines.md: has no generated part")
+    assert (refused.exit_code, refused.stderr.partition(";")[0]) == (1, "docs/engines.md: no generated section")
     page.write_text(f"By hand.\n{BEGIN}\n{END}\nThe rest.\n", encoding="utf-8")
     assert run("docs", "--check").stderr == "docs/engines.md: is stale; run `unishard docs` and commit it\n"
     assert run("docs").stdout == "docs/engines.md: written\n"

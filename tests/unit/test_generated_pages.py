@@ -44,7 +44,7 @@ def test_every_case_that_needs_private_names_is_on_the_page_with_all_of_them() -
 def test_only_what_is_between_the_marks_is_written_anew() -> None:
     assert replaced(f"a\n{BEGIN}\nold\n{END}\nb\n", "new", "p.md") == f"a\n{BEGIN}\n\nnew\n\n{END}\nb\n"
     for page in (f"a\n{BEGIN}\nb\n", f"{END}\n", ""):
-        with pytest.raises(UnishardError, match=r"^p\.md: has no generated part; put the lines "):
+        with pytest.raises(UnishardError, match=r"^p\.md: no generated section; add the lines "):
             replaced(page, "new", "p.md")
 
 

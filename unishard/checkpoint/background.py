@@ -1,4 +1,4 @@
-"""Writes a checkpoint beside the training: one at a time, from a copy in host memory."""
+"""Writes a checkpoint in a background thread, one at a time, from a copy in host memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _logger = logging.getLogger("unishard")
 
 
 class Background:
-    """At most one piece of work in another thread, whose failure is raised by whoever asks next.
+    """At most one job in a background thread; the next call on this object raises its failure.
 
     Args:
-        ready: Make now what it needs of the other ranks, which is collective. Made at the first start instead, a rank that is gone
-            by then keeps the others for as long as torch waits for a rank that is to come (half an hour, torch 2.13).
+        ready: Create the process group now, which is collective. If it is created at the first start and a rank is gone by then, the
+            other ranks wait for torch's timeout (half an hour, torch 2.13).
     """
 
     def __init__(self, *, ready: bool = False) -> None:
@@ -35,21 +35,21 @@ class Background:
         self._group = _borrowed() if ready else None
 
     def start(self, work: Callable[[dist.ProcessGroup], Any]) -> None:
-        """Begin, when nothing else runs. Collective at first, unless made ready.
+        """Start a job, after the previous one has finished. Collective the first time, unless created with `ready`.
 
         Args:
-            work: Is given ranks to talk to that nobody else talks to, neither the main thread nor another engine's save.
+            work: Is passed a process group that nothing else uses: neither the main thread nor another engine's save.
         """
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "unishard-checkpoint")
         self._group = self._group or _borrowed()
-        self._running = self._pool.submit(_told, work, self._group[0])
+        self._running = self._pool.submit(_logged, work, self._group[0])
 
     @torch.no_grad()
     def stage(self, snapshot: Snapshot) -> Snapshot:
-        """The same in memory of its own on the host, so that training may go on, when nothing else runs.
+        """A copy of a snapshot in host memory, so that training can continue. Waits for the previous job.
 
-        The memory is kept for the next time: to take it, and for CUDA to lock it, costs more than the copy.
+        The memory is kept for the next save: allocating and pinning it costs more than the copy.
         """
         self.wait()
         before, self._copies = self._copies, {}
@@ -67,17 +67,17 @@ class Background:
         return snapshot._replace(stretches=held)
 
     def wait(self) -> None:
-        """Wait until nothing runs.
+        """Wait until the running job is done.
 
         Raises:
-            CheckpointError: What ran has failed.
+            CheckpointError: The job failed.
         """
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def close(self) -> None:
-        """Wait, and let go of the thread and the memory."""
+        """Wait, and release the thread and the memory."""
         try:
             self.wait()
         finally:
@@ -94,8 +94,8 @@ def _borrowed() -> tuple[dist.ProcessGroup, Any]:
     return process_group.borrow_group(), dist.group.WORLD
 
 
-def _told(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:
-    """Do it; log a failure at once, since a script that ends without `close` asks nobody."""
+def _logged(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:
+    """Run the job; log a failure at once, because a script that ends without `close` never sees it."""
     try:
         return work(group)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What two checkpoints have differently: what they say, and their tensors, element by element where the hashes differ."""
+"""Compares two checkpoints: their manifests, and their tensors element by element where the hashes differ."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from unishard.errors import CheckpointError
 __all__ = ["Comparison", "Fact", "TensorDifference", "compare", "to_read"]
 
 _INCIDENTAL = {"written", "versions", "files", "tensors", "norms", "crc32"}
-"""When and with what it was written, how its files are divided, and what follows from the tensors."""
+"""Fields that depend on when and how the checkpoint was written, or that follow from the tensors."""
 _STRIDE = 1 << 19
-"""Elements that are compared at once."""
+"""Elements compared at once."""
 
 Advance = Callable[[int], None]
-"""Told how many bytes more of one of them have been read."""
+"""Called with the number of further bytes read of one checkpoint."""
 
 
 class Fact(NamedTuple):
-    """One thing that the manifests say differently; None where one of them says nothing."""
+    """A field that differs between the manifests; None where a manifest lacks it."""
 
     path: str
     """Dotted, such as `config.training.seed`."""
@@ -36,21 +36,21 @@ class Fact(NamedTuple):
 
 
 class TensorDifference(NamedTuple):
-    """How far apart two tensors of the same shape are."""
+    """The difference between two tensors of the same shape."""
 
     name: str
     differing: int
-    """Elements that differ; 0 where only the bits do, as of 0 and -0."""
+    """Elements that differ; 0 where only the bits differ, as with 0 and -0."""
     numel: int
-    """Elements there are."""
+    """Elements in the tensor."""
     absolute: float
-    """The largest difference; nan where one of them is not a number and the other is."""
+    """The largest difference; nan where one element is NaN and the other is not."""
     relative: float
-    """The largest difference of an element, relative to the larger of the two."""
+    """The largest relative difference of an element, relative to the larger of the two."""
 
 
 class Comparison(NamedTuple):
-    """All differences of two checkpoints."""
+    """All differences between two checkpoints."""
 
     facts: list[Fact]
     only_a: list[str]
@@ -58,20 +58,20 @@ class Comparison(NamedTuple):
     only_b: list[str]
     """Tensors that A does not have."""
     forms: list[Fact]
-    """Tensors of another shape or dtype."""
+    """Tensors whose shape or dtype differs."""
     values: list[TensorDifference]
-    """Tensors of the same shape and dtype with another hash."""
+    """Tensors of the same shape and dtype whose hash differs."""
     tensors: int
-    """How many there are under the same names."""
+    """Number of tensors that both checkpoints have."""
 
 
 def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Comparison:
-    """Compare two checkpoints. Of both, one chunk of the files is in memory at a time.
+    """Compare two checkpoints, with one chunk of each in memory at a time.
 
     Args:
         a: Its directory.
         b: Its directory.
-        advance: Told of the progress; `to_read` is what it comes to.
+        advance: Called with the progress; the total is `to_read`.
 
     Raises:
         CheckpointError: One of them cannot be read.
@@ -90,7 +90,7 @@ def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Compariso
 
 
 def to_read(a: Path, b: Path) -> int:
-    """Bytes of A that a comparison will read.
+    """Bytes of A that a comparison reads.
 
     Raises:
         CheckpointError: One of them cannot be read.
@@ -126,7 +126,7 @@ def _form(facts: TensorFacts) -> str:
 
 
 def _changed(a: Manifest, b: Manifest) -> list[str]:
-    """Tensors of one form in both, with different hashes."""
+    """Tensors with the same shape and dtype in both, and different hashes."""
     return [
         name
         for name, facts in a.tensors.items()
@@ -137,7 +137,9 @@ def _changed(a: Manifest, b: Manifest) -> list[str]:
 def _gap(name: str, a: Tensors, b: Tensors, advance: Advance) -> TensorDifference:
     forms = [(stretch.shape, stretch.dtype) for stretch in (a.stretch(name), b.stretch(name))]
     if forms[0] != forms[1]:
-        raise CheckpointError(f"{a.folder}, {b.folder}: {name} is not what the manifests say; see `unishard checkpoint verify`")
+        raise CheckpointError(
+            f"{a.folder}, {b.folder}: {name} differs from the manifest in shape or dtype; run `unishard checkpoint verify`"
+        )
     differing = numel = 0
     largest = torch.zeros(2, dtype=torch.float64)
     for (_, one), (_, other) in zip(blocks_of(a, name), blocks_of(b, name), strict=True):

@@ -1,4 +1,4 @@
-"""Turns a checkpoint of one tool into one of another: one process, no engine, no model, one piece of a tensor in memory at a time."""
+"""Converts a checkpoint of one tool into one of another, in one process: no engine, no model, one chunk in memory at a time."""
 
 from __future__ import annotations
 
@@ -36,48 +36,52 @@ def convert(
     to: str = "unishard",
     progress: Callable[[int], Advance] = lambda total: lambda written: None,
 ) -> tuple[str, ...]:
-    """Write a checkpoint in another form. What fails leaves nothing behind.
+    """Convert a checkpoint to another format. A failure leaves nothing behind.
 
     Args:
-        source: A checkpoint directory of any known tool.
+        source: A checkpoint directory in any known format.
         destination: A folder that does not exist yet.
-        from_: The form of `source`; recognised where None.
-        to: The form of `destination`.
-        progress: Given the bytes that there are to write; returns what is told of each piece.
+        from_: The format of `source`; None to detect it.
+        to: The format of `destination`.
+        progress: Called with the total number of bytes; returns a function that is called after each chunk.
 
     Returns:
-        What is left behind, and why.
+        Notes on what was not converted, and why.
 
     Raises:
-        CheckpointError: `source` is no checkpoint, or one that is not understood; `destination` is there already; or there is no such form.
+        CheckpointError: `source` is not a checkpoint or is not supported, `destination` exists, or a format is unknown.
     """
     known = formats()
     writer = _named(known, to)
     if writer.write is None:
-        raise CheckpointError(f"checkpoints of {writer.title} can be read, but not written; write {_those(known, 'write')}")
+        raise CheckpointError(f"checkpoints of {writer.title} can be read, but not written; use --to {_supporting(known, 'write')}")
     if os.path.lexists(destination):
-        raise CheckpointError(f"{destination}: exists already; name a folder that does not exist")
+        raise CheckpointError(f"{destination}: already exists; choose a folder that does not exist")
     if not source.is_dir():
-        raise CheckpointError(f"{source}: there is no such folder; name the directory of a checkpoint")
-    reader = _named(known, from_) if from_ is not None else _recognised(known, source)
+        raise CheckpointError(f"{source}: no such folder; give the directory of a checkpoint")
+    reader = _named(known, from_) if from_ is not None else _detected(known, source)
     if reader.read is None:
-        raise CheckpointError(f"{source}: checkpoints of {reader.title} can be written, but not read; convert the one it was made from")
+        raise CheckpointError(
+            f"{source}: checkpoints of {reader.title} can be written, but not read; convert the checkpoint that it was made from"
+        )
     contents = reader.read(source)
-    with _appearing(destination) as folder:
+    with _created_atomically(destination) as folder:
         return (*contents.notes, *writer.write(contents, folder, progress(contents.bytes)))
 
 
 def formats() -> dict[str, CheckpointFormat]:
-    """Every known form by name: unishard's own, then those of the installed backends.
+    """All known formats by name: unishard's own, then those of the installed backends.
 
     Raises:
-        CheckpointError: Two backends give different forms the same name.
+        CheckpointError: Two backends define different formats with the same name.
     """
     found = {OWN.name: OWN}
     for backend in registry.available():
         for name, each in registry.get(backend).checkpoint_formats.items():
             if found.setdefault(name, each) is not each:
-                raise CheckpointError(f"two backends know a checkpoint format {name!r}, {backend} is one of them; uninstall one of the two")
+                raise CheckpointError(
+                    f"two backends define the checkpoint format {name!r}, one of them is {backend}; uninstall one of the two"
+                )
     return found
 
 
@@ -85,24 +89,24 @@ def _named(known: dict[str, CheckpointFormat], name: str) -> CheckpointFormat:
     if name not in known:
         near = get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise CheckpointError(f"no checkpoint format named {name!r}; {hint}")
+        raise CheckpointError(f"unknown checkpoint format {name!r}; {hint}")
     return known[name]
 
 
-def _those(known: dict[str, CheckpointFormat], what: str) -> str:
+def _supporting(known: dict[str, CheckpointFormat], what: str) -> str:
     return " or ".join(name for name, each in known.items() if getattr(each, what) is not None)
 
 
-def _recognised(known: dict[str, CheckpointFormat], source: Path) -> CheckpointFormat:
+def _detected(known: dict[str, CheckpointFormat], source: Path) -> CheckpointFormat:
     for each in known.values():
         if each.recognises(source):
             return each
-    raise CheckpointError(f"{source}: holds no checkpoint of a known tool; known: {', '.join(each.title for each in known.values())}")
+    raise CheckpointError(f"{source}: not a checkpoint in a known format; known: {', '.join(each.title for each in known.values())}")
 
 
 @contextmanager
-def _appearing(destination: Path) -> Iterator[Path]:
-    """An empty folder that takes the name of the destination once it is full, or is gone."""
+def _created_atomically(destination: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to the destination on success, and deleted on an error."""
     folder = destination.parent / f".tmp-{destination.name}-{uuid.uuid4().hex[:8]}"
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -113,13 +117,13 @@ def _appearing(destination: Path) -> Iterator[Path]:
         fsync(destination.parent)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(f"{destination}: cannot be written ({error.strerror}); name a place that is writable and has room") from error
+        raise CheckpointError(f"{destination}: cannot be written ({error.strerror}); free disk space, or choose another folder") from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-# -- unishard's own form ------------------------------------------------------------------------------------------------------
+# -- unishard's own format ----------------------------------------------------------------------------------------------------
 
 
 def _is_own(source: Path) -> bool:
@@ -131,8 +135,8 @@ def _read(source: Path) -> Contents:
     facts, tensors = manifest.read(folder), Tensors(folder)
     taken = [name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties]
     left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})
-    notes = [f"the tensors under {', '.join(left)} have no place in checkpoints of other tools"] if left else []
-    notes += ["the position in the data is not taken over"] if facts.data else []
+    notes = [f"not converted: tensors under {', '.join(left)}, which other formats cannot store"] if left else []
+    notes += ["not converted: the data position"] if facts.data else []
     return Contents(
         stretches={name: tensors.stretch(name) for name in taken},
         step=facts.step,
@@ -178,4 +182,4 @@ def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
 
 
 OWN = CheckpointFormat("unishard", "unishard", _is_own, _read, _write)
-"""The form of unishard's own checkpoints."""
+"""The format of unishard's own checkpoints."""

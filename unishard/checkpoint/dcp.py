@@ -1,4 +1,4 @@
-"""The private classes that lie in the index of torch.distributed.checkpoint, looked up when an index is written or read."""
+"""Private classes in the index of torch.distributed.checkpoint, looked up when an index is written or read."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _PATCH = CORE_PATCHES["checkpoint-index"]
 
 
 def require() -> None:
-    """Check that this torch has the index that we know, before one is written or read.
+    """Check that this torch has the index layout that we support.
 
     Raises:
-        BackendError: It has another.
+        BackendError: It does not.
     """
     _PATCH.require()
 
 
 def place(file: str, begin: int, length: int) -> Any:
-    """Where a record lies, as a reader of torch expects it in the index.
+    """The index entry that says where a record lies.
 
     Args:
         file: Name of the file in the directory.
@@ -39,6 +39,6 @@ def is_place(value: Any) -> bool:
 
 
 def memory_format(kind: Any, name: Any) -> Any:
-    """The member of the one enum in an index that a pickle names; None where it names something else."""
+    """The enum member that a pickled index names; None for any other name."""
     known = metadata._MEM_FORMAT_ENCODING
     return known[name] if kind is known and name in known.__members__ else None

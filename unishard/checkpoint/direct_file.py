@@ -1,7 +1,7 @@
-"""A file that is written once, from its beginning to its end, past the kernel's cache of files wherever the file system lets it.
+"""A file written once, sequentially, that bypasses the page cache (O_DIRECT) where the file system supports it.
 
-Nobody reads a checkpoint soon after it was saved. Kept in the cache it takes fresh pages of memory for every byte, and waits there until
-the kernel stops the process for the disk. So it goes to the disk from a few buffers, of which one is being written while others are filled.
+A checkpoint is rarely read soon after it was saved. In the page cache it would take new pages for every byte, until the kernel stalls the
+process to write them out. Instead, a few buffers go straight to disk: one is being written while the others are filled.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from types import TracebackType
 __all__ = ["BUFFER", "DirectFile"]
 
 BUFFER = 1 << 22
-"""Bytes that are written at once: Linux takes much larger ones more slowly."""
+"""Bytes per write; much larger writes are slower on Linux."""
 
 _BUFFERS = 3
 _ALIGNED = 1 << 12
-"""What is written past the cache is a multiple of it in memory, in length and in its place in the file: open(2), O_DIRECT."""
+"""O_DIRECT requires memory address, length and file offset to be multiples of this: open(2)."""
 
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-"""Not there on every system; without it files take the usual way."""
+"""Not available on every system; without it, writes go through the page cache."""
 
 
 class DirectFile:
-    """What has been written is on the disk when the block ends without an error.
+    """A context manager; when its block ends without an error, everything written is on disk.
 
     Attributes:
-        size: Bytes that have been written.
-        crc: Their CRC-32.
+        size: Bytes written so far.
+        crc: CRC-32 of these bytes.
     """
 
     def __init__(self, path: Path) -> None:
         self.size = self.crc = 0
         self._file = _open(path)
-        # Shared memory, as `mmap` makes it: a fork meanwhile, such as that of a loader, does not disturb a write then (open(2), O_DIRECT).
+        # `mmap` allocates shared memory, so a concurrent fork, such as a data loader's, does not disturb a write (open(2), O_DIRECT).
         self._buffers = [memoryview(mmap.mmap(-1, BUFFER)) for _ in range(_BUFFERS)]
         self._filled = 0
         self._thread = ThreadPoolExecutor(1, "unishard-output")
         self._under_way: deque[Future[None]] = deque()
 
     def write(self, piece: bytes | memoryview) -> None:
-        """Take all of it, of any length.
+        """Append data of any length.
 
         Raises:
-            OSError: What was taken before, or this, could not be written.
+            OSError: This data, or data of an earlier call, could not be written.
         """
         self.crc = zlib.crc32(piece, self.crc)
         self.size += len(piece)
@@ -65,13 +65,13 @@ class DirectFile:
                 self._hand_over(BUFFER)
 
     def _hand_over(self, length: int) -> None:
-        """Have the first buffer written, and go on with one that has been."""
+        """Submit the first buffer for writing, and continue with a free one."""
         full = self._buffers.pop(0)
         self._buffers.append(full)
         self._filled = 0
         try:
             self._under_way.append(self._thread.submit(self._put, full[:length]))
-        except RuntimeError:  # a script that ends while a save is under way: Python starts no more threads
+        except RuntimeError:  # the interpreter is shutting down during a save: Python starts no more threads
             self._settle(0)
             self._put(full[:length])
         self._settle(_BUFFERS - 1)
@@ -81,12 +81,12 @@ class DirectFile:
             self._under_way.popleft().result()
 
     def _put(self, rest: memoryview) -> None:
-        """All of it: a disk that fills up may take a part."""
+        """Write all of it; a disk that fills up may accept only some."""
         while rest:
             try:
                 rest = rest[self._file.write(rest) or 0 :]
             except OSError as error:
-                if error.errno != errno.EINVAL or not _through_the_cache(self._file):
+                if error.errno != errno.EINVAL or not _disable_direct_io(self._file):
                     raise
 
     def __enter__(self) -> DirectFile:
@@ -107,22 +107,22 @@ class DirectFile:
 
 def _open(path: Path) -> io.FileIO:
     try:
-        return io.open(path, "wb", buffering=0, opener=_directly)  # noqa: UP020 - what pathlib calls too, which takes no opener
+        return io.open(path, "wb", buffering=0, opener=_open_direct)  # noqa: UP020 - what pathlib calls too, which takes no opener
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return io.open(path, "wb", buffering=0)  # noqa: UP020
 
 
-def _directly(path: str, flags: int) -> int:
+def _open_direct(path: str, flags: int) -> int:
     return os.open(path, flags | _DIRECT, 0o666)
 
 
-def _through_the_cache(file: io.FileIO) -> bool:
-    """From here on let the kernel keep it as usual, for a file system that opens a file and then does not write; False if it does so."""
+def _disable_direct_io(file: io.FileIO) -> bool:
+    """Switch to cached writes, for a file system that accepts O_DIRECT in open but not in write; False if they are cached already."""
     if not _DIRECT:
         return False
-    import fcntl  # where there is O_DIRECT, there is this
+    import fcntl  # available wherever O_DIRECT is
 
     flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
     if not flags & _DIRECT:

@@ -1,14 +1,14 @@
-"""The life of checkpoint directories under a root: begun, committed, found, replaced, deleted.
+"""Creates, commits, replaces and deletes checkpoint directories under a root.
 
     <root>/step-00000030/            a checkpoint; complete when it has a manifest
-    <root>/latest                    one line: the name of the one committed last
+    <root>/latest                    one line: the name of the last committed checkpoint
     <root>/.tmp-step-00000040-*      being written
-    <root>/.old-step-00000030-*      stands in for step 30 between the two renames by which a new checkpoint of that step replaces it
+    <root>/.old-step-00000030-*      step 30, between the two renames that replace it by a new checkpoint of the same step
     <root>/.trash-step-00000010-*    being deleted
     <root>/.latest-*                 the next `latest`, being written
 
-A process may be killed between any two of these calls, and the machine may lose power: what was complete stays complete and is found.
-One process at a time writes to a root; others may read. Nothing here is collective: rank 0 calls it.
+A process may be killed between any two of these calls, and the machine may lose power: a complete checkpoint stays complete and is
+found. Only one process at a time may write to a root; others may read. Nothing here is collective: only rank 0 calls it.
 """
 
 from __future__ import annotations
@@ -59,53 +59,53 @@ __all__ = [
 
 
 def begin(root: Path, step: int) -> Path:
-    """Make the temporary directory that a checkpoint is written into; also the root where there is none.
+    """Create the temporary directory of a checkpoint, and the root if it does not exist.
 
     Raises:
-        CheckpointError: It cannot be made.
+        CheckpointError: It cannot be created.
     """
     temporary = root / _hidden("tmp", step)
-    with _telling(root, "no checkpoint can be written here", "name a folder that is writable"):
+    with _os_errors(root, "cannot create a checkpoint here", "choose a writable folder"):
         root.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
     return temporary
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, whole or not at all, which makes the checkpoint complete: everything else is on the disk before.
+    """Write the manifest atomically. This completes the checkpoint: everything else is already on disk.
 
     Raises:
         CheckpointError: It cannot be written.
     """
     text = manifests.text_of(manifest)
     draft = folder / f".{manifests.FILE}-{uuid4().hex}"
-    with _telling(folder, "the manifest cannot be written", "make room, or name another folder; former checkpoints are as they were"):
+    with _os_errors(folder, "cannot write the manifest", "free disk space, or choose another folder; earlier checkpoints are unchanged"):
         _write(draft, text)
         draft.replace(folder / manifests.FILE)
         fsync(folder)
 
 
 def commit(temporary: Path, root: Path, step: int) -> Path:
-    """Give a complete checkpoint its name, and `latest` its new content.
+    """Rename a complete checkpoint to its final name and update `latest`.
 
-    Where there is a checkpoint of this step already, the new one takes its place. Two renames do that; between them the old one
-    has a name beginning with `.old-`, under which `checkpoints` and `latest` find it, and `clean` gives it its own name back.
+    A checkpoint of the same step is replaced, by two renames. Between them the old one has a name that begins with `.old-`, which
+    `checkpoints` and `latest` find and `clean` renames back.
 
     Args:
-        temporary: From `begin`, with everything in it, the manifest last.
-        root: Of the same call.
-        step: Of the same call.
+        temporary: From `begin`, complete; the manifest was written last.
+        root: As passed to `begin`.
+        step: As passed to `begin`.
 
     Returns:
-        Where the checkpoint is now.
+        The final directory.
 
     Raises:
         CheckpointError: It has no manifest, or cannot be renamed.
     """
     if not is_checkpoint(temporary):
-        raise CheckpointError(f"{temporary}: cannot become a checkpoint without its {manifests.FILE}; write that before the commit")
+        raise CheckpointError(f"{temporary}: has no {manifests.FILE}; write the manifest before the commit")
     final = root / name_of(step)
-    with _telling(root, f"the checkpoint of step {step} cannot be put in its place", "former checkpoints are as they were"):
+    with _os_errors(root, f"cannot rename the checkpoint of step {step}", "earlier checkpoints are unchanged"):
         fsync(temporary)
         if os.path.lexists(final):
             final.rename(root / _hidden("old", step))
@@ -119,21 +119,21 @@ def commit(temporary: Path, root: Path, step: int) -> Path:
 
 
 def prune(root: Path, keep_last: int | None, keep_every: int | None, keep: Path) -> list[Path]:
-    """Delete what retention no longer wants. Only called after a commit.
+    """Delete checkpoints according to the retention settings. Only called after a commit.
 
-    Never deleted: `keep`, what `latest` finds, and a directory whose manifest cannot be read.
+    Never deletes `keep`, the checkpoint that `latest` returns, or a directory whose manifest cannot be read.
 
     Args:
         root: Where the checkpoints are.
-        keep_last: How many are kept, those that were written last; None keeps all.
-        keep_every: Steps that are multiples of it are kept for good.
-        keep: The one just committed.
+        keep_last: How many of the most recently written to keep; None keeps all.
+        keep_every: Steps that are multiples of it are always kept.
+        keep: The checkpoint just committed.
 
     Returns:
-        Where those were that are deleted now.
+        The deleted directories.
 
     Raises:
-        CheckpointError: One cannot be deleted.
+        CheckpointError: A checkpoint cannot be deleted.
     """
     if keep_last is None:
         return []
@@ -149,12 +149,12 @@ def prune(root: Path, keep_last: int | None, keep_every: int | None, keep: Path)
 
 
 def discard(folder: Path) -> None:
-    """Delete a directory below a root. From the first moment on it is no checkpoint any more.
+    """Delete a directory under a root. It is renamed first, so a half-deleted one is never taken for a checkpoint.
 
     Raises:
         CheckpointError: It cannot be deleted.
     """
-    with _telling(folder, "cannot be deleted", "delete it by hand"):
+    with _os_errors(folder, "cannot be deleted", "delete it manually"):
         if (named := STEP.search(folder.name)) and not folder.name.startswith(".trash-"):
             folder = folder.rename(folder.with_name(_hidden("trash", int(named[1]))))
         if folder.is_dir() and not folder.is_symlink():
@@ -164,13 +164,13 @@ def discard(folder: Path) -> None:
 
 
 def clean(root: Path, but: Path | None = None) -> None:
-    """Put in order what a killed run has left. Called when a run starts to save; no other run may be saving to this root.
+    """Clean up after a killed run. Called when a run starts to save; no other run may be saving to this root.
 
-    An old checkpoint that was about to be replaced gets its name back; everything else that is not complete goes.
+    An old checkpoint that was being replaced gets its name back; everything else that is incomplete is deleted.
 
     Args:
-        root: Where the checkpoints are; it need not be there.
-        but: A temporary directory that is in use.
+        root: Where the checkpoints are; need not exist.
+        but: A temporary directory in use.
 
     Raises:
         CheckpointError: Something cannot be deleted.
@@ -180,7 +180,7 @@ def clean(root: Path, but: Path | None = None) -> None:
         if not is_checkpoint(final):
             if os.path.lexists(final):
                 discard(final)
-            with _telling(old.path, f"cannot be renamed to {final.name}", "do so by hand"):
+            with _os_errors(old.path, f"cannot be renamed to {final.name}", "rename it manually"):
                 old.path.rename(final)
     for entry in entries(root):
         if LEFT_OVER.fullmatch(entry) and root / entry != but:
@@ -206,8 +206,8 @@ def _point(root: Path, name: str) -> None:
 
 
 @contextmanager
-def _telling(path: Path, what: str, instead: str) -> Iterator[None]:
-    """What the operating system refuses, as one message."""
+def _os_errors(path: Path, what: str, instead: str) -> Iterator[None]:
+    """Turn an OSError into one CheckpointError."""
     try:
         yield
     except OSError as error:

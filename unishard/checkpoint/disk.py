@@ -1,4 +1,4 @@
-"""Brings what has been written to the disk."""
+"""Flushes files and directories to disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["fsync"]
 
 
 def fsync(path: Path) -> None:
-    """Bring a file, or what a directory says of its files, to the disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Finds checkpoints under a root, also beside what a killed run has left. Nothing is changed. Which names there are: `directory`."""
+"""Finds checkpoints under a root, also after a killed run. Changes nothing. The names are explained in `directory`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 LATEST = "latest"
-"""The file that names the checkpoint committed last."""
+"""The file that names the last committed checkpoint."""
 LEFT_OVER = re.compile(r"\.(?P<kind>tmp|old|trash)-step-(?P<step>\d{8,})-[0-9a-f]{32}|\.latest-[0-9a-f]{32}")
-"""Names of what is not, not yet or no longer a checkpoint."""
+"""Names of temporary directories and files: being written, replaced or deleted."""
 STEP = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint."""
 
@@ -53,7 +53,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def checkpoints(root: Path) -> list[FoundCheckpoint]:
-    """The complete checkpoints, by ascending step. A root that is not there has none.
+    """The complete checkpoints, by ascending step; empty if the root does not exist.
 
     Raises:
         CheckpointError: The root is a file, or cannot be read.
@@ -65,7 +65,7 @@ def checkpoints(root: Path) -> list[FoundCheckpoint]:
 
 
 def incomplete(root: Path) -> list[str]:
-    """Names of what a killed run has left, or a running one is writing.
+    """Names of incomplete directories and files: left by a killed run, or being written by a running one.
 
     Raises:
         CheckpointError: The root is a file, or cannot be read.
@@ -75,11 +75,11 @@ def incomplete(root: Path) -> list[str]:
 
 
 def latest(root: Path) -> Path | None:
-    """The checkpoint to go on from; None where there is none.
+    """The checkpoint to resume from; None if there is none.
 
-    That is the one that `latest` names, which after a run went back to an earlier step is not the highest one. A checkpoint of a
-    higher step that was written later is preferred: a run was killed before it could name it. Where `latest` names none that is
-    complete, it is the one written last.
+    This is the one named in `latest`, which need not be the highest step: a run may have resumed from an earlier one. A checkpoint of
+    a higher step that was written later takes precedence, because the run was killed before it could update `latest`. If `latest`
+    names no complete checkpoint, this is the most recently written one.
 
     Raises:
         CheckpointError: The root is a file, or cannot be read.
@@ -93,46 +93,46 @@ def latest(root: Path) -> Path | None:
 
 
 def locate(where: Path, which: str | int = LATEST) -> Path:
-    """The checkpoint that a person means.
+    """The checkpoint that a user asks for.
 
     Args:
         where: A root, or one checkpoint.
         which: Of a root: "latest", a step, or the name of a directory.
 
     Raises:
-        CheckpointError: There is no such checkpoint; the message lists what there is.
+        CheckpointError: There is no such checkpoint; the message lists the available ones.
     """
     if is_checkpoint(where) and which == LATEST:
         return where
     if not where.is_dir():
-        raise CheckpointError(f"{where}: there is no such folder; name a checkpoint, or the folder that checkpoints are in")
+        raise CheckpointError(f"{where}: no such folder; give a checkpoint, or the folder that holds checkpoints")
     found = checkpoints(where)
     step = re.fullmatch(r"(?:step-)?(\d+)", str(which))
     path = latest(where) if which == LATEST else next((each.path for each in found if step and each.step == int(step[1])), None)
     if path is None:
         there = ", ".join(str(each.step) for each in found)
-        missing = "no checkpoint" if which == LATEST else f"no checkpoint {which!r}"
-        raise CheckpointError(f"{where}: {missing} is complete here; {f'there are those of steps {there}' if there else _other(where)}")
+        at = f" at step {step[1].lstrip('0') or 0}" if step else "" if which == LATEST else f" named {which!r}"
+        raise CheckpointError(f"{where}: no complete checkpoint{at}; {f'available: {there}' if there else _hint(where)}")
     return path
 
 
-def _other(where: Path) -> str:
-    """What a folder without checkpoints is instead, and what to do."""
+def _hint(where: Path) -> str:
+    """What a folder without checkpoints holds instead, and what to do."""
     if (where / ".metadata").is_file():
-        return "it is a torch.distributed.checkpoint directory without a manifest; see `unishard checkpoint convert`"
+        return "this is a torch.distributed.checkpoint directory without a manifest; convert it with `unishard checkpoint convert`"
     if left := incomplete(where):
-        return f"there is what a killed run left ({', '.join(left)}); name another folder"
-    return "name the folder of `checkpoint.dir`, or one checkpoint in it"
+        return f"a killed run left only incomplete files ({', '.join(left)}); give another folder"
+    return "give the folder of `checkpoint.dir`, or one checkpoint in it"
 
 
 def set_aside(root: Path) -> list[FoundCheckpoint]:
-    """The complete checkpoints that were about to be replaced by others of their steps."""
+    """The complete checkpoints that were being replaced by new ones of the same step."""
     matches = [match for match in map(LEFT_OVER.fullmatch, entries(root)) if match and match["kind"] == "old"]
     return [FoundCheckpoint(root / match[0], int(match["step"])) for match in matches if is_checkpoint(root / match[0])]
 
 
 def entries(root: Path) -> list[str]:
-    """Names of everything in a root.
+    """Names of all entries in a root.
 
     Raises:
         CheckpointError: The root is a file, or cannot be read.
@@ -142,11 +142,11 @@ def entries(root: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{root}: cannot be read ({error.strerror}); name the folder that checkpoints are in") from error
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror}); give the folder that holds checkpoints") from error
 
 
 def _named(root: Path) -> int | None:
-    """The step that the file `latest` names, whether or not that is there."""
+    """The step named in the file `latest`, whether or not its checkpoint exists."""
     try:
         match = STEP.fullmatch((root / LATEST).read_text(encoding="utf-8", errors="replace").strip())
     except OSError:
@@ -155,7 +155,7 @@ def _named(root: Path) -> int | None:
 
 
 def age_of(found: FoundCheckpoint) -> tuple[str, int] | None:
-    """Sorts by when checkpoints were written; None where the manifest cannot be read."""
+    """Sort key: when the checkpoint was written; None if its manifest cannot be read."""
     try:
         return manifests.read(found.path).written, found.step
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What a backend says of the checkpoint directories that its engine's scripts write and read without unishard. Needs no torch."""
+"""Describes the checkpoint directories that scripts write and read without unishard. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ if TYPE_CHECKING:
 __all__ = ["Advance", "CheckpointFormat", "Contents", "optimizer_of", "plain"]
 
 Advance = Callable[[int], None]
-"""Told how many bytes more have been written."""
+"""Called with the number of further bytes written."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A whole checkpoint as one process sees it: its facts, and its tensors before anything of them is read."""
+    """A checkpoint as one process sees it: its metadata, and its tensors, none of them read yet."""
 
     stretches: Mapping[str, LazyShard]
-    """Every tensor under its name in a checkpoint of unishard (`unishard.checkpoint.keys`), each of them whole."""
+    """All full tensors, by their names in a unishard checkpoint (`unishard.checkpoint.keys`)."""
     step: int
-    """Accumulation windows that had ended."""
+    """Completed accumulation windows."""
     world_size: int
-    """Ranks that wrote it; 1 where it does not say."""
+    """Ranks that wrote it; 1 if unknown."""
     optimizer: OptimizerFacts | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Other names of a parameter, to the one under which it is stored."""
+    """Other names of a parameter, to the name under which it is stored."""
     frozen: tuple[str, ...] = ()
     """Parameters that were not trainable."""
     buffers: tuple[str, ...] = ()
-    """Tensors of the model that are no parameters."""
+    """Tensors of the model that are not parameters."""
     schedule: ScheduleFacts | None = None
     loss_scale: LossScaleFacts | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of the packages that wrote it."""
     model: str = ""
-    """Class of the model, where that is known."""
+    """Class of the model, if known."""
     notes: tuple[str, ...] = ()
-    """What is left behind, and why."""
+    """What is not converted, and why."""
 
     @property
     def bytes(self) -> int:
@@ -51,33 +51,33 @@ class Contents:
         return sum(math.prod(stretch.shape) * stretch.dtype.itemsize for stretch in self.stretches.values())
 
     def leaving(self, *notes: str) -> Contents:
-        """The same, with more to say of what is left behind."""
+        """The same, with further notes on what is not converted."""
         return replace(self, notes=(*self.notes, *notes))
 
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """One kind of checkpoint directory. What it holds imports torch when it is called, not before."""
+    """One kind of checkpoint directory. Its functions import torch when they are called, not before."""
 
     name: str
-    """The word after `--from` and `--to`."""
+    """The value of `--from` and `--to`."""
     title: str
-    """What writes such directories."""
+    """The tool that writes such directories."""
     recognises: Callable[[Path], bool]
-    """Whether a folder is one, by the names of its files."""
+    """Whether a folder has this format, by the names of its files."""
     read: Callable[[Path], Contents] | None = None
-    """Says what a folder holds, or raises `CheckpointError` for what is not understood. None where it cannot be read."""
+    """Returns the contents of a folder, or raises `CheckpointError` if they are not supported. None if the format cannot be read."""
     write: Callable[[Contents, Path, Advance], tuple[str, ...]] | None = None
-    """Fills an empty folder and returns what is left behind, and why. None where it cannot be written."""
+    """Fills an empty folder and returns notes on what is not converted. None if the format cannot be written."""
 
 
 def plain(value: Any) -> bool:
-    """Whether a value can stand in a manifest: a number, a word, nothing, or a list of them."""
+    """Whether a value can be stored in a manifest: a number, a string, a boolean, None, or a list of them."""
     return value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, (list, tuple)) and all(map(plain, value)))
 
 
 def optimizer_of(groups: Iterable[tuple[Iterable[str], Mapping[str, Any]]], keys: Iterable[str]) -> OptimizerFacts:
-    """The facts of an optimizer whose class is not on record: its class follows from what it keeps.
+    """The facts of an optimizer whose class is not recorded: the class is inferred from its state.
 
     Args:
         groups: Names of the parameters and options of each group.

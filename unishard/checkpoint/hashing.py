@@ -1,9 +1,9 @@
-"""A hash of a tensor that does not depend on how it is divided: the same on every engine and any number of ranks.
+"""A hash of a tensor that does not depend on how it is sharded: the same on every engine and any number of ranks.
 
 The tensor's bytes, flattened and padded with zeros, are read as little-endian words of 64 bits; the hash is the sum of
-`word[k] * (2 k + 1)` modulo 2^64. A sum over words is a sum over any division of the bytes, each piece alone giving what it adds. Every
-weight is odd, so a change of any single word changes the hash, and so does exchanging two words that differ in a bit below the top one.
-It guards against misplaced and damaged data, not against an attacker.
+`word[k] * (2 k + 1)` modulo 2^64. Because it is a sum, each shard contributes its own term, however the bytes are divided. Every
+weight is odd, so a change of any single word changes the hash, and so does swapping two words that differ in a bit below the top one.
+It detects misplaced and damaged data; it does not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["MASK", "hash_of", "hashes", "hexadecimal"]
 MASK = 2**64 - 1
 _WORD = 8
 _BLOCK = 1 << 17
-"""Words that are multiplied at once: 1 MiB, which stays in a processor's cache."""
+"""Words multiplied at once: 1 MiB, which fits into the CPU cache."""
 
 
 class _Memory(threading.local):
-    """Of one thread, on each device. Memory that is taken for every block anew costs the host more than the arithmetic."""
+    """Buffers of one thread, by device. Allocating them for every block would cost the host more than the arithmetic."""
 
     def __init__(self) -> None:
         self.of: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The weights of a block, and room for its products."""
+        """The weights of a block, and a buffer for its products."""
         if device not in self.of:
-            with torch.inference_mode(False):  # else nobody could write into it outside of that mode
+            with torch.inference_mode(False):  # else it could not be written to outside inference mode
                 weights = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=device)
                 self.of[device] = weights, torch.empty_like(weights)
         return self.of[device]
@@ -44,11 +44,11 @@ _memory = _Memory()
 
 
 def hash_of(values: Tensor, start: int = 0) -> int:
-    """What a stretch adds to the hash of its tensor, modulo 2^64.
+    """What a shard adds to the hash of its tensor, modulo 2^64.
 
     Args:
-        values: A flat stretch, any dtype and device, contiguous.
-        start: Where it begins in the flattened tensor, in elements.
+        values: A flat, contiguous shard of any dtype on any device.
+        start: Its first element in the flattened tensor.
     """
     bytes_ = values.detach().reshape(-1).view(torch.uint8)
     begin = start * values.element_size()
@@ -64,7 +64,7 @@ def hash_of(values: Tensor, start: int = 0) -> int:
 
 
 def hashes(parts: Mapping[str, Shard], device: torch.device) -> dict[str, int]:
-    """Of each whole, from what the ranks hold of it: one all-reduce for each group of ranks. Collective.
+    """Hashes of full tensors, from the ranks' shards: one all-reduce per process group. Collective.
 
     Args:
         parts: The same names in the same order on all ranks of a group.
@@ -86,12 +86,12 @@ def hashes(parts: Mapping[str, Shard], device: torch.device) -> dict[str, int]:
 
 
 def hexadecimal(value: int) -> str:
-    """As it stands in the manifest: 16 digits."""
+    """As written in the manifest: 16 digits."""
     return f"{value & MASK:016x}"
 
 
 def _edge(values: Tensor, begin: int) -> int:
-    """Bytes that do not fill a word of their own."""
+    """The sum over bytes that do not fill a word."""
     total = 0
     for at, byte in enumerate(values.tolist(), begin):
         word, place = divmod(at, _WORD)
@@ -100,7 +100,7 @@ def _edge(values: Tensor, begin: int) -> int:
 
 
 def _sum(words: Tensor, first: int) -> int:
-    """Of whole words, in blocks: weights within a block are the same each time, what precedes it is a factor of its plain sum."""
+    """The sum over full words, block by block: the weights within a block never change, and the block's offset scales its plain sum."""
     weights_of_block, room = _memory.on(words.device)
     plain, weighted = [], []
     for block in torch.split(words, _BLOCK):

@@ -1,4 +1,4 @@
-"""Stretches of a flattened tensor as boxes of the tensor itself, and back."""
+"""Converts intervals of a flattened tensor to boxes of the tensor, and back."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """The boxes that a stretch of the flattened tensor consists of, in its order.
+    """The boxes that make up an interval of the flattened tensor, in order.
 
-    Each is one run of memory in the tensor. A matrix needs three at most: the rest of a row, whole rows, the beginning of a row;
-    each further dim up to two more.
+    Each box is contiguous in the tensor. A matrix needs at most three (the rest of a row, full rows, the beginning of a row), and each
+    further dim up to two more.
 
     Args:
-        shape: Of the whole tensor.
+        shape: Of the full tensor.
         start: First element, in row-major order.
-        end: One beyond the last element.
+        end: One past the last element.
     """
     if start >= end:
         return
@@ -40,23 +40,23 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
 
 
 def _within(index: int, rest: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Of a stretch inside one row."""
+    """The boxes of an interval inside one row."""
     for offsets, sizes in boxes(rest, start, end):
         yield (index, *offsets), (1, *sizes)
 
 
 def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The runs of memory that a box of a tensor consists of, in its order.
+    """The contiguous runs of memory that make up a box of a tensor, in order.
 
     Yields:
-        Where the run begins in the flattened tensor, where it begins in the flattened box, and its length.
+        The run's offset in the flattened tensor, its offset in the flattened box, and its length.
     """
     if 0 in sizes:
         return
-    whole = len(shape)  # dims from here on are taken in full
-    while whole and sizes[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    outer = max(whole - 1, 0)
+    full = len(shape)  # the first dim from which on all are taken in full
+    while full and sizes[full - 1] == shape[full - 1]:
+        full -= 1
+    outer = max(full - 1, 0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     length = math.prod(sizes[outer:])
     for count, index in enumerate(itertools.product(*(range(size) for size in sizes[:outer]))):

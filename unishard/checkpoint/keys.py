@@ -5,13 +5,13 @@ from __future__ import annotations
 __all__ = ["OPTIMIZER", "PARAMETERS", "RANDOM", "STATE", "of_optimizer", "optimizer_part", "parameter_of"]
 
 PARAMETERS = "model."
-"""Before the name of a parameter or a persistent buffer."""
+"""Prefix of the names of parameters and persistent buffers."""
 OPTIMIZER = "optim.state."
-"""Before the name of a parameter and the optimizer's own key, as torch flattens an optimizer's state (torch 2.13, state_dict.py)."""
+"""Prefix of a parameter's name and an optimizer state key, as torch flattens an optimizer's state (torch 2.13, state_dict.py)."""
 RANDOM = "rng."
-"""Before a rank and a kind of random numbers."""
+"""Prefix of a rank and a random number generator."""
 STATE = "state."
-"""Before what the user saved."""
+"""Prefix of the user's own state."""
 
 
 def of_optimizer(parameter: str, key: str) -> str:
@@ -20,7 +20,7 @@ def of_optimizer(parameter: str, key: str) -> str:
 
 
 def optimizer_part(name: str) -> tuple[str, str] | None:
-    """The parameter and the optimizer's key; None for a tensor of another kind."""
+    """The parameter's name and the optimizer state key; None for any other tensor."""
     if not name.startswith(OPTIMIZER):
         return None
     parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
@@ -28,5 +28,5 @@ def optimizer_part(name: str) -> tuple[str, str] | None:
 
 
 def parameter_of(name: str) -> str | None:
-    """The parameter or buffer; None for a tensor of another kind."""
+    """The name of the parameter or buffer; None for any other tensor."""
     return name.removeprefix(PARAMETERS) if name.startswith(PARAMETERS) else None

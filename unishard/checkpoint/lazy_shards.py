@@ -1,4 +1,4 @@
-"""A tensor that is to be stored, before anything of it is read: a stretch of it, and a function that fetches any piece of that."""
+"""A shard of a tensor to be stored, with a function that reads any range of it on demand."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["LazyShard", "lazy_shard_of"]
 
 
 class LazyShard(NamedTuple):
-    """What somebody (a rank, a file) holds of a tensor. Nothing is read until `read` is called."""
+    """The flat range of a tensor that a rank or a file holds. Nothing is read until `read` is called."""
 
     shape: torch.Size
-    """Of the whole tensor."""
+    """Of the full tensor."""
     dtype: torch.dtype
     start: int
-    """Where it begins in the flattened whole."""
+    """First element, in the flattened full tensor."""
     end: int
-    """One beyond its last element; `start` where nothing is held."""
+    """One past the last element; equal to `start` for an empty shard."""
     read: Callable[[int, int], Tensor]
-    """The elements from one place of the flattened whole to another, both within the stretch: flat, contiguous, on any device."""
+    """Returns the elements between two offsets of the flattened full tensor, both within the shard: flat, contiguous, on any device."""
 
 
 def lazy_shard_of(part: Shard) -> LazyShard:
-    """What this rank holds of a live tensor. The memory is read when it is written to a file, not now."""
+    """This rank's shard of a live tensor. Its memory is read when it is written to a file, not now."""
     flat = part.values.detach().reshape(-1)
     start = 0 if part.group is None else part.start
     return LazyShard(part.shape, flat.dtype, start, start + flat.numel(), lambda begin, end: flat[begin - start : end - start])

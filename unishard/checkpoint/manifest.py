@@ -1,4 +1,4 @@
-"""The manifest: everything that a checkpoint says beside its tensors. Its presence means that the checkpoint is complete."""
+"""The manifest: all metadata of a checkpoint. Its presence means that the checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 ]
 
 FILE = "manifest.json"
-"""Its name in the directory of a checkpoint."""
+"""Its name in a checkpoint directory."""
 _LAST = re.compile(rb',\n "crc32": "[0-9a-f]{8}"\n}\n\Z')
 """The entry with the checksum, and the end of the file."""
 
 
 class _Facts(BaseModel):
-    # What is not finite, such as the norms of a run that diverged, stands as NaN and Infinity, which Python's json reads too.
+    # Non-finite values, such as the norms of a diverged run, are written as NaN and Infinity, which Python's json reads too.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
@@ -43,121 +43,121 @@ class FileFacts(_Facts):
     """One file of the directory."""
 
     bytes: int
-    """Its size."""
+    """Size of the file."""
     crc32: str
-    """Of all its bytes, 8 hexadecimal digits."""
+    """CRC-32 of the file, 8 hexadecimal digits."""
 
 
 class TensorFacts(_Facts):
     """One tensor."""
 
     shape: list[int]
-    """Of the whole."""
+    """Shape of the full tensor."""
     dtype: str
-    """As torch names it, such as `float32`."""
+    """torch's name of the dtype, such as `float32`."""
     hash: str
-    """`unishard.checkpoint.hashing`, 16 hexadecimal digits: the same however the tensor was divided."""
+    """Hash of `unishard.checkpoint.hashing`, 16 hexadecimal digits; does not depend on how the tensor was sharded."""
 
 
 class ModelRecord(_Facts):
     """The model."""
 
     class_name: str
-    """Its class."""
+    """Class of the model."""
     fingerprint: str
-    """Of the names and shapes of its parameters and persistent buffers."""
+    """Hash of the names and shapes of its parameters and persistent buffers."""
     numel: int
-    """Elements of all parameters, each counted once."""
+    """Number of elements of all parameters, each parameter counted once."""
 
 
 class GroupRecord(_Facts):
     """One parameter group of the optimizer."""
 
     names: list[str]
-    """Its parameters."""
+    """Names of its parameters."""
     options: dict[str, Any]
-    """Its options, such as `lr` and `weight_decay`, as they were."""
+    """Its options, such as `lr` and `weight_decay`."""
 
 
 class OptimizerFacts(_Facts):
     """The optimizer."""
 
     class_name: str
-    """Its class."""
+    """Class of the optimizer."""
     groups: list[GroupRecord]
-    """In its order."""
+    """Its parameter groups, in order."""
 
 
 class ScheduleFacts(_Facts):
-    """The learning rate over time."""
+    """The learning rate schedule."""
 
     updates: int
-    """Updates made: windows that ended without being skipped."""
+    """Optimizer steps taken; skipped ones are not counted."""
     peaks: list[float] = []
-    """The rate of each group that the config's schedule multiplies."""
+    """Peak learning rate of each parameter group, which the config's schedule multiplies."""
     torch: dict[str, Any] | None = None
-    """State of a scheduler object, where there was one."""
+    """State of the scheduler object, if there was one."""
 
 
 class LossScaleFacts(_Facts):
     """The loss scale of fp16."""
 
     value: float
-    """What the loss is multiplied by."""
+    """The factor of the loss."""
     made: int
-    """Updates since it last changed."""
+    """Optimizer steps since it last changed."""
 
 
 class Manifest(_Facts):
-    """Everything that a checkpoint says beside its tensors."""
+    """All metadata of a checkpoint."""
 
     format: Literal["unishard"] = "unishard"
-    """Whose it is."""
+    """The format of the checkpoint."""
     version: Literal[1] = 1
-    """Of the format; a reader refuses another one."""
+    """Version of the format; a reader rejects any other."""
     written: str
-    """UTC, ISO 8601."""
+    """Time of writing: UTC, ISO 8601."""
     versions: dict[str, str]
-    """Of unishard, python, torch and the engine's package."""
+    """Versions of unishard, python, torch and the engine's package."""
     step: int
-    """Accumulation windows that had ended, skipped ones too."""
+    """Completed accumulation windows, including skipped ones."""
     world_size: int
     """Ranks that wrote it."""
     config: dict[str, Any] | None = None
-    """The config that ran; None where the checkpoint was converted from another tool's."""
+    """The config of the run; None if the checkpoint was converted from another tool's."""
     model: ModelRecord
     """The model."""
     ties: dict[str, str] = {}
-    """Other names of a parameter, to the one under which it is stored."""
+    """Other names of tied parameters, to the name under which each is stored."""
     frozen: list[str] = []
     """Parameters that were not trainable."""
     buffers: list[str] = []
-    """Those tensors of the model that are no parameters."""
+    """Tensors of the model that are not parameters."""
     optimizer: OptimizerFacts | None = None
-    """The optimizer; None where nothing was trained."""
+    """The optimizer; None for inference."""
     schedule: ScheduleFacts | None = None
-    """The learning rate over time; None where nothing was trained."""
+    """The learning rate schedule; None for inference."""
     loss_scale: LossScaleFacts | None = None
-    """The loss scale of fp16, 1.0 in other formats; None where it is not known."""
+    """The loss scale of fp16, 1.0 for other dtypes; None if unknown."""
     data: list[Any] = []
-    """State of each rank's loader, in the order of the ranks; tensors stand as in `state`."""
+    """State of each rank's data loader, in rank order; tensors are encoded as in `state`."""
     state: Any = None
-    """What the user saved: JSON, and `{"$tensor": name}` for a tensor among those of the checkpoint."""
+    """The user's own state: JSON, with `{"$tensor": name}` for a tensor of the checkpoint."""
     norms: dict[str, float] = {}
-    """L2 norm of all parameters together, and of each kind of optimizer state."""
+    """L2 norm of all parameters, and of each kind of optimizer state."""
     files: dict[str, FileFacts]
-    """Every file of the directory but this one."""
+    """All files of the directory except this one."""
     tensors: dict[str, TensorFacts]
-    """Every tensor."""
+    """All tensors."""
     crc32: str | None = None
-    """Of the file up to this entry, the last, 8 hexadecimal digits; None where whoever wrote it gave none."""
+    """CRC-32 of the file up to this entry, which is the last, 8 hexadecimal digits; None if the writer gave none."""
 
 
 def text_of(manifest: Manifest) -> str:
-    """The manifest as it stands in its file, with its checksum.
+    """The manifest as it is written to its file, with its checksum.
 
     Raises:
-        CheckpointError: Something in it is no JSON.
+        CheckpointError: A value cannot be written as JSON.
     """
     try:
         body = manifest.model_dump_json(indent=1, exclude={"crc32"}).removesuffix("\n}")
@@ -172,34 +172,31 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: There is none, so the checkpoint is incomplete or of another tool; or it is damaged, or this version cannot
-            read it.
+        CheckpointError: It is missing (the checkpoint is incomplete or from another tool), damaged, or of an unknown version.
     """
     path = folder / FILE
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(
-            f"{folder}: there is no complete checkpoint here ({FILE}: {error.strerror}); see `unishard checkpoint list`"
-        ) from error
+        raise CheckpointError(f"{folder}: not a complete checkpoint ({FILE}: {error.strerror}); run `unishard checkpoint list`") from error
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(each) for each in first["loc"])
         raise CheckpointError(
-            f"{path}: {where + ': ' if where else ''}{first['msg']}; it is damaged, or written by a later unishard"
+            f"{path}: {where + ': ' if where else ''}{first['msg']}; the file is damaged, or was written by a later version of unishard"
         ) from error
     last = _LAST.search(text)
     found = f"{zlib.crc32(text[: last.start()]):08x}" if last else None
     if manifest.crc32 not in (None, found):
         raise CheckpointError(
-            f"{path}: has CRC-32 {found} instead of {manifest.crc32}; it is damaged, or was edited: then take the entry `crc32` out"
+            f"{path}: has CRC-32 {found} instead of {manifest.crc32}; the file is damaged; if you edited it, remove the entry `crc32`"
         )
     return manifest
 
 
 def fingerprint_of(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Of the names and shapes of a model's tensors: 16 hexadecimal digits, whatever their order."""
+    """A hash of the names and shapes of a model's tensors: 16 hexadecimal digits, independent of their order."""
     lines = [f"{name} {tuple(shape)}\n" for name, shape in sorted(shapes.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]

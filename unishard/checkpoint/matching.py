@@ -1,4 +1,4 @@
-"""What of a checkpoint goes into what of a running model: decided before anything is changed."""
+"""Matches the tensors of a checkpoint with those of a running model, before anything is changed."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class Wanted(NamedTuple):
     """The optimizer state of one parameter."""
 
     tensors: frozenset[str]
-    """Keys of those that have the parameter's shape."""
+    """Keys of state tensors with the parameter's shape."""
     numbers: frozenset[str]
-    """Keys of the others, such as a step count."""
+    """Keys of other state, such as a step count."""
 
 
 class Match(NamedTuple):
-    """What is to be read."""
+    """What to load."""
 
     model: tuple[str, ...]
     """Names of parameters and buffers."""
     optimizer: Mapping[str, Wanted]
-    """By parameter, what it has in the checkpoint; a parameter that had never been updated is not among them."""
+    """By parameter, its state in the checkpoint; parameters that were never updated are absent."""
     notes: tuple[str, ...]
-    """What does not fit and was left out."""
+    """What does not match and is skipped."""
 
 
 def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mapping[str, Wanted], *, strict: bool) -> Match:
-    """Compare the tensors of a checkpoint with those that run.
+    """Compare the tensors of a checkpoint with those of the running model and optimizer.
 
     Args:
         manifest: Of the checkpoint.
-        model: Shapes of the running parameters and buffers, by their names in a checkpoint, each once.
-        optimizer: What the running optimizer keeps for each parameter that it updates, after its first update.
-        strict: Whether a difference is an error.
+        model: Shapes of the model's parameters and buffers, by their names in a checkpoint, each once.
+        optimizer: The state that the optimizer keeps for each trainable parameter after its first update.
+        strict: Whether a mismatch is an error.
 
     Raises:
-        CheckpointError: There are differences and `strict`; lists them.
+        CheckpointError: There are mismatches and `strict` is true; lists them.
     """
     problems: list[str] = []
     model_names = _model(manifest, model, problems)
@@ -53,9 +53,8 @@ def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mappi
     if problems and strict:
         more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            "the checkpoint does not fit what runs; load it into what it was saved from, or what fits of it with strict=False:\n"
-            + "\n".join(problems[:_SHOWN])
-            + more
+            "the checkpoint does not match the model or the optimizer; load it into the ones that it was saved from, or pass strict=False "
+            "to load only what matches:\n" + "\n".join(problems[:_SHOWN]) + more
         )
     return Match(tuple(model_names), states, tuple(problems))
 
@@ -67,18 +66,16 @@ def _model(manifest: Manifest, wanted: Mapping[str, Sequence[int]], problems: li
     for name, shape in wanted.items():
         if name not in stored:
             near = get_close_matches(name, stored, 1)
-            hint = f"; did its name change from {near[0].removeprefix(keys.PARAMETERS)}?" if near else ""
-            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: is not in the checkpoint{hint}")
+            hint = f"; was it renamed from {near[0].removeprefix(keys.PARAMETERS)}?" if near else ""
+            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: not in the checkpoint{hint}")
         elif list(shape) != list(stored[name]):
-            problems.append(
-                f"{name.removeprefix(keys.PARAMETERS)}: has the shape {tuple(shape)}, and {tuple(stored[name])} in the checkpoint"
-            )
+            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: has shape {tuple(shape)}, but {tuple(stored[name])} in the checkpoint")
         else:
             fitting.append(name)
     used = {aliases.get(name, name) for name in fitting}
     for name in stored:
         if name not in wanted and aliases.get(name, name) not in used:
-            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: is in the checkpoint and not in the model")
+            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: in the checkpoint, but not in the model")
     return fitting
 
 
@@ -88,7 +85,7 @@ def _optimizer(
     if not wanted:
         return {}
     if manifest.optimizer is None:
-        problems.append("the optimizer: the checkpoint holds no optimizer, so training would begin with a new one")
+        problems.append("optimizer: the checkpoint has no optimizer state; training would start with a new optimizer")
         return {}
     stored: dict[str, dict[str, list[int]]] = {}
     for name, facts in manifest.tensors.items():
@@ -104,9 +101,9 @@ def _optimizer(
             if all(list(found[key]) == list(shape) for key in needs.tensors):
                 fitting[name] = needs
             else:
-                problems.append(f"{name}: its optimizer state has another shape, so that it begins anew")
+                problems.append(f"{name}: its optimizer state in the checkpoint has another shape; it is reset")
             continue
         kept, used = ", ".join(sorted(found)), ", ".join(sorted(needs.tensors | needs.numbers)) or "nothing"
-        problems.append(f"{name}: {manifest.optimizer.class_name} kept {kept} for it, and the optimizer that runs keeps {used}")
-    problems += [f"{name}: was trained, and is not trained now" for name in stored]
+        problems.append(f"{name}: the checkpoint's {manifest.optimizer.class_name} kept {kept}, the current optimizer keeps {used}")
+    problems += [f"{name}: was trainable, but is not now" for name in stored]
     return fitting

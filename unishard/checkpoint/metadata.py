@@ -1,7 +1,7 @@
 """Reads the index of a torch.distributed.checkpoint directory without trusting its pickle.
 
-torch reads `.metadata` with plain `pickle` (torch 2.13, checkpoint/filesystem.py, FileSystemReader.read_metadata), which runs whatever
-the file says. Here only the classes that such an index is made of can be named.
+torch reads `.metadata` with plain `pickle` (torch 2.13, checkpoint/filesystem.py, FileSystemReader.read_metadata), which can execute
+arbitrary code. This reader admits only the classes that such an index consists of.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ADMITTED = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """The unpickler in Python, not the one in C: that one takes any amount of memory for a damaged index into its memo (Python 3.11)."""
+    """Python's own unpickler, not the one in C, whose memo takes any amount of memory for a damaged index (Python 3.11)."""
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
@@ -55,52 +55,52 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if module == "pathlib._local":  # as Python 3.13 writes them; others have no such module
+        if module == "pathlib._local":  # Python 3.13 writes this name; other versions have no such module
             module = "pathlib"
         if name not in _ADMITTED.get(module, ()):
-            _refuse(f"names {module}.{name}, which an index of tensors has no use for; do not open it with anything else")
+            _refuse(f"refers to {module}.{name}, which no tensor index needs; the file may be malicious, do not open it")
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> NoReturn:
         _refuse("refers to objects outside it")
 
     def load_build(self) -> None:
-        """Sets attributes of an object, of a class too: those of this process are not a file's to change."""
+        """Set attributes of an object, but never of a class: a file must not change classes of this process."""
         if isinstance(self.stack[-2], type):
-            _refuse("changes a class; do not open it with anything else")
+            _refuse("modifies a class; the file may be malicious, do not open it")
         pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = load_build
-    del dispatch[pickle.BYTEARRAY8[0]]  # makes an array of whatever size the file says
+    del dispatch[pickle.BYTEARRAY8[0]]  # would allocate an array of any size that the file names
 
 
 def read(folder: Path) -> Metadata:
     """The index of a directory.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it names classes that have no place in it.
-        BackendError: This torch has another kind of index.
+        CheckpointError: It is missing or damaged, or refers to other classes.
+        BackendError: This version of torch has another kind of index.
     """
     dcp.require()
     path = folder / FILE
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; this is no directory of torch.distributed.checkpoint") from error
+        raise CheckpointError(f"{path}: {error.strerror}; this is not a torch.distributed.checkpoint directory") from error
     try:
         found: Metadata = _Unpickler(io.BytesIO(data)).load()
         sound = isinstance(found, Metadata) and _is_sound(found)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except Exception as error:  # a damaged pickle fails in any way
+    except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); it is damaged") from error
     if not sound:
-        raise CheckpointError(f"{path}: holds no index of torch.distributed.checkpoint; it is damaged")
+        raise CheckpointError(f"{path}: not an index of torch.distributed.checkpoint; it is damaged")
     return found
 
 
 def _is_sound(found: Metadata) -> bool:
-    """Whether everything in it has the type that its field says, and every box lies within its tensor."""
+    """Whether every value has the declared type, and every box lies within its tensor."""
     entries = all(isinstance(name, str) and _is_entry(entry) for name, entry in found.state_dict_metadata.items())
     places = all(isinstance(at, MetadataIndex) and _is_place(place) for at, place in found.storage_data.items())
     return entries and places
@@ -123,7 +123,7 @@ def _is_entry(entry: Any) -> bool:
 
 def _is_within(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
     boxes = zip(chunk.offsets, chunk.sizes, size, strict=True)
-    return all(min(offset, length) >= 0 and offset + length <= whole for offset, length, whole in boxes)
+    return all(min(offset, length) >= 0 and offset + length <= full for offset, length, full in boxes)
 
 
 def _is_place(place: Any) -> bool:
@@ -132,10 +132,10 @@ def _is_place(place: Any) -> bool:
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """What `getattr` may do in an index: Python 3.11.0 to 3.11.3 writes a member of an enum that way (enum.py, __reduce_ex__)."""
+    """The only permitted use of `getattr`: Python 3.11.0 to 3.11.3 pickles enum members that way (enum.py, __reduce_ex__)."""
     member = dcp.memory_format(kind, name)
     if member is None:
-        _refuse("names builtins.getattr, which an index of tensors has no use for; do not open it with anything else")
+        _refuse("refers to builtins.getattr, which no tensor index needs; the file may be malicious, do not open it")
     return member
 
 

@@ -1,7 +1,6 @@
-"""What torch.save puts around the data of a tensor, so that the data can go to a file from where it lies and torch.load reads it.
+"""The bytes that torch.save writes around a tensor's data, so that the data can be written without a copy and torch.load reads it.
 
-It depends on shape and dtype alone, once its checksum of the data is switched off, which torch.load does not look at (torch 2.13). So it
-is made once for each of them.
+They depend only on shape and dtype, once the data checksum is disabled, which torch.load ignores (torch 2.13). So they are cached.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["envelope_of"]
 
 
 def envelope_of(values: Tensor) -> tuple[bytes, bytes]:
-    """What stands before and after the data of a tensor in its record."""
+    """The bytes before and after the data of a tensor in its record."""
     return _envelope(values.dtype, values.shape)
 
 
@@ -37,7 +36,7 @@ def _envelope(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
 
 
 def _offset_of_data(record: bytes) -> int:
-    """Where the data begins: a record is a zip file that compresses nothing, and the local header of `data/0` stands before its data."""
+    """Where the data begins: a record is an uncompressed zip file, and the local header of `data/0` precedes its data."""
     with zipfile.ZipFile(io.BytesIO(record)) as archive:
         (header,) = (entry.header_offset for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name, extra = struct.unpack_from("<HH", record, header + 26)  # lengths of what follows the 30 bytes of the header

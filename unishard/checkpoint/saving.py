@@ -1,4 +1,4 @@
-"""From what the ranks hold to a complete checkpoint: all of it, or nothing."""
+"""Writes a complete checkpoint from the ranks' shards, atomically."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _logger = logging.getLogger("unishard")
 
 
 class Snapshot(NamedTuple):
-    """What one rank knows of a moment of the training."""
+    """The training state of one rank at one step."""
 
     step: int
-    """Accumulation windows that have ended; the name of the checkpoint."""
+    """Completed accumulation windows; names the checkpoint."""
     stretches: Mapping[str, LazyShard]
-    """What this rank holds of each tensor."""
+    """This rank's shard of each tensor."""
     ties: Mapping[str, str]
-    """Other names of parameters, to those under which they are stored."""
+    """Other names of tied parameters, to the name under which each is stored."""
     facts: Mapping[str, Any]
-    """The fields of the manifest, but for those that come of writing. Rank 0's count."""
+    """The fields of the manifest that are known before writing. Only rank 0's are used."""
     assets: Mapping[str, bytes]
-    """Small files that go along, by their path in the checkpoint. Rank 0's count."""
+    """Small files to include, by their path in the checkpoint. Only rank 0's are used."""
 
 
 class Retention(NamedTuple):
-    """Which checkpoints stay."""
+    """Which checkpoints are kept."""
 
     keep_last: int | None = None
-    """That many of the newest; None for all."""
+    """Number of the newest checkpoints to keep; None for all."""
     keep_every: int | None = None
-    """And those whose step is a multiple of it."""
+    """Also keep those whose step is a multiple of it."""
 
 
 def save(
@@ -57,20 +57,20 @@ def save(
     group: dist.ProcessGroup | None,
     advance: Callable[[int], None] = lambda written: None,
 ) -> Path:
-    """Write a checkpoint of one moment into a directory of checkpoints. Collective.
+    """Write a snapshot as a checkpoint. Collective.
 
     Args:
-        root: Holds the checkpoints of a run.
-        snapshot: Its stretches are read while this runs, so nothing may write into them.
-        retention: Applied when the new checkpoint is complete.
-        group: Of a backend for the CPU.
-        advance: Told of this rank's progress, in bytes.
+        root: The folder of the run's checkpoints.
+        snapshot: Its tensors are read during the call, so nothing may modify them.
+        retention: Applied once the new checkpoint is complete.
+        group: A process group with a CPU backend.
+        advance: Called with this rank's progress in bytes.
 
     Returns:
-        The checkpoint.
+        The checkpoint directory.
 
     Raises:
-        CheckpointError: On every rank: it could not be written. What was there before is still there.
+        CheckpointError: On every rank: it could not be written. Earlier checkpoints are unchanged.
     """
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step))
     try:
@@ -85,14 +85,14 @@ def save(
             return complete
 
         return on_first(group, finish)
-    except CheckpointError:  # on every rank, so that they can clear up together
-        _clear_up(root, group)
+    except CheckpointError:  # raised on every rank, so that all can take part in the cleanup
+        _clean_up(root, group)
         raise
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Python's garbage collector off: for the many small objects of a plan it would look through all those of the process."""
+    """Disable Python's garbage collector: the many small objects of a save plan would trigger scans of the entire heap."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -102,12 +102,12 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _clear_up(root: Path, group: dist.ProcessGroup | None) -> None:
-    """After a failure, whose cause is raised and not what may go wrong here. It may have come before the new name was given, or after."""
+def _clean_up(root: Path, group: dist.ProcessGroup | None) -> None:
+    """Clean up after a failure, before or after the rename. Errors here are only logged, so that the original one is raised."""
     try:
         on_first(group, lambda: directory.clean(root))
     except CheckpointError as error:
-        _logger.warning("%s; the next run that saves here tries again", error)
+        _logger.warning("%s; the next run that saves here retries the cleanup", error)
 
 
 def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:

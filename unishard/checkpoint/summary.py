@@ -1,4 +1,4 @@
-"""What a manifest says of the files and tensors that have been written."""
+"""The manifest's fields about the files and tensors that were written."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["summary_of"]
 
 
 def summary_of(written: Written, buffers: Collection[str]) -> dict[str, Any]:
-    """The fields of a manifest that come of writing.
+    """The fields of a manifest that are known only after writing.
 
     Args:
         written: By all ranks.
-        buffers: Names of those tensors of the model that are no parameters.
+        buffers: Names of the model's tensors that are not parameters.
     """
     return {
         "written": datetime.now(UTC).isoformat(timespec="microseconds"),
@@ -34,7 +34,7 @@ def summary_of(written: Written, buffers: Collection[str]) -> dict[str, Any]:
 
 
 def _norms(written: Written, buffers: Collection[str]) -> dict[str, float]:
-    """L2 norm of all parameters together, and of each kind of optimizer state, but for numbers."""
+    """L2 norm of all parameters, and of each kind of optimizer state with a parameter's shape."""
     squares: dict[str, float] = {}
     for name, square in written.squares.items():
         parameter, part = keys.parameter_of(name), keys.optimizer_part(name)

@@ -1,4 +1,4 @@
-"""The tensors of a torch.distributed.checkpoint directory, read piece by piece, by one process, without an engine."""
+"""Reads the tensors of a torch.distributed.checkpoint directory chunk by chunk, in one process, without an engine."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["ReadRequest", "Tensors"]
 
 
 class ReadRequest(NamedTuple):
-    """Memory that wants a stretch of a tensor."""
+    """Memory to read a flat range of a tensor into."""
 
     name: str
     """In the checkpoint."""
     start: int
-    """Where the stretch begins in the flattened tensor."""
+    """First element, in the flattened tensor."""
     values: Tensor
-    """Flat, any dtype and device; it is written to."""
+    """The flat destination, of any dtype on any device; is written to."""
 
 
 class _Chunk(NamedTuple):
-    """A box of a tensor as it lies in a file."""
+    """A box of a tensor as it is stored in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Chunk(NamedTuple):
 
 
 class Tensors:
-    """The tensors of a directory. Opening reads its index alone."""
+    """The tensors of a directory. Opening it reads only the index."""
 
     def __init__(self, folder: Path) -> None:
         """Open a directory.
@@ -60,7 +60,7 @@ class Tensors:
         self.others: frozenset[str] = frozenset(
             name for name, entry in index.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)
         )
-        """Names of what is no tensor: pickles, which are never opened."""
+        """Names of entries that are not tensors: pickles, which are never opened."""
         self._chunks: dict[str, list[_Chunk]] = {}
         for name, entry in index.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
@@ -73,7 +73,7 @@ class Tensors:
         return iter(self._chunks)
 
     def stretch(self, name: str) -> LazyShard:
-        """A whole tensor, to be read when and where it is needed.
+        """A full tensor, read on demand.
 
         Raises:
             CheckpointError: There is no such tensor.
@@ -88,21 +88,21 @@ class Tensors:
         shape = self.shapes[name]
         return LazyShard(shape, self.dtypes[name], 0, shape.numel(), read)
 
-    def whole(self, name: str) -> Tensor:
-        """A whole tensor in host memory."""
+    def full(self, name: str) -> Tensor:
+        """A full tensor in host memory."""
         stretch = self.stretch(name)
         return stretch.read(0, stretch.end).view(stretch.shape)
 
     @torch.no_grad()
     def read(self, targets: Iterable[ReadRequest], progress: Callable[[int], None] = lambda read: None) -> None:
-        """Fill memory. Each chunk of the files that is needed is read once, in the order of the files.
+        """Read into memory. Each chunk that is needed is read once, in file order.
 
         Args:
-            targets: What to fill.
-            progress: Called with the bytes of each chunk.
+            targets: The memory to fill.
+            progress: Called with the size of each chunk in bytes.
 
         Raises:
-            CheckpointError: There is no such tensor, or a file is missing, too short or damaged.
+            CheckpointError: A tensor does not exist, or a file is missing, truncated or damaged.
         """
         wanted: dict[_Chunk, list[tuple[ReadRequest, int, int, int]]] = {}
         for target in targets:
@@ -112,7 +112,7 @@ class Tensors:
                     wanted.setdefault(chunk, []).append((target, inside, into, length))
                     filled += length
             if filled != target.values.numel():
-                raise CheckpointError(f"{self.folder}: {target.name} has gaps; write the checkpoint again")
+                raise CheckpointError(f"{self.folder}: {target.name} is incomplete; use another checkpoint")
         opened: tuple[str, IO[bytes]] | None = None
         try:
             for chunk in sorted(wanted, key=lambda each: (each.file, each.at)):
@@ -135,9 +135,7 @@ class Tensors:
         for chunk in entry.chunks:
             place = places.get(MetadataIndex(name, chunk.offsets))
             if place is None or getattr(place, "transform_descriptors", None):
-                raise CheckpointError(
-                    f"{self.folder}: {name} is stored in a way that this version does not read (a missing or encoded chunk)"
-                )
+                raise CheckpointError(f"{self.folder}: {name} has a missing or encoded chunk, which this version cannot read")
             if Path(place.relative_path).name != place.relative_path:
                 raise CheckpointError(
                     f"{self.folder}: {name} lies outside the directory ({place.relative_path}); do not trust this checkpoint"
@@ -152,7 +150,7 @@ class Tensors:
         try:
             return self._chunks[name]
         except KeyError:
-            raise CheckpointError(f"{self.folder}: there is no tensor {name!r}; see `unishard checkpoint inspect`") from None
+            raise CheckpointError(f"{self.folder}: no tensor {name!r}; list them with `unishard checkpoint inspect`") from None
 
     def _open(self, chunk: _Chunk) -> IO[bytes]:
         try:
@@ -163,15 +161,15 @@ class Tensors:
     def _load(self, chunk: _Chunk, file: IO[bytes]) -> Tensor:
         try:
             values = torch.load(_Window(file, chunk.at, chunk.length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-        except Exception as error:  # a damaged archive fails in any way
+        except Exception as error:  # a damaged archive can raise anything
             raise CheckpointError(f"{self.folder / chunk.file}: {chunk.name} cannot be read ({error}); the file is damaged") from error
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
-            raise CheckpointError(f"{self.folder / chunk.file}: {chunk.name} has another shape than the index says; the file is damaged")
+            raise CheckpointError(f"{self.folder / chunk.file}: {chunk.name} does not have the shape in the index; the file is damaged")
         return values.reshape(-1)
 
 
 def _common(chunk: _Chunk, target: ReadRequest) -> Iterator[tuple[int, int, int]]:
-    """What a chunk has of what is wanted: where in the chunk, where in the target, how much."""
+    """The overlaps of a chunk and a target: offset in the chunk, offset in the target, length."""
     begin, end = target.start, target.start + target.values.numel()
     if chunk.sizes and 0 not in chunk.sizes:
         strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
@@ -186,7 +184,7 @@ def _common(chunk: _Chunk, target: ReadRequest) -> Iterator[tuple[int, int, int]
 
 
 class _Window:
-    """A stretch of a file as a file of its own."""
+    """A byte range of a file, as a file object."""
 
     def __init__(self, file: IO[bytes], at: int, length: int) -> None:
         self._file, self._at, self._length, self._place = file, at, length, 0

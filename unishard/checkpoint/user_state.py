@@ -1,4 +1,4 @@
-"""What a user saves besides the model, as JSON and tensors. Nothing is pickled.
+"""Encodes a user's own state as JSON and tensors. Nothing is pickled.
 
 | Python | JSON |
 |---|---|
@@ -11,9 +11,9 @@
 | tensor | `{"$tensor": name}` |
 | numpy array | `{"$array": name}` |
 
-A name is that of a tensor in the checkpoint; a tensor without elements is not stored, and stands as `[dtype, shape]`. What comes back is
-what was given, but for subclasses of `dict` (a plain one), numpy's scalars (Python's numbers) and tensors (without a graph, where the
-reader puts them).
+A name is that of a tensor in the checkpoint; an empty tensor is not stored, but written as `[dtype, shape]`. The decoded state equals the
+original, except that subclasses of `dict` become plain dicts, numpy scalars become Python numbers, and tensors have no autograd graph and
+are on the reader's device.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from unishard.checkpoint import keys
+from unishard.distributed.dtypes import dtype_named, name_of
 from unishard.errors import CheckpointError
 
 __all__ = ["pack", "unpack"]
 
 _EXACT = 2**53
-"""Integers beyond it are rounded by readers of JSON that know only doubles."""
+"""JSON readers that only know doubles round larger integers."""
 _DEEPEST = 100
-"""Levels of nesting."""
+"""Maximum nesting depth."""
 
 
 def pack(state: Any, prefix: str = keys.STATE) -> tuple[Any, dict[str, Tensor]]:
@@ -43,24 +44,24 @@ def pack(state: Any, prefix: str = keys.STATE) -> tuple[Any, dict[str, Tensor]]:
 
     Args:
         state: Dicts, lists, tuples, strings, bytes, numbers, booleans, None, tensors and numpy arrays, in any nesting.
-        prefix: What the names of its tensors begin with; another one for each state of a checkpoint.
+        prefix: Prefix of the names of its tensors; unique for each state of a checkpoint.
 
     Returns:
-        The JSON value, and the tensors by their names in a checkpoint. They share memory with those of the state where they can.
+        The JSON value, and the tensors by their names in a checkpoint. They share memory with the state's where possible.
 
     Raises:
-        CheckpointError: Something in the state is of another type. Says where, and what instead.
+        CheckpointError: A value has another type. Says where, and what to save instead.
     """
     packer = _Packer(prefix)
     return packer.pack(state, ()), packer.tensors
 
 
 def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:
-    """The state that `pack` was given.
+    """Decode a state. The inverse of `pack`.
 
     Args:
         json_value: From `pack`.
-        read: Returns the tensor of a name.
+        read: Returns a tensor by its name.
 
     Raises:
         CheckpointError: The JSON is not from `pack`.
@@ -76,7 +77,7 @@ def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:
         return _MARKERS[marker](json_value[marker], read)
     except (KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(
-            f"the saved state holds {json_value!r:.80}, which this version does not know ({type(problem).__name__}: {problem}); "
+            f"the saved state holds {json_value!r:.80}, which this version cannot decode ({type(problem).__name__}: {problem}); "
             "load it with the version of unishard that wrote it"
         ) from problem
 
@@ -109,7 +110,7 @@ class _Packer:
             bytes: self._bytes,
             tuple: lambda value, path: {"$tuple": self._list(value, path)},
         }
-        """What may be the key of a dict as well. Subclasses, such as enums and named tuples, would not come back as such."""
+        """Types that may also be dict keys. Subclasses, such as enums and named tuples, are excluded: their type would be lost."""
         self._others: dict[type, Callable[[Any, _Path], Any]] = {
             Tensor: self._tensor,
             np.ndarray: self._array,
@@ -120,7 +121,7 @@ class _Packer:
     def pack(self, value: Any, path: _Path) -> Any:
         if len(path) > _DEEPEST:
             raise CheckpointError(
-                f"state.{_dotted(path[:5])}... is nested deeper than {_DEEPEST} levels, or holds itself; save what is in it"
+                f"state.{_dotted(path[:5])}... is nested deeper than {_DEEPEST} levels, or contains itself; save a flatter state"
             )
         if type(value) is list:
             return self._list(value, path)
@@ -152,7 +153,7 @@ class _Packer:
 
     def _array(self, value: np.ndarray[Any, Any], path: _Path) -> dict[str, Any]:
         try:
-            tensor = torch.from_numpy(np.array(value))  # a copy: torch takes no negative strides and warns of read-only memory
+            tensor = torch.from_numpy(np.array(value))  # a copy: torch rejects negative strides and warns about read-only memory
         except (TypeError, ValueError) as problem:
             raise _refusal(
                 path, value, "an array of numbers in native byte order, or its tolist()", f"is of {value.dtype} in a"
@@ -169,9 +170,9 @@ class _Packer:
         return {"$bytes": self._name(torch.tensor(bytearray(value), dtype=torch.uint8), path)}
 
     def _name(self, tensor: Tensor, path: _Path) -> str | list[Any]:
-        """Where the tensor lies, told apart from another one whose path is spelled alike."""
-        if not tensor.numel():  # no rank could write it
-            return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        """The tensor's name in the checkpoint, with a suffix if another path has the same spelling."""
+        if not tensor.numel():  # there is nothing that a rank could write
+            return [name_of(tensor.dtype), list(tensor.shape)]
         name = first = self._prefix + _dotted(path)
         count = 1
         while name in self.tensors:
@@ -185,13 +186,13 @@ def _tensor(name: str | list[Any], read: Callable[[str], Tensor]) -> Tensor:
     if isinstance(name, str):
         return read(name)
     dtype, shape = name
-    return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.empty(shape, dtype=dtype_named(dtype))
 
 
 def _string(value: str, path: _Path) -> str:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise CheckpointError(
-            f"state.{_dotted(path)}: {value!a:.80} holds half a character (a lone surrogate), which no file can; save bytes instead"
+            f"state.{_dotted(path)}: {value!a:.80} contains a lone surrogate, which cannot be encoded as UTF-8; save bytes instead"
         )
     return value
 

@@ -1,4 +1,4 @@
-"""Says what is damaged in a checkpoint: of its files by their checksums, of its tensors by their hashes."""
+"""Verifies a checkpoint: its files by their checksums, its tensors by their hashes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.writing import CHUNK
+from unishard.distributed.dtypes import name_of
 from unishard.errors import CheckpointError
 
 __all__ = ["blocks_of", "damaged", "hashes_of"]
 
 _BLOCK = 1 << 22
-"""Bytes of a file that are in memory at once."""
+"""Bytes of a file in memory at once."""
 
 Advance = Callable[[int], None]
-"""Told how many bytes more have been read."""
+"""Called with the number of further bytes read."""
 
 
 def damaged(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, advance: Advance = lambda read: None) -> list[str]:
-    """What is wrong with the files of a checkpoint, one line each: missing, truncated, changed, or not in the manifest.
+    """Problems with the files of a checkpoint, one line each: missing, truncated, changed, or not in the manifest.
 
     Args:
-        folder: Of the checkpoint.
-        manifest: Of the checkpoint.
-        names: Those files alone; None for all, and for what is there beside them.
-        advance: Told of the progress; all sizes in the manifest together at the end.
+        folder: The checkpoint directory.
+        manifest: Its manifest.
+        names: Only these files; None for all, and to report files that are not in the manifest.
+        advance: Called with the progress; the total is the sum of all sizes in the manifest.
     """
     problems = []
     for name in manifest.files if names is None else names:
@@ -44,14 +45,14 @@ def damaged(folder: Path, manifest: Manifest, names: Iterable[str] | None = None
 
 
 def hashes_of(folder: Path, manifest: Manifest, advance: Advance = lambda read: None) -> list[str]:
-    """What is wrong with the tensors of a checkpoint, one line each, by reading all of them and taking their hashes anew.
+    """Problems with the tensors of a checkpoint, one line each: reads all of them and recomputes their hashes.
 
-    In memory is one chunk of the files at a time.
+    Only one chunk is in memory at a time.
 
     Args:
-        folder: Of the checkpoint.
-        manifest: Of the checkpoint.
-        advance: Told of the progress.
+        folder: The checkpoint directory.
+        manifest: Its manifest.
+        advance: Called with the progress.
 
     Raises:
         CheckpointError: The directory has no index, or a damaged one.
@@ -66,13 +67,13 @@ def hashes_of(folder: Path, manifest: Manifest, advance: Advance = lambda read: 
 
 
 def blocks_of(tensors: Tensors, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """A tensor in pieces that lie in as few chunks as can be: where each begins in the flattened whole, and its elements.
+    """A tensor in blocks aligned to the stored chunks: the offset of each in the flattened tensor, and its elements.
 
     Raises:
         CheckpointError: There is no such tensor, or a file is missing or damaged.
     """
     stretch = tensors.stretch(name)
-    length = max(1, CHUNK // stretch.dtype.itemsize)  # as it was cut when it was written
+    length = max(1, CHUNK // stretch.dtype.itemsize)  # the chunk length used for writing
     for begin in range(0, stretch.end, length):
         yield begin, stretch.read(begin, min(begin + length, stretch.end))
 
@@ -101,15 +102,15 @@ def _crc32(path: Path, advance: Advance) -> str:
 
 
 def _files(folder: Path) -> list[str]:
-    """All but the manifest."""
+    """All files except the manifest."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return [name for name in names if name != manifests.FILE]
 
 
 def _difference(tensors: Tensors, name: str, facts: TensorFacts, advance: Advance) -> str | None:
     if name not in tensors:
-        return "is not there"
-    shape, dtype = list(tensors.shapes[name]), str(tensors.dtypes[name]).removeprefix("torch.")
+        return "is missing"
+    shape, dtype = list(tensors.shapes[name]), name_of(tensors.dtypes[name])
     if (shape, dtype) != (facts.shape, facts.dtype):
         return f"is {dtype} {shape} instead of {facts.dtype} {facts.shape}"
     total = 0

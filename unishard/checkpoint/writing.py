@@ -1,6 +1,6 @@
-"""Writes tensors that are in parts as one directory of torch.distributed.checkpoint, with checksums of its files and hashes of its tensors.
+"""Writes sharded tensors as one torch.distributed.checkpoint directory, with checksums of its files and hashes of its tensors.
 
-Every rank writes what it holds, straight from where it lies; what several ranks hold is divided between them. Nobody gathers anything.
+Every rank writes its own shards without copying them; ranks that hold the same shard divide it between them. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.metadata import FILE
 from unishard.checkpoint.records import envelope_of
+from unishard.distributed.dtypes import name_of
 from unishard.errors import CheckpointError
 
 __all__ = ["Written", "write"]
 
 CHUNK = 1 << 24
-"""Bytes in one chunk of a file: whoever reads a part of it reads all of it."""
+"""Bytes of a chunk. A reader always reads entire chunks."""
 
 Advance = Callable[[int], None]
-"""Told how many bytes more have been written."""
+"""Called with the number of further bytes written."""
 
 
 class Written(NamedTuple):
-    """What all ranks together have written."""
+    """What all ranks have written."""
 
     files: dict[str, tuple[int, int]]
     """Size and CRC-32 of each file."""
     hashes: dict[str, int]
-    """Of each tensor."""
+    """Hash of each tensor."""
     squares: dict[str, float]
-    """Of each floating-point tensor, the sum of its elements' squares, taken in fp32."""
+    """Sum of squares of each floating-point tensor, computed in fp32."""
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
 
@@ -74,37 +75,37 @@ def write(
     group: dist.ProcessGroup | None = None,
     advance: Advance = lambda written: None,
 ) -> Written | None:
-    """Write a directory. Collective where there is a process group, else by one process.
+    """Write a directory. Collective if torch.distributed is initialized.
 
     Args:
-        folder: Empty or not there yet; the same on all ranks.
-        stretches: What this rank holds of each tensor, by the tensor's name in the checkpoint. Ranks may hold the same.
-        ties: Other names of tensors, to the names under which they are stored; readers find them under both.
-        group: Whose ranks take part, of a backend for the CPU.
-        advance: Told of this rank's progress.
+        folder: Empty or nonexistent; the same on all ranks.
+        stretches: This rank's shard of each tensor, by the tensor's name in the checkpoint. Several ranks may hold the same shard.
+        ties: Other names of tied tensors, to the names under which they are stored; readers find both.
+        group: A process group with a CPU backend; None for the default group.
+        advance: Called with this rank's progress.
 
     Returns:
-        What has been written, on rank 0; None on the others.
+        What was written, on rank 0; None on the others.
 
     Raises:
-        CheckpointError: On every rank: one of them could not write its file, or the parts do not make up the tensors.
+        CheckpointError: On every rank: one of them could not write its file, or the shards do not cover the tensors.
     """
-    alone = not dist.is_initialized()
+    single = not dist.is_initialized()
     writer = _Writer(folder, ties or {}, advance)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # by `no_dist`, as it should be
-            save({}, storage_writer=writer, planner=_Planner(stretches), process_group=group, no_dist=alone)
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # because of `no_dist`, as intended
+            save({}, storage_writer=writer, planner=_Planner(stretches), process_group=group, no_dist=single)
     except (CheckpointException, OSError, ValueError) as error:
         if (
-            alone
+            single
             and isinstance(error, CheckpointException)
             and any(isinstance(each, KeyboardInterrupt) for each, _ in error.failures.values())
         ):
-            raise KeyboardInterrupt from None  # torch takes that for a failure to write (torch 2.13, checkpoint/utils.py)
+            raise KeyboardInterrupt from None  # torch reports it as a failure to write (torch 2.13, checkpoint/utils.py)
         raise CheckpointError(f"{folder}: {_cause(error)}") from error
     mine = (writer.files, dict(writer.hashes), dict(writer.squares))
-    if alone:
+    if single:
         return _merged([mine], writer)
     everyone: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(mine, everyone, group=group, group_dst=0)
@@ -126,15 +127,15 @@ def _merged(everyone: list[tuple[dict[str, tuple[int, int]], dict[str, int], dic
 
 
 def _cause(error: BaseException) -> str:
-    """The first rank's own words out of what torch.distributed.checkpoint raises on all of them."""
+    """The error message of the first rank that failed, from what torch.distributed.checkpoint raises on all ranks."""
     if not isinstance(error, CheckpointException):
         return str(error)
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
-    return f"rank {rank} could not write its part: {str(cause) or type(cause).__name__}"  # a KeyboardInterrupt says nothing
+    return f"rank {rank} could not write its shards: {str(cause) or type(cause).__name__}"  # a KeyboardInterrupt has no message
 
 
 class _Planner(DefaultSavePlanner):
-    """Says which boxes this rank holds; the base class divides what several ranks hold, and checks that nothing is missing."""
+    """Plans this rank's boxes; the base class deduplicates them across ranks and checks that nothing is missing."""
 
     def __init__(self, stretches: Mapping[str, LazyShard]) -> None:
         super().__init__()
@@ -149,12 +150,12 @@ class _Planner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
-        # torch looks for elements that nobody holds only where several ranks write, and never for tensors that nobody holds (torch 2.13).
+        # torch checks for missing elements only if several ranks write, and never for missing tensors (torch 2.13).
         for name in metadata.planner_data:
             entry = metadata.state_dict_metadata.get(name)
             held = sum(chunk.sizes.numel() for chunk in entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0
             if not isinstance(entry, TensorStorageMetadata) or held != entry.size.numel():
-                raise ValueError(f"no rank holds all or a part of {name}")
+                raise ValueError(f"no rank holds some or all elements of {name}")
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -165,7 +166,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _start(item: WriteItem) -> int:
-    """Where its box begins in the flattened tensor."""
+    """Offset of its box in the flattened tensor."""
     data = item.tensor_data
     assert data is not None
     return sum(offset * math.prod(data.size[dim + 1 :]) for dim, offset in enumerate(data.chunk.offsets))
@@ -173,7 +174,7 @@ def _start(item: WriteItem) -> int:
 
 def _items(name: str, stretch: LazyShard) -> list[WriteItem]:
     length = max(1, CHUNK // stretch.dtype.itemsize)
-    # Cut at multiples of the length, so that all who hold the same elements cut them alike.
+    # Cut at multiples of the length, so that all ranks with the same elements cut them alike.
     cuts = [stretch.start, *range((stretch.start // length + 1) * length, stretch.end, length), stretch.end]
     return [
         WriteItem(
@@ -191,7 +192,7 @@ def _items(name: str, stretch: LazyShard) -> list[WriteItem]:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Where torch puts it when it makes nested dictionaries of the directory: names of parameters have dots of their own."""
+    """Its path where torch rebuilds nested dictionaries from the directory: names of parameters contain dots themselves."""
     if part := keys.optimizer_part(name):
         return (*keys.OPTIMIZER.rstrip(".").split("."), *part)
     head, _, rest = name.partition(".")
@@ -199,7 +200,7 @@ def _path(name: str) -> tuple[str, ...]:
 
 
 class _Writer(FileSystemWriter):
-    """One file for each rank, its checksum and the hashes of what is in it taken on the way."""
+    """Writes one file for each rank, and computes its checksum and the hashes of its tensors at the same time."""
 
     def __init__(self, folder: Path, ties: Mapping[str, str], advance: Advance) -> None:
         super().__init__(folder, overwrite=False)
@@ -212,7 +213,7 @@ class _Writer(FileSystemWriter):
         self._advance = advance
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # the base class writes the path of this machine into the file
+        return StorageMeta()  # the base class would write a local path into the file
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
@@ -228,7 +229,7 @@ class _Writer(FileSystemWriter):
         return future
 
     def _put(self, file: DirectFile, item: WriteItem, values: Tensor) -> None:
-        """Write one record. All that is to be known of the data is found block by block, while a processor's cache still has it."""
+        """Write one record. Hash and norm are computed block by block, while the block is in the CPU cache."""
         before, after = envelope_of(values)
         name, start, flat = item.index.fqn, _start(item), values.reshape(-1)
         file.write(before)
@@ -249,8 +250,8 @@ class _Writer(FileSystemWriter):
             own = [result for rank in results for result in rank if result.index.fqn == name]
             results[0] += [dataclasses.replace(each, index=dataclasses.replace(each.index, fqn=alias)) for each in own]
         self.shapes = {name: tuple(entry.size) for name, entry in entries.items()}  # type: ignore[union-attr]
-        self.dtypes = {name: str(entry.properties.dtype).removeprefix("torch.") for name, entry in entries.items()}  # type: ignore[union-attr]
+        self.dtypes = {name: name_of(entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
         super().finish(metadata, results)
         fsync(Path(self.path))
-        index = (Path(self.path) / FILE).read_bytes()  # here, where torch tells all ranks of a failure on the first one
+        index = (Path(self.path) / FILE).read_bytes()  # read here, where torch propagates a failure on rank 0 to all ranks
         self.files[FILE] = (len(index), zlib.crc32(index))

@@ -1,4 +1,4 @@
-"""From a dataset to batches on the device: each rank's share, accumulation windows, the progress bar."""
+"""Data loading: each rank's share of a dataset, accumulation windows, batches on the device, the progress bar."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from unishard.errors import ContractError
 __all__ = ["Window", "length_of", "to_device", "warn_of_same_samples", "windows"]
 
 Enter = Callable[[str, str], None]
-"""Told before each comparison of the ranks: the name of the call, and where in it."""
+"""Called before each comparison between ranks, with the name of the call and a detail."""
 
 
 class Window(Sequence[Any]):
-    """The batches of one accumulation window on this rank. Each is moved to the device when it is taken out, not before."""
+    """The batches of one accumulation window on this rank. Each is moved to the device when it is accessed, not before."""
 
     def __init__(self, batches: Sequence[Any], device: torch.device, watch: Callable[[Any], None] | None = None) -> None:
         self._batches = batches
@@ -33,7 +33,7 @@ class Window(Sequence[Any]):
         self._watch = watch
 
     def watched_by(self, watch: Callable[[Any], None]) -> Window:
-        """The same window, which calls `watch` with each batch that is taken out."""
+        """The same window, which calls `watch` with each batch that is accessed."""
         return Window(self._batches, self._device, watch)
 
     def __len__(self) -> int:
@@ -59,17 +59,17 @@ def _ignore(call: str, detail: str) -> None:
 def windows(
     loader: Iterable[Any], lengths: Iterable[int], device: torch.device, *, drop: bool, enter: Enter | None = _ignore
 ) -> Iterator[Window]:
-    """Windows of consecutive batches, the last one shorter if the loader ends there. Collective.
+    """Group a loader's batches into accumulation windows. The last one may be shorter. Collective.
 
-    Ranks whose loaders end at different places would wait for each other for ever, so their lengths are compared: once at
-    the start where `len(loader)` is known, else before each window.
+    Ranks with loaders of different lengths would deadlock, so the lengths are compared: once at the start if `len(loader)` is known, else
+    before each window.
 
     Args:
         loader: Yields this rank's batches.
         lengths: Batches in each full window.
         device: Where this rank computes.
-        drop: Whether a last window that is not full is left out.
-        enter: Called before each comparison of the ranks; None if they are not to be compared.
+        drop: Whether to drop an incomplete last window.
+        enter: Called before each comparison between ranks; None disables the comparison.
 
     Raises:
         ContractError: A length is not positive.
@@ -83,7 +83,7 @@ def windows(
     yielded = 0
     for length in lengths:
         if not isinstance(length, int) or length < 1:
-            raise ContractError(f"an accumulation window needs at least 1 batch, got a length of {length!r}; yield positive whole numbers")
+            raise ContractError(f"an accumulation window needs at least 1 batch, got a length of {length!r}; yield positive integers")
         window = list(islice(rest, length))
         if total is None and enter is not None:
             enter("batches", f", after {yielded} batches")
@@ -98,7 +98,7 @@ def windows(
 
 
 def _equal(number: int) -> bool:
-    """Whether all ranks hold the same number. One small collective; `agree` would send pickles, in two."""
+    """Whether all ranks have the same number. One small collective; `agree` would need two, and send pickles."""
     if dist.get_world_size() == 1:
         return True
     bounds = torch.tensor([number, -number], device=process_group.device_of_numbers())
@@ -108,22 +108,22 @@ def _equal(number: int) -> bool:
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """Batches that the loader will yield, None if that cannot be known."""
+    """Number of batches that the loader will yield; None if unknown."""
     if not isinstance(loader, Sized) or isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None  # torch's DataLoader only guesses the length of an iterable dataset
     try:
         return len(loader)
-    except TypeError:  # a DataLoader has __len__ even where its sampler has not
+    except TypeError:  # a DataLoader has __len__ even if its sampler does not
         return None
 
 
 def warn_of_same_samples(loader: Iterable[Any]) -> None:
-    """Warn where every rank goes through the whole dataset by itself, which torch's own DataLoader does unless it is told otherwise."""
+    """Warn if every rank reads the entire dataset, the default of torch's DataLoader."""
     sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     torchs_own = type(sampler) in (SequentialSampler, RandomSampler) and type(batch_sampler) in (BatchSampler, NoneType)
     if torchs_own and dist.get_world_size() > 1:
         warnings.warn(
-            f"each of the {dist.get_world_size()} ranks reads the whole dataset through {type(sampler).__name__}, not its share; "
+            f"each of the {dist.get_world_size()} ranks reads the entire dataset through {type(sampler).__name__}, not its own share; "
             "use unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler",
             UserWarning,
             stacklevel=3,
@@ -131,13 +131,13 @@ def warn_of_same_samples(loader: Iterable[Any]) -> None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on the device.
+    """Move every tensor of a batch to the device.
 
-    Goes through dicts, lists, tuples, named tuples and dataclasses, and calls `.to(device)` of anything else that has it,
-    such as transformers' `BatchEncoding`. What holds no tensor that moves is returned as it is, not copied.
+    Traverses dicts, lists, tuples, named tuples and dataclasses, and calls `.to(device)` on other objects that have it, such as
+    transformers' `BatchEncoding`. A container without tensors to move is returned unchanged, not copied.
     """
     if isinstance(batch, Tensor):
-        # Only copies from page-locked memory can overlap with computation.
+        # Only copies from pinned memory can overlap with computation.
         return batch.to(device, non_blocking=device.type == "cuda" and batch.device.type == "cpu" and batch.is_pinned())
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
@@ -151,7 +151,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _moved(items: Iterable[tuple[Any, Any]], device: torch.device) -> dict[Any, Any]:
-    """Only the items that change."""
+    """The items that change."""
     return {key: new for key, old in items if (new := to_device(old, device)) is not old}
 
 
@@ -172,7 +172,7 @@ def _rebuilt_sequence(batch: list[Any] | tuple[Any, ...], moved: dict[int, Any])
         new = copy.copy(batch)
         new[:] = items
         return new
-    make = getattr(type(batch), "_make", tuple)  # a named tuple takes its fields one by one
+    make = getattr(type(batch), "_make", tuple)  # a named tuple takes its fields as separate arguments
     return make(items)
 
 
@@ -181,5 +181,5 @@ def _rebuilt_dataclass(batch: Any, moved: dict[str, Any]) -> Any:
         return batch
     new = copy.copy(batch)
     for name, value in moved.items():
-        object.__setattr__(new, name, value)  # also where the dataclass is frozen
+        object.__setattr__(new, name, value)  # works for frozen dataclasses too
     return new

@@ -1,4 +1,4 @@
-"""A dataloader that gives each rank its share of the data: the same global batches for any number of ranks."""
+"""A data loader that gives each rank its share of the data: the same global batches for any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from unishard.errors import DataError
 __all__ = ["ShareLoader", "dataloader"]
 
 _DECIDED = {
-    "batch_size": "is training.micro_batch_size in the config",
-    "sampler": "is decided here, so that every rank gets its share",
-    "batch_sampler": "is decided here, so that every rank gets its share",
-    "in_order": "is always true, so that a position says which samples have been read",
+    "batch_size": "is set by training.micro_batch_size in the config",
+    "sampler": "is set by unishard, so that every rank gets its share",
+    "batch_sampler": "is set by unishard, so that every rank gets its share",
+    "in_order": "is always true, so that the position tells which samples were read",
 }
 
 
 class ShareLoader(DataLoader[Any]):
-    """What `dataloader` returns: a torch `DataLoader` that knows how far it has been read.
+    """A torch `DataLoader` with a resumable position; returned by `dataloader`.
 
-    Its position is that of the batches that it has yielded, not of those that workers have read ahead. It is the same on all
-    ranks: an epoch, and how many of its samples all ranks together have read.
+    The position counts batches that were yielded, not those that workers have prefetched. It is the same on all ranks: the epoch, and
+    the number of its samples that all ranks have read in total.
     """
 
     def __init__(self, dataset: Dataset[Any], sampler: ShareSampler, **options: Any) -> None:
-        # Its own generator: drawing the workers' seeds from torch's global one would shift the model's random numbers.
+        # A separate generator: drawing the workers' seeds from torch's global one would change the model's random numbers.
         self._own_generator = None if options.get("generator") is not None else torch.Generator()
         super().__init__(dataset, batch_sampler=sampler, **{**options, "generator": options.get("generator") or self._own_generator})
         self._shares = sampler
@@ -41,16 +41,16 @@ class ShareLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch in which reading goes on: the one that is being read; from its last batch on, the next one."""
+        """The epoch being read; after its last batch, the next one."""
         return self._now[0]
 
     @property
     def batches_left(self) -> int:
-        """Batches that the next iteration yields on each rank; `len` is that of a whole epoch."""
+        """Batches that the next iteration yields on each rank; `len` is that of a full epoch."""
         return self._shares.rounds_after(self._next[1])
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own iterator offers no more than this
-        """The rest of the epoch after `load_state_dict`, which may be empty on more ranks with `drop_last`; else the next epoch."""
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own iterator type is private
+        """The rest of the epoch after `load_state_dict` (possibly empty with more ranks and `drop_last`), else the next epoch."""
         shares = self._shares
         shares.epoch, shares.samples = epoch, samples = self._now = self._next
         self._next = (epoch + 1, 0)
@@ -66,28 +66,28 @@ class ShareLoader(DataLoader[Any]):
         self._now = (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many of its samples all ranks together have read, and what decides the order. JSON."""
+        """The epoch, how many of its samples all ranks have read in total, and what determines the order. JSON."""
         epoch, samples = self._now
         return {"epoch": epoch, "samples": samples, **self._shares.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue where the state was taken, on any number of ranks.
+        """Make the next iteration continue at the saved position, on any number of ranks.
 
         Args:
             state: From `state_dict` of any rank.
 
         Raises:
-            DataError: It is no such state, or was taken of another order of samples.
+            DataError: It is not such a state, or belongs to another order of samples.
         """
         identity = self._shares.identity
         if not {"epoch", "samples", *identity} <= state.keys():
             raise DataError(
-                f"the state ({', '.join(map(str, state))}) is not that of a unishard.dataloader; load what its own state_dict() returned"
+                f"the state ({', '.join(map(str, state))}) is not from a unishard.dataloader; pass what its state_dict() returned"
             )
         changed = [f"{name} was {state[name]}, is {now}" for name, now in identity.items() if state[name] != now]
         if changed:
             raise DataError(
-                f"the loader's state belongs to another order of samples ({'; '.join(changed)}); load it with what it was saved with"
+                f"the loader's state belongs to another order of samples ({'; '.join(changed)}); use the same dataset, seed and shuffle"
             )
         self._next = self._now = (state["epoch"], state["samples"])
 
@@ -103,37 +103,37 @@ def dataloader(
     pin_memory: bool | None = None,
     **options: Any,
 ) -> ShareLoader:
-    """A torch `DataLoader` over this rank's share of a dataset, in micro-batches of the config's size.
+    """Create a torch `DataLoader` over this rank's share of a dataset, in micro-batches of the config's size.
 
-    The order depends on `training.seed` and the epoch only. Micro-batch `i` of rank `r` of `W` is slice `i * W + r` of it, so
-    the samples of an update are the same for any number of ranks that makes the same global batch. Each iteration is a new
-    epoch with a new order. All ranks get the same number of micro-batches, all of them full.
+    The order depends only on `training.seed` and the epoch. Micro-batch `i` of rank `r` of `W` is slice `i * W + r` of it, so the samples
+    of an optimizer step are the same for any number of ranks with the same global batch size. Each iteration is a new epoch with a new
+    order. All ranks get the same number of micro-batches, all of them full.
 
-    `state_dict()` and `load_state_dict()` resume in the middle of an epoch, on any number of ranks, with any
-    `training.micro_batch_size` and any `num_workers`: the samples not yet read follow in the same order.
+    `state_dict()` and `load_state_dict()` resume in the middle of an epoch, on any number of ranks, with any `training.micro_batch_size`
+    and any `num_workers`: the remaining samples follow in the same order.
 
     Args:
         dataset: Map-style: it has `__len__` and `__getitem__`. The same on all ranks.
         cfg: Supplies `training.micro_batch_size` and `training.seed`.
-        shuffle: Whether each epoch has an order of its own; else it is the dataset's.
-        drop_last: At the end of an epoch, leave out the samples that are too few to give each rank a full micro-batch. By
-            default the ranks fill up with samples from the beginning of the order, as torch's `DistributedSampler` does.
-        collate_fn: Makes a batch of a list of samples; left out, torch's default.
-        num_workers: Processes that read ahead; 0 reads in this one.
-        pin_memory: Whether batches lie in page-locked memory, which makes copies to a GPU faster; left out, where CUDA is there.
+        shuffle: Whether to reshuffle in each epoch; else the order is the dataset's.
+        drop_last: Drop the samples at the end of an epoch that do not give each rank a full micro-batch. By default the ranks are
+            filled up with samples from the beginning of the order, as torch's `DistributedSampler` does.
+        collate_fn: Makes a batch of a list of samples; default: torch's.
+        num_workers: Worker processes; 0 loads in this process.
+        pin_memory: Whether batches are in pinned memory, which speeds up copies to a GPU; default: if CUDA is available.
         options: Any other option of torch's `DataLoader`.
 
     Raises:
-        DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is one that the config decides.
+        DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is set by the config.
     """
     expect_config(cfg)
     for name, why in _DECIDED.items():
         if name in options:
-            raise DataError(f"dataloader takes no {name}: it {why}; remove it, or pass a loader of your own to engine.batches()")
+            raise DataError(f"dataloader does not accept {name}: it {why}; remove it, or pass your own loader to engine.batches()")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"dataloader cannot divide {type(dataset).__name__} between the ranks: it has no length or no index; split it by rank "
-            "yourself (Hugging Face: datasets.distributed.split_dataset_by_node) and pass its loader to engine.batches()"
+            f"dataloader cannot shard {type(dataset).__name__}: it has no __len__ or no __getitem__; split it by rank yourself "
+            "(Hugging Face: datasets.distributed.split_dataset_by_node) and pass its loader to engine.batches()"
         )
     rank, world = _place()
     sampler = ShareSampler(
@@ -156,7 +156,7 @@ def dataloader(
 
 
 def _place() -> tuple[int, int]:
-    """Rank and number of ranks, also before `prepare` has started the process group."""
+    """Rank and world size, also before `prepare` has initialized the process group."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     topology = Topology.from_environment()

@@ -1,4 +1,4 @@
-"""How far a training loader has been read, and how another run goes on from there."""
+"""Tracks the position of a training loader, and resumes from it."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from unishard.errors import DataError
 __all__ = ["LoaderPass", "Position", "StatefulLoader", "epoch_of", "of_rank", "resume"]
 
 Position = dict[str, Any]
-"""The kind of loader, the batches of its epoch that were read (0 after the last one), and the loader's own state."""
+"""The kind of loader, the number of batches read in its epoch (0 after the last one), and the loader's own state."""
 
 _SHARES = "unishard.dataloader"
-"""The kind that any number of ranks can continue."""
+"""The only kind that can be resumed on another number of ranks."""
 
 
 @runtime_checkable
 class StatefulLoader(Protocol):
-    """A loader that can say where it is and go on from there: `unishard.dataloader`, torchdata's `StatefulDataLoader`."""
+    """A loader that can save and restore its position: `unishard.dataloader`, torchdata's `StatefulDataLoader`."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """The current position."""
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Let the next iteration begin there."""
+        """Make the next iteration begin at this position."""
         ...
 
 
 class LoaderPass(Iterable[Any]):
-    """One pass over a training loader, from where it stands to the end of its epoch. Its length is that of what is left.
+    """One pass over a training loader, from its position to the end of its epoch. Its length is the number of batches left.
 
-    Before the last batch that is trained on is handed out, the loader is run to its end, so that its position says that the
-    epoch is over and not that nothing of it is left.
+    Before the last batch for training is yielded, the loader is exhausted, so that its position is the start of the next epoch and not
+    the end of this one.
     """
 
     def __init__(self, loader: StatefulLoader, done: int, window: int) -> None:
-        """Nothing is read yet.
+        """Create a pass; nothing is read yet.
 
         Args:
-            loader: Of this rank.
+            loader: This rank's loader.
             done: Batches of the epoch that were read before the loader's state was loaded.
-            window: Length of the accumulation windows if an incomplete one at the end is left out, else 1.
+            window: Length of the accumulation windows if an incomplete last one is dropped, else 1.
         """
         self.before: Position | None = None
-        """The position when `keep` was called last."""
+        """The position at the last call of `keep`."""
         self._loader, self._done, self._window = loader, done, window
 
     def __len__(self) -> int:
-        """Batches that are left.
+        """Batches left.
 
         Raises:
             TypeError: The loader does not know.
@@ -83,11 +83,11 @@ class LoaderPass(Iterable[Any]):
         self._done = 0
 
     def keep(self) -> None:
-        """Remember the position, before a window is read that may not be trained on."""
-        self.before = copy.deepcopy(self.position())  # a loader may hand out what it goes on to change
+        """Save the position before reading a window that may not be used for training."""
+        self.before = copy.deepcopy(self.position())  # a loader may return state that it modifies later
 
     def position(self) -> Position:
-        """Where the loader is after the batches that it has yielded."""
+        """The loader's position after the batches that it has yielded."""
         return {"loader": _kind(self._loader), "batches": self._done, "state": self._loader.state_dict()}
 
 
@@ -96,46 +96,46 @@ def _kind(loader: StatefulLoader) -> str:
 
 
 def epoch_of(position: Position) -> int | None:
-    """The epoch in which a position lies, counted from 0; None where only the loader knows."""
+    """The epoch of a position, counted from 0; None if only the loader knows."""
     return position["state"]["epoch"] if position["loader"] == _SHARES else None
 
 
 def of_rank(positions: Sequence[Position], world_then: int, rank: int, world_size: int) -> Position | None:
-    """The position of a rank now, given those of all ranks then; None where they cannot tell."""
+    """The position for a rank of this run, given those of all ranks of the saved run; None if it cannot be derived."""
     if world_size == world_then:
         return positions[rank]
     return positions[0] if positions[0]["loader"] == _SHARES else None
 
 
 def resume(loader: StatefulLoader, positions: Sequence[Position], world_then: int, rank: int, world_size: int) -> int:
-    """Let a loader's next iteration begin where the ranks of another run were.
+    """Resume a loader at the position of a saved run.
 
     Args:
-        loader: Of this rank.
-        positions: Of all ranks of that run.
-        world_then: Ranks of that run.
-        rank: This one.
-        world_size: Ranks now.
+        loader: This rank's loader.
+        positions: The positions of all ranks of the saved run.
+        world_then: World size of the saved run.
+        rank: This rank.
+        world_size: World size of this run.
 
     Returns:
-        Batches of the epoch that this loader read in that run.
+        Batches of the epoch that this loader read in the saved run.
 
     Raises:
-        DataError: The loader is of another kind, or of one that only the same number of ranks can continue.
+        DataError: The loader is of another kind, or of one that can only be resumed on the same number of ranks.
     """
     then, now = positions[0]["loader"], _kind(loader)
     if then != now:
         raise DataError(
-            f"the checkpoint's data position is that of a {then}, but training goes on with a {now}; pass engine.batches() a {then}, "
-            "or load the checkpoint without its data position: engine.load(..., data=False)"
+            f"the checkpoint's data position is for a {then}, but this run uses a {now}; pass a {then} to engine.batches(), or load the "
+            "checkpoint without its data position: engine.load(..., data=False)"
         )
     mine = of_rank(positions, world_then, rank, world_size)
     if mine is None:
         raise DataError(
-            f"{now} was read by {world_then} ranks and cannot be continued by {world_size}: only the loader knows which samples are "
-            f"whose; resume on {world_then} ranks, or train with unishard.dataloader, which any number of ranks can continue"
+            f"{now} was saved on {world_then} ranks and cannot be resumed on {world_size}, since only the loader knows which rank reads "
+            f"which samples; resume on {world_then} ranks, or train with unishard.dataloader, which resumes on any number of ranks"
         )
-    # To go on, torchdata's loader (0.11) makes an iterator, which draws a seed that an uninterrupted run has drawn long before.
+    # To resume, torchdata's loader (0.11) creates an iterator, which draws a seed that an uninterrupted run drew long before.
     with torch.random.fork_rng(devices=[]):
         loader.load_state_dict(mine["state"])
         loader.state_dict()

@@ -1,4 +1,4 @@
-"""The progress of a training loop: a bar in a terminal, plain lines anywhere else."""
+"""Shows the progress of a training loop: a bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ _BAR_SECONDS = 0.25
 _LINE_SECONDS = 5.0
 _RECENT_UPDATES = 50
 _BAR_WIDTH = 120
-"""Columns of a terminal from which on there is room for a bar beside the figures."""
+"""Minimum terminal width to show a bar beside the figures."""
 
 
 class Progress:
-    """Shows updates done, loss, throughput, learning rate, gradient norm, memory and the time left, on standard error.
+    """Shows steps done, loss, throughput, learning rate, gradient norm, memory and time left, on standard error.
 
-    Recording costs microseconds and never waits for the device; only what is shown does (reading the loss), four times a
-    second at most. The loss is this rank's, averaged over the accumulation window; throughput counts all ranks, each taken
-    to read as much as this one.
+    Recording takes microseconds and never waits for the device; only displaying does (it reads the loss), at most four times a second.
+    The loss is this rank's, averaged over the accumulation window; throughput is this rank's times the number of ranks.
     """
 
     def __init__(
         self, loader: Iterable[Any], window_length: int, device: torch.device, *, drop: bool, console: Console | None = None
     ) -> None:
-        """Start showing.
+        """Start the display.
 
         Args:
-            loader: Its length, where it has one, gives the number of updates to come.
-            window_length: Micro-batches in one update.
-            device: Whose memory is shown; on a CPU the memory of this process.
-            drop: Whether an incomplete window at the end is left out.
-            console: Where to show; left out, standard error.
+            loader: Its length, if known, gives the total number of optimizer steps.
+            window_length: Micro-batches per optimizer step.
+            device: The device whose memory is shown; for a CPU, the memory of this process.
+            drop: Whether an incomplete last window is dropped.
+            console: Where to print; default: standard error.
         """
         batches = length_of(loader)
         self._total = None if batches is None else batches // window_length if drop else -(-batches // window_length)
@@ -70,21 +69,21 @@ class Progress:
         self._interval = _LINE_SECONDS if self._bar is None else _BAR_SECONDS
 
     def record_batch(self, batch: Any) -> None:
-        """A micro-batch was read."""
+        """Record a micro-batch that was read."""
         tensor, self._unit = _measured(batch)
         if tensor is not None:
             self._units_seen += self._ranks * (tensor.numel() if self._unit == "tokens" else len(tensor) if tensor.ndim else 1)
 
     def record_loss(self, loss: Tensor) -> None:
-        """The mean loss of a micro-batch, a detached tensor with one element."""
+        """Record the mean loss of a micro-batch, a detached tensor with one element."""
         self._losses.append(loss)
 
     def drop_window(self) -> None:
-        """The losses since the last update belong to a window that was dropped."""
+        """Forget the losses since the last optimizer step: their window was discarded."""
         self._losses = []
 
     def record_step(self, step: Step) -> None:
-        """The engine stepped; shows the state at the end of an accumulation window, if it is time."""
+        """Record a step of the engine; refreshes the display at the end of an accumulation window, if it is due."""
         if not (step.updated or step.skipped):
             return
         now = time.perf_counter()
@@ -96,7 +95,7 @@ class Progress:
             self._show(now)
 
     def close(self) -> None:
-        """Show the last state and let go of the terminal."""
+        """Show the last state and release the terminal."""
         if self._updates > self._shown_updates:
             self._show(time.perf_counter())
         if self._bar is not None:
@@ -107,11 +106,11 @@ class Progress:
         if self._bar is not None:
             self._bar.update(bars.TaskID(0), completed=self._updates, line=self._line(), refresh=True)
         else:
-            # Straight to the file: a console would break the line at its width.
+            # Directly to the file: a console would wrap the line.
             print(self._line(), file=self._console.file, flush=True)
 
     def _line(self) -> str:
-        """What matters most comes first: a narrow terminal cuts the rest off."""
+        """The status line, most important figures first: a narrow terminal truncates it."""
         (then, updates, seen), (now, done, units) = self._recent[0], self._recent[-1]
         seconds = max(now - then, 1e-9)
         parts = [f"step {done}" if self._total is None else f"step {done}/{self._total}"]
@@ -130,7 +129,7 @@ class Progress:
 def _start_bar(console: Console, total: int | None) -> bars.Progress:
     line = bars.TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
     columns = [bars.BarColumn(bar_width=20), line] if console.width >= _BAR_WIDTH else [line]
-    # What the script prints goes above the bar, but stays on standard output where that is a file.
+    # The script's output appears above the bar, but stays on standard output if that is a file.
     bar = bars.Progress(*columns, console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
     bar.add_task("", total=total, line="")
     bar.start()
@@ -138,7 +137,7 @@ def _start_bar(console: Console, total: int | None) -> bars.Progress:
 
 
 def _measured(batch: Any) -> tuple[Tensor | None, str]:
-    """The tensor by which throughput is counted, and the unit: its elements are tokens, or its first dimension samples."""
+    """The tensor that throughput is counted by, and the unit: its elements are tokens, or its first dimension samples."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
     return (ids, "tokens") if isinstance(ids, Tensor) else (_first_tensor(batch), "samples")
 
@@ -169,7 +168,7 @@ def _clock(seconds: float) -> str:
 
 
 def _memory(device: torch.device) -> str:
-    """The device's largest allocation so far, or what this process holds in host memory now."""
+    """The device's peak allocated memory, or this process's current resident memory."""
     if device.type == "cuda":
         size = torch.cuda.max_memory_allocated(device)
     elif sys.platform == "linux":

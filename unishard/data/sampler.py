@@ -1,4 +1,4 @@
-"""Which samples a rank reads, in which order."""
+"""Selects the samples that a rank reads, and their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ShareSampler"]
 
 
 class ShareSampler(Sampler[list[int]]):
-    """Deals the micro-batches of one global order out to the ranks in turn.
+    """Assigns the micro-batches of one global order to the ranks round-robin.
 
     ```
     global order   | 7 2 | 0 5 | 3 6 | 1 4 |        2 samples each
@@ -22,7 +22,7 @@ class ShareSampler(Sampler[list[int]]):
     1 rank         |  0  |  0  |  0  |  0  |
     ```
 
-    torch's `DistributedSampler` deals out single samples instead, so that its micro-batches are others for each number of ranks.
+    torch's `DistributedSampler` assigns single samples instead, so its micro-batches depend on the number of ranks.
     """
 
     def __init__(
@@ -31,18 +31,18 @@ class ShareSampler(Sampler[list[int]]):
         """See `unishard.dataloader`.
 
         Raises:
-            DataError: There is no sample, or with `drop_last` no full round of micro-batches.
+            DataError: The dataset is empty, or with `drop_last` has fewer samples than one round of micro-batches.
         """
         self.round = micro_batch_size * world_size
-        """Samples that all ranks together read in one micro-batch each."""
+        """Samples in one micro-batch of each rank."""
         self.dataset_length = dataset_length
         self.micro_batch_size = micro_batch_size
         self.epoch = 0
         """The epoch of the next iteration."""
         self.samples = 0
-        """Where in the order of that epoch the next iteration begins: samples that all ranks together have read already."""
+        """Position of the next iteration in that epoch: samples that all ranks have read in total."""
         self.identity = {"dataset_length": dataset_length, "seed": seed, "shuffle": shuffle}
-        """What decides the order, besides the epoch."""
+        """What determines the order, besides the epoch."""
         self.rank, self.seed = rank, seed
         self._shuffle, self._drop_last = shuffle, drop_last
         if not dataset_length:
@@ -50,20 +50,20 @@ class ShareSampler(Sampler[list[int]]):
         if not len(self):
             raise DataError(
                 f"the dataset has {dataset_length} samples, fewer than the {self.round} of one micro-batch on each of {world_size} ranks, "
-                "and drop_last=True leaves them out; use drop_last=False, fewer ranks, or a smaller training.micro_batch_size"
+                "and drop_last=True drops them; use drop_last=False, fewer ranks, or a smaller training.micro_batch_size"
             )
 
     def __len__(self) -> int:
-        """Micro-batches of each rank in a whole epoch."""
+        """Micro-batches of each rank in a full epoch."""
         return self.rounds_after(0)
 
     def rounds_after(self, samples: int) -> int:
-        """Micro-batches of each rank in the rest of an epoch of which all ranks together have read so many samples."""
+        """Micro-batches of each rank in the rest of an epoch, after all ranks have read this many samples in total."""
         left = max(0, self.dataset_length - samples)
         return left // self.round if self._drop_last else -(-left // self.round)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's micro-batches from `samples` to the end of `epoch`. Drawing them moves neither."""
+        """This rank's micro-batches from `samples` to the end of `epoch`. Iterating changes neither."""
         return self._micro_batches(self.epoch, self.samples)
 
     def _micro_batches(self, epoch: int, samples: int) -> Iterator[list[int]]:

@@ -1,4 +1,4 @@
-"""The demo: one training script, one config, both engines, and the two loss curves on each other."""
+"""The demo: one training script, one config, both engines, and their loss curves in one plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the example left behind, and how far two of them are apart."""
+"""The results of a run of the example, and the difference between two runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CurveGap", "Run"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of `examples/train_llama.py`, as its JSON file tells it."""
+    """One run of `examples/train_llama.py`, from its JSON file."""
 
     backend: str
     ranks: int
@@ -23,7 +23,7 @@ class Run:
     grad_norms: list[float]
     """Global norm before clipping, one for each update."""
     step_seconds: list[float]
-    """Time of each update; the first one includes what engines put off until then."""
+    """Time of each update; the first one includes lazy initialization."""
     peak_memory_bytes: list[int]
     """One for each rank."""
 
@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class CurveGap:
-    """Where two curves are furthest apart."""
+    """The difference of two curves at one update."""
 
     step: int
     """The update, counted from 1."""

@@ -1,4 +1,4 @@
-"""From nothing to a fit: train on each engine, compare the curves, show them."""
+"""Runs the demo: trains on each engine, compares the curves and plots them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_demo(*, out: Path, world_size: int = 2, steps: int = 60) -> None:
     Prints the progress and a table, and leaves `fsdp.json`, `deepspeed.json` and `loss.png` in `out`.
 
     Args:
-        out: Folder for the results; made if it is not there.
+        out: Folder for the results; created if it does not exist.
         world_size: Ranks, all on this machine.
         steps: Updates of each run.
 
@@ -54,7 +54,7 @@ def run_demo(*, out: Path, world_size: int = 2, steps: int = 60) -> None:
     if not gap.relative <= TOLERANCE:  # also when it is not a number
         losses = " and ".join(f"{run.backend} has loss {run.losses[gap.step - 1]:.6f}" for run in runs)
         raise DemoError(
-            f"the curves should lie on each other, but at step {gap.step} {losses}; in fp32 they may differ by {TOLERANCE:.0e} of the "
+            f"the curves should agree, but at step {gap.step} {losses}; in fp32 they may differ by {TOLERANCE:.0e} of the "
             "loss. One of the engines does not do what the config asks for: please report it with the two JSON files"
         )
 

@@ -1,4 +1,4 @@
-"""Runs a command in processes of its own, and leaves none of them behind."""
+"""Runs a command in a new session, and makes sure that no process outlives it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["running"]
 
 _REQUESTS = (signal.SIGTERM, signal.SIGHUP)
 _GRACE = 40.0
-"""Seconds to end by itself; torchrun kills ranks that do not end within 30 (torch 2.13, multiprocessing/api.py)."""
+"""Seconds until the command is killed; torchrun kills ranks after 30 (torch 2.13, multiprocessing/api.py)."""
 
 
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A command in a session of its own, its output one stream of text.
+    """Run a command in a new session, with stdout and stderr as one stream of text.
 
-    Leaving the block waits for its end. When an exception leaves it, Ctrl-C included, the command and all it started are ended
-    first; a request to end this process (SIGTERM, SIGHUP) is such an exception: `SystemExit` with 128 plus the signal's number.
+    Leaving the block waits for the command to exit. On an exception, including Ctrl-C, the command and its children are terminated first.
+    SIGTERM and SIGHUP to this process become such an exception: `SystemExit` with 128 plus the signal number.
     """
-    # A session of its own: torchrun is told once, by us, and not by the terminal as well while it is ending its ranks.
+    # A new session, so that only we signal torchrun, and not the terminal too while it terminates its ranks.
     with (
         _handling(_REQUESTS, _leave),
         subprocess.Popen(
@@ -48,16 +48,16 @@ def running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()  # torchrun hands it on to its ranks, which have sessions of their own
+    process.terminate()  # torchrun forwards it to its ranks, which have their own sessions
     try:
-        process.communicate(timeout=_GRACE)  # until the last one that holds the stream is gone
+        process.communicate(timeout=_GRACE)  # until all processes that hold the stream have exited
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
 def _handling(signals: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
-    """Signals handled in this way, except those that this process was started to ignore (nohup)."""
+    """Install a handler for signals, except those that this process was started to ignore (nohup); restores the previous handlers."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in signals if signal.getsignal(number) is not signal.SIG_IGN}

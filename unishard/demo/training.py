@@ -1,4 +1,4 @@
-"""Runs the example on one engine, in processes of its own."""
+"""Runs the example on one engine through torchrun."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["DemoError", "train"]
 _LAST_LINES = 25
 _PROGRESS = re.compile(r"(?P<step>step \d+)|\w+: loss ")
 _TORCHRUN_REPORT = "torch/distributed/elastic/multiprocessing/api.py"
-"""What torchrun adds once a rank has failed says where, not why."""
+"""Marks torchrun's report of a failed rank, which tells where it failed, but not why."""
 
 
 class DemoError(UnishardError):
-    """The demo did not come to its end, or the engines disagree."""
+    """The demo did not finish, or the engines disagree."""
 
 
 def train(backend: str, result: Path, *, world_size: int, steps: int, console: Console) -> Run:
@@ -40,7 +40,7 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
         steps: Updates.
         console: Where to print.
 
-    Interrupted, or told to end, it ends all ranks, leaves no curve and says so on standard error.
+    If interrupted or terminated, it terminates all ranks, leaves no curve and reports that on standard error.
 
     Raises:
         DemoError: The run failed, with its last lines, or left no curve of `steps` losses.
@@ -96,7 +96,7 @@ def _stream(command: list[str], world_size: int, show: Callable[[str, str | None
 
 
 def _find(path: str) -> Path:
-    """A file of the checkout, or where a wheel puts it."""
+    """A file of the checkout, or of an installed wheel."""
     checkout = Path(__file__).resolve().parents[2]
     name = Path(path).name
     places = [

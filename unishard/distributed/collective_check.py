@@ -1,8 +1,8 @@
-"""Turns ranks that make different calls into one error on all of them, before any of them enters a collective of the engine.
+"""Checks that all ranks make the same collective calls; on a mismatch, raises an error on all ranks that names each rank's call.
 
-Every collective call of an engine starts with a rendezvous: each rank sends a digest of where it is to the others over gloo and
-waits for theirs. If all are equal, the call goes on; else every rank knows it, writes its place into the store, reads those of the
-others and raises. Nobody is left inside a collective, which on gloo nothing can abort (torch 2.13).
+Every collective call of an engine starts with a rendezvous: each rank sends a digest of its call to the others over gloo and waits for
+theirs. If all are equal, the call continues; else every rank writes its call into the store, reads those of the others and raises. So no
+rank is left inside a collective, which cannot be aborted on gloo (torch 2.13).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["DesyncCheck", "Member", "join", "meet", "samples"]
 LATE = TIMEOUT
 """How long a rank may be late outside the library."""
 _RADIX = 8
-"""Up to as many ranks talk to each other directly; with more, in log(ranks) rounds."""
+"""Up to this many ranks exchange digests in one round; more ranks need log(ranks) rounds."""
 _ANSWER = 3.0
-"""Seconds to wait for another rank to say where it is."""
+"""Seconds to wait for another rank to report its call."""
 _EVERY = 10
-"""Updates between two that are checked, and those at the start that all are."""
+"""Check every tenth optimizer step, and all of the first ten."""
 _ABSENT = 2**40
-"""A digest that no call has: who gets it raises."""
+"""A digest that no call has: a rank that receives it raises."""
 
 _current: DesyncCheck | None = None
 
 
 class _Sent(NamedTuple):
-    """A record that this rank has sent without waiting for those of the others."""
+    """A digest that this rank has sent without waiting for the others' digests."""
 
     number: int
     digest: int
@@ -51,7 +51,7 @@ class _Sent(NamedTuple):
 
 
 class Member:
-    """One engine's view of the check: what it calls itself, and whether it still takes part."""
+    """One engine's access to the check."""
 
     def __init__(self, check: DesyncCheck) -> None:
         self._check = check
@@ -60,20 +60,20 @@ class Member:
         self._number = check.members
 
     def enter(self, call: str, detail: str = "") -> None:
-        """Before the collectives of a call. Collective.
+        """Check the ranks before the collectives of a call. Collective.
 
         Raises:
-            RankMismatchError: Another rank is in another call, has left, or is gone; names who is where.
+            RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's call.
         """
         self._check.enter(f"is in {self._name}.{call}" + (f" ({detail})" if detail else ""))
 
     def leave(self, why: BaseException | None = None) -> None:
-        """This engine is closed. Waits for nobody; ranks that still use it learn of it."""
+        """Report that this engine is closed. Does not wait; ranks that still use the engine raise an error."""
         self._check.leave(f"has closed the {self._name}", "" if why is None else f", leaving with {_headline(why)}")
 
     @contextmanager
     def reading(self, device: torch.device) -> Iterator[None]:
-        """Around collectives on a device and the reading of what they give, so that the watch knows what the host waits for."""
+        """Wrap collectives on a device and reads of their results, so that the watchdog knows what the host waits for."""
         self._check.device_wait = DeviceWait.on(device) if device.type == "cuda" else None
         try:
             yield
@@ -86,24 +86,24 @@ class Member:
 
 
 def meet(place: str) -> None:
-    """Check a call that belongs to no engine, if there has been one in this process group. Collective."""
+    """Check a call outside an engine, if this process group has had an engine. Collective."""
     if _current is not None and _current.world is dist.group.WORLD:
         _current.enter(f"is in {place}")
 
 
 def samples(updates: int) -> bool:
-    """Whether the calls around an update are checked: all of the first ones, where loops go wrong mostly, then every tenth.
+    """Whether the calls of an optimizer step are checked: all of the first ones, where most mistakes show, then every tenth.
 
-    Waking another process costs about a millisecond on a busy machine, which is too much for every call of a short step.
+    Waking another process takes about a millisecond on a busy machine, too much for every call of a short step.
 
     Args:
-        updates: Accumulation windows that an engine has ended, the same on every rank.
+        updates: Completed accumulation windows of an engine, the same on every rank.
     """
     return updates < _EVERY or updates % _EVERY == 0
 
 
 def join(cfg: Communication) -> Member | None:
-    """Take part in the check of the process group that is up, or None where there is nothing to check. Collective."""
+    """Join the check of the current process group; None if there is nothing to check. Collective."""
     global _current
     if dist.get_world_size() == 1 or not cfg.desync_check:
         return None
@@ -117,16 +117,16 @@ class DesyncCheck:
     """The rendezvous of all ranks of one process group. Used by one thread at a time."""
 
     def __init__(self, timeout: float) -> None:
-        """Collective.
+        """Create the check. Collective.
 
         Args:
-            timeout: Seconds after which a rank that does not come is asked where it is.
+            timeout: Seconds after which a late rank is asked for its call.
         """
         self.world = dist.group.WORLD
         self.timeout = timeout
         self.members = self.active = 0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=LATE)  # gloo also beside NCCL: nothing here waits for a device
+        self._group = dist.new_group(backend="gloo", timeout=LATE)  # gloo even with NCCL: nothing here waits for a device
         self.places = Places(self._group.get_group_store(), self.rank, self.size)
         self._rounds = list(_rounds(self.size))
         self.number = 0
@@ -149,7 +149,7 @@ class DesyncCheck:
             agreed = self._exchange(zlib.crc32(place.encode()))
         except RankMismatchError:
             raise
-        except RuntimeError:  # gloo: the other end is gone, or late beyond LATE
+        except RuntimeError:  # gloo: the other rank is gone, or later than LATE
             self._fail(place)
         finally:
             self.waiting = False
@@ -167,7 +167,7 @@ class DesyncCheck:
             self._send(zlib.crc32(place.encode()), place + why)
 
     def speak(self, number: int, place: str) -> None:
-        """From the watch: this rank will never come to a check, and the others need not wait."""
+        """Called by the watchdog: this rank will never reach a check, and the others need not wait."""
         with self._lock:
             if self.number + 1 == number:
                 self._begin(place)
@@ -176,7 +176,7 @@ class DesyncCheck:
     def _begin_call(self, place: str) -> None:
         while True:
             self._settle()
-            with self._lock:  # against the watch, which may speak for this rank meanwhile
+            with self._lock:  # the watchdog may answer for this rank at the same time
                 if not self._sent:
                     self._begin(place)
                     self.waiting = True
@@ -188,7 +188,7 @@ class DesyncCheck:
         self.thread, self.moved = threading.get_ident(), time.monotonic()
 
     def _exchange(self, digest: int) -> bool:
-        """Whether all ranks hold the same digest. Two integers travel from rank to rank, the least and the largest digest."""
+        """Whether all ranks have the same digest. The ranks exchange the minimum and the maximum digest."""
         least = largest = digest
         for stage, distances in enumerate(self._rounds):
             sending, receiving = self._stage(stage, distances, torch.tensor([least, largest], dtype=torch.int64, device="cpu"))
@@ -201,7 +201,7 @@ class DesyncCheck:
         return least == largest
 
     def _send(self, digest: int, text: str) -> None:
-        """Send a digest to whom this rank sends in any round, and wait for nobody."""
+        """Send a digest to all ranks that this rank sends to in any round, without waiting."""
         self.places.tell(self.number, "place", text)
         sending, receiving = [], []
         mine = torch.tensor([digest, digest], dtype=torch.int64, device="cpu")
@@ -210,7 +210,7 @@ class DesyncCheck:
                 out, back = self._stage(stage, distances, mine)
                 sending += out
                 receiving += back
-        except RuntimeError:  # another rank is gone already, and its own end says why
+        except RuntimeError:  # another rank is gone already, and reports its own error
             pass
         self._sent.append(_Sent(self.number, digest, sending, receiving))
 
@@ -224,7 +224,7 @@ class DesyncCheck:
         return sending, receiving
 
     def _settle(self) -> None:
-        """Hear what the others did when this rank went on without them."""
+        """Receive the others' digests for the calls that this rank did not wait for."""
         while self._sent:
             number, digest, sending, receiving = self._sent.pop(0)
             self.waiting, self.moved = True, time.monotonic()
@@ -237,30 +237,30 @@ class DesyncCheck:
                 raise RankMismatchError(self._report(number, None))
 
     def _fail(self, place: str) -> NoReturn:
-        """A rank is gone. The rendezvous is of no use any more."""
+        """Raise because a rank is gone. The check cannot be used any more."""
         self.failed = self._report(self.number, place)
         self._send(_ABSENT, place)
         raise RankMismatchError(self.failed) from None
 
     def _report(self, number: int, place: str | None) -> str:
-        """Tell the others where this rank is (None: it has), and say where they are."""
+        """Publish this rank's call (None: already published), and describe the calls of all ranks."""
         if place is not None:
             self.places.tell(number, "place", place)
         found = self.places.read(number, "place", _ANSWER)
         if place is not None:
-            found[self.rank] = place  # also where the rank that serves the store is gone
+            found[self.rank] = place  # even if the rank that serves the store is gone
         where = describe(found, set(range(self.size)) - set(found), self.last)
-        return f"ranks do not make the same calls, and would wait for each other for ever: {where}"
+        return f"ranks made different calls and would deadlock: {where}"
 
 
 def _headline(error: BaseException) -> str:
-    """An error in one line. Of one of ours only the name, since it would name the places of all ranks once more."""
+    """An error in one line; a RankMismatchError only by its name, since its message lists all ranks again."""
     kind, text = type(error).__name__, str(error).partition("\n")[0][:200]
     return kind if isinstance(error, RankMismatchError) or not text else f"{kind}: {text}"
 
 
 def _rounds(size: int) -> Iterator[list[int]]:
-    """Distances to the ranks that one talks to in each round, so that everyone hears of everyone (dissemination)."""
+    """Distances to the peers of each round of a dissemination exchange, after which every rank has heard of every other."""
     step = 1
     while step < size:
         yield [step * turn for turn in range(1, _RADIX) if step * turn < size]

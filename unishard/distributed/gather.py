@@ -1,4 +1,4 @@
-"""Collects what each rank computed: tensors of unequal length, and lists of other things, in nested containers."""
+"""Gathers the ranks' results: tensors of unequal length, and lists of plain values, in nested containers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from unishard.distributed.dtypes import name_of
 from unishard.errors import ContractError
 
 __all__ = ["describe", "gather", "leaves_of"]
 
 
 def leaves_of(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Tensors, and lists with one plain value a sample, each with its place: `logits`, `spans[1]`.
+    """Tensors, and lists with one plain value per sample, each with its path: `logits`, `spans[1]`.
 
     Raises:
-        ContractError: Something else is in it.
+        ContractError: The data contains something else.
     """
     if isinstance(data, Tensor) or _is_samples(data):
         yield path, data
@@ -32,7 +33,7 @@ def leaves_of(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     else:
         raise ContractError(
             f"gather_for_metrics takes tensors and lists of strings or numbers, in dicts, lists and tuples, but {path or 'it'} is a "
-            f"{type(data).__name__}; make it a tensor, or a list with one entry a sample"
+            f"{type(data).__name__}; make it a tensor, or a list with one entry per sample"
         )
 
 
@@ -41,43 +42,43 @@ def _is_samples(data: Any) -> bool:
 
 
 def describe(data: Any, *, padded: bool) -> str:
-    """What must be the same on every rank: places, dtypes, and all lengths but those that may differ."""
+    """What must be the same on every rank: paths, dtypes, and all sizes except those that may differ."""
     parts = []
     for path, leaf in leaves_of(data):
         if isinstance(leaf, Tensor):
             lengths = ["*"] * leaf.dim() if padded else ["*", *map(str, leaf.shape[1:])][: leaf.dim()]
-            parts.append(f"{path or 'tensor'}: {str(leaf.dtype).removeprefix('torch.')}[{', '.join(lengths)}]")
+            parts.append(f"{path or 'tensor'}: {name_of(leaf.dtype)}[{', '.join(lengths)}]")
         else:
             parts.append(f"{path or 'values'}: list")
     return ", ".join(parts)
 
 
 def gather(data: Any, device: torch.device, pad: float | None, tail: tuple[int, int] | None) -> Any:
-    """The same containers, with the leaves of all ranks joined along the first dimension in the order of ranks. Collective.
+    """Concatenate the leaves of all ranks along the first dimension, in rank order, in the same containers. Collective.
 
-    Tensors without dimensions become one entry a rank. The structure must be the same on every rank (see `describe`).
+    Zero-dimensional tensors become one entry per rank. The structure must be the same on every rank (see `describe`).
 
     Args:
-        data: This rank's.
-        device: Where the collective can reach tensors.
-        pad: Fills up dimensions behind the first that differ between ranks.
-        tail: Samples of all ranks, and how many of them to keep.
+        data: This rank's data.
+        device: A device that the collective supports.
+        pad: Fill value for dimensions after the first that differ between ranks.
+        tail: Number of samples of all ranks, and how many of them to keep.
 
     Raises:
-        ContractError: Some are to be left out, but a leaf is not one row a sample.
+        ContractError: Samples are to be dropped, but a leaf does not have one row per sample.
     """
 
     def joined(leaf: Any) -> Any:
-        whole = _gather_tensor(leaf, device, pad) if isinstance(leaf, Tensor) else _gather_list(leaf)
+        gathered = _gather_tensor(leaf, device, pad) if isinstance(leaf, Tensor) else _gather_list(leaf)
         if tail is None or (isinstance(leaf, Tensor) and not leaf.dim()):
-            return whole
+            return gathered
         samples, real = tail
-        if len(whole) != samples:
+        if len(gathered) != samples:
             raise ContractError(
-                "gather_for_metrics cannot leave out the samples that fill up the last batch: it got "
-                f"{len(whole)} rows for {samples} samples; pass one row a sample"
+                "gather_for_metrics cannot drop the samples that fill up the last batch: it got "
+                f"{len(gathered)} rows for {samples} samples; pass one row per sample"
             )
-        return whole[:real]
+        return gathered[:real]
 
     return _mapped(data, joined)
 
@@ -107,18 +108,18 @@ def _gather_tensor(tensor: Tensor, device: torch.device, pad: float | None) -> T
     lengths = [theirs.tolist() for theirs in shapes]
     largest = [max(sizes) for sizes in zip(*lengths, strict=True)]
     wide = _filled(tensor, [tensor.shape[0], *largest[1:]], pad)
-    whole = _filled(wide, largest, 0).contiguous().view(-1)
-    if not whole.numel():
+    flat = _filled(wide, largest, 0).contiguous().view(-1)
+    if not flat.numel():
         return wide.new_empty([sum(theirs[0] for theirs in lengths), *largest[1:]]).to(origin)
-    mine = whole.view(torch.uint8)  # as bytes: a backend need not know the dtype
+    mine = flat.view(torch.uint8)  # as bytes: the backend need not support the dtype
     everyones = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(everyones, mine)
-    parts = [theirs.view(whole.dtype).view(largest)[: sizes[0]] for theirs, sizes in zip(everyones, lengths, strict=True)]
+    parts = [theirs.view(flat.dtype).view(largest)[: sizes[0]] for theirs, sizes in zip(everyones, lengths, strict=True)]
     return torch.cat(parts).to(origin)
 
 
 def _filled(tensor: Tensor, shape: list[int], value: float | None) -> Tensor:
-    """The tensor with more behind it in each dimension."""
+    """Pad the tensor at the end of each dimension."""
     missing = [wanted - there for wanted, there in zip(shape, tensor.shape, strict=True)]
     if not any(missing):
         return tensor

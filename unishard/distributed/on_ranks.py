@@ -1,66 +1,107 @@
-"""What one rank does for all, or every rank for itself: a failure anywhere is the same error everywhere, and no rank is left waiting."""
+"""Runs code on the first rank or on every rank. An error on one rank is raised on all of them, so that no rank deadlocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from unishard.errors import CheckpointError
+from unishard.errors import CheckpointError, UnishardError
 
-__all__ = ["on_all", "on_first"]
+__all__ = ["Ranks", "on_all", "on_first", "ranks_of"]
 
 T = TypeVar("T")
 
 
 def on_first(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
-    """Let the first rank act, and all have what it returns. Collective.
+    """Run a function on the first rank and return its result on all ranks. Collective.
 
     Args:
-        group: Of a backend for the CPU.
+        group: A process group with a CPU backend.
         act: Returns something small that can be pickled.
 
     Raises:
-        CheckpointError: On every rank, if it failed.
+        CheckpointError: On every rank, if the function failed.
     """
     answer: list[Any] = [None, None]
-    own: Exception | None = None
+    error: Exception | None = None
     if dist.get_rank(group) == 0:
-        try:
-            answer[0] = act()
-        except Exception as error:  # whatever it is, the others must not wait for ever
-            answer[1] = _words(error)
-            own = error
+        answer[0], error = _attempt(act)
+        answer[1] = _message(error)
     dist.broadcast_object_list(answer, group=group, group_src=0)
     if answer[1] is not None:
-        raise CheckpointError(answer[1]) from own
+        raise CheckpointError(answer[1]) from error
     return answer[0]  # type: ignore[no-any-return]
 
 
 def on_all(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
-    """Let every rank act. Collective.
+    """Run a function on every rank. Collective.
 
     Returns:
-        What it returned on this rank.
+        This rank's result.
 
     Raises:
-        CheckpointError: On every rank, if it failed on one of them; names the first.
+        CheckpointError: On every rank, if the function failed on any; quotes the first rank that failed.
     """
-    own: Exception | None = None
-    try:
-        result = act()
-    except Exception as error:  # as above
-        own = error
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, None if own is None else _words(own), group=group)
-    failed = [(rank, words) for rank, words in enumerate(everyone) if words is not None]
+    result, error = _attempt(act)
+    messages = ranks_of(group).gather(_message(error))
+    failed = [f"rank {rank}: {message}" if len(messages) > 1 else message for rank, message in enumerate(messages) if message is not None]
     if failed:
-        rank, words = failed[0]
         others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
-        raise CheckpointError(f"rank {rank}: {words}{others}" if len(everyone) > 1 else words) from own
-    return result
+        raise CheckpointError(failed[0] + others) from error
+    return result  # type: ignore[return-value]
 
 
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+class Ranks(NamedTuple):
+    """This rank among those that take part; by default a single process."""
+
+    rank: int = 0
+    world: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    """All ranks' values, in rank order. Collective."""
+
+    def each(self, act: Callable[[], T]) -> list[T]:
+        """Run a function on every rank. Collective: returns once all ranks are done.
+
+        Returns:
+            All ranks' results, in rank order.
+
+        Raises:
+            CheckpointError: It failed on another rank. A rank on which it failed raises its own error.
+        """
+        result, error = _attempt(act)
+        outcomes = self.gather((result, _message(error)))
+        if error is not None:
+            raise error
+        failed = next((f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message is not None), None)
+        if failed is not None:
+            raise CheckpointError(failed)
+        return [value for value, _ in outcomes]
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks of a group, or of the default one; a single process where no process group is initialized."""
+    if not dist.is_initialized():
+        return Ranks()
+    world = dist.get_world_size(group)
+
+    def gather(value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, value, group=group)
+        return everyone
+
+    return Ranks(dist.get_rank(group), world, gather)
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:  # any error: the other ranks must hear of it, or they deadlock
+        return None, error
+
+
+def _message(error: Exception | None) -> str | None:
+    if error is None or isinstance(error, UnishardError):
+        return None if error is None else str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The one process group of a run, the same for both engines, and its clean end."""
+"""The default process group of a run, the same for both engines, and its clean shutdown."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ __all__ = [
 ]
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a collective may wait for a rank that is late, over gloo and over NCCL; torch then ends the process with its own report."""
+"""Timeout of collectives, over gloo and NCCL; when it expires, torch ends the process with its own report."""
 
 _failed = False
-"""Whether an error has ended an engine: this rank may have left collectives that others wait in, or wait in some itself."""
+"""Whether an engine was closed by an error: collectives may be pending on this rank or on others."""
 
 
 def device_of(topology: Topology) -> torch.device:
-    """Where this rank computes: its own CUDA device where there is one, else the CPU."""
+    """The device of this rank: its own CUDA device if there is one, else the CPU."""
     return torch.device("cuda", devices.choose(topology, shared=True)) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_of_numbers() -> torch.device:
-    """Where a few numbers must lie to travel over the default process group: in host memory, unless the group has NCCL only."""
+    """The device for small tensors in collectives of the default process group: the CPU, unless the group has only NCCL."""
     return torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
 
 
 def ensure(topology: Topology) -> Topology:
-    """Start the default process group, or join the one that the caller has started. Collective.
+    """Initialize the default process group, or use the one that the caller has initialized. Collective.
 
-    CUDA ranks get `cpu:gloo,cuda:nccl`, so that tensors of either kind may travel, and their device becomes the current one; CPU
-    ranks get gloo. A plain `python script.py` becomes a group of one without touching the network.
+    CUDA ranks get `cpu:gloo,cuda:nccl`, for collectives on tensors of either device, and their device becomes the current one; CPU ranks
+    get gloo. A plain `python script.py` becomes a group of one rank without using the network.
 
     Returns:
-        The ranks of the group that is really there.
+        The topology with the rank and world size of the actual group.
 
     Raises:
-        ConfigError: The launcher's environment does not say where the ranks meet, or a rank has no CUDA device of its own.
+        ConfigError: The launcher's environment has no rendezvous address, or a rank has no CUDA device of its own.
     """
     cuda, started = torch.cuda.is_available(), dist.is_initialized()
     if cuda:
@@ -69,8 +69,8 @@ def ensure(topology: Topology) -> Topology:
     meet: dict[str, Any] = {"init_method": rendezvous(topology)}
     if topology.launcher == "python":
         meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
-    # No `device_id`: where one is bound, a rank outside a new gloo group of some ranks waits for ever in a split of NCCL's
-    # communicator, to which the ranks inside never come (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
+    # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the group split NCCL's
+    # communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, timeout=TIMEOUT, **meet
     )
@@ -84,11 +84,11 @@ _host_groups: dict[Any, dist.ProcessGroup] = {}
 
 
 _spare_groups: dict[Any, list[dist.ProcessGroup]] = {}
-"""Of each default group, those that were given back."""
+"""For each default group, the groups that were given back."""
 
 
 def host_group() -> dist.ProcessGroup:
-    """All ranks, over gloo, for the main thread. Collective at first."""
+    """A gloo group of all ranks, for the main thread. Collective at the first call."""
     world = dist.group.WORLD
     if world not in _host_groups:
         _host_groups.clear()
@@ -97,9 +97,9 @@ def host_group() -> dist.ProcessGroup:
 
 
 def borrow_group() -> dist.ProcessGroup:
-    """All ranks, over gloo, for one other thread alone, since two that share a group mix up their messages. Collective.
+    """A gloo group of all ranks for one background thread: threads must not share a group, or their messages mix. Collective.
 
-    Ranks borrow and give back in the same order, so that they mean the same group.
+    All ranks must borrow and give back in the same order.
     """
     world = dist.group.WORLD
     spare = _spare_groups.get(world)
@@ -107,10 +107,10 @@ def borrow_group() -> dist.ProcessGroup:
 
 
 def give_back(group: dist.ProcessGroup, world: Any) -> None:
-    """Keep a borrowed group for the next who asks: destroying it could cut off a rank that still reads its last message.
+    """Return a borrowed group for reuse. It is not destroyed, since a slower rank may still be reading its last message.
 
     Args:
-        group: From `borrow_group`; nobody uses it any more.
+        group: From `borrow_group`; no longer in use.
         world: The default group at that time.
     """
     if dist.is_initialized() and world is dist.group.WORLD:
@@ -118,14 +118,14 @@ def give_back(group: dist.ProcessGroup, world: Any) -> None:
 
 
 def agree(facts: dict[str, Any], what: str) -> None:
-    """Check that all ranks hold the same facts. Collective; only a digest travels unless they differ.
+    """Check that all ranks have the same values. Collective; only a digest is sent unless they differ.
 
     Args:
         facts: Values by name, compared by their `repr`.
-        what: What the facts describe, for the message.
+        what: What the values describe, for the message.
 
     Raises:
-        RankMismatchError: On every rank, naming each fact that differs and who holds which value.
+        RankMismatchError: On every rank; lists each name that differs, with the value of each rank.
     """
     world = dist.get_world_size()
     texts = {name: repr(value) for name, value in facts.items()}
@@ -144,19 +144,19 @@ def agree(facts: dict[str, Any], what: str) -> None:
 
 
 def ended_by(error: BaseException | None) -> None:
-    """Remember what ended an engine: after an error, `shutdown` does not wait for ranks that may never come."""
+    """Record how an engine was closed: after an error, `shutdown` does not wait for ranks that may never arrive."""
     global _failed
     _failed = _failed or not (error is None or isinstance(error, SystemExit | GeneratorExit))
 
 
 def shutdown() -> None:
-    """Destroy the process group so that the interpreter ends cleanly. Safe to call twice.
+    """Destroy the process group so that the interpreter exits cleanly. Safe to call twice.
 
-    A gloo worker thread that drops the last reference to a finished collective while the interpreter finalises aborts the
-    process (pytorch issues 38228 and 190489, torch 2.13). Letting those threads run once, with the GIL released, after the
-    last collective and before finalisation starts prevents it.
+    A gloo worker thread that drops the last reference to a finished collective during interpreter finalization aborts the process
+    (pytorch issues 38228 and 190489, torch 2.13). Letting those threads run once, with the GIL released, after the last collective and
+    before finalization prevents it.
 
-    After an error NCCL's communicators are aborted: destroying them first waits for the collectives that are under way.
+    After an error NCCL's communicators are aborted, because destroying them waits for pending collectives.
     """
     global _failed
     if not dist.is_initialized():
@@ -165,7 +165,7 @@ def shutdown() -> None:
     _spare_groups.clear()
     gc.collect()
     time.sleep(0.1)
-    # The interpreter keeps here what it has printed as unhandled, before it runs what is registered with atexit.
+    # Set by the interpreter for an unhandled exception, before atexit handlers run.
     failed, _failed = _failed or getattr(sys, "last_value", None) is not None, False
     if failed and "nccl" in dist.get_backend_config():
         _abort()
@@ -174,7 +174,7 @@ def shutdown() -> None:
 
 
 def _abort() -> None:
-    """Abort all communicators, or only those of the default group where torch has no function for all of them."""
+    """Abort all communicators, or only those of the default group if torch has no function for all."""
     if CORE_PATCHES["abort-all-groups"].works:
         dist.distributed_c10d._abort_process_group()
     elif dist.group.WORLD is not None:

@@ -1,4 +1,4 @@
-"""Where the ranks are, told through the store of the process group: the names in the errors of `unishard.distributed.collective_check`."""
+"""Shares through the process group's store where each rank is, for the messages of `unishard.distributed.collective_check`."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _COLLECTIVES = str(Path(dist.__file__).parent)
 
 
 class Places:
-    """One line of text for each rank and each check, written by that rank, readable by all.
+    """One line of text for each rank and check, written by that rank and readable by all.
 
-    Uses a connection of its own: a request that waits blocks every other one on the same connection.
+    Uses its own connection: a waiting request blocks all others on the same connection.
     """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        """Begin without any lines.
+        """Create it, without any lines.
 
         Args:
-            store: A `torch.distributed.Store`, that of a process group which the ranks have for nothing else.
-            rank: This one.
+            store: The `torch.distributed.Store` of a process group that is used for nothing else.
+            rank: This rank.
             world: Number of ranks.
         """
         self._store = dist.PrefixStore("unishard/desync", store.clone())  # type: ignore[attr-defined]  # exported without __all__ (torch 2.13)
         self._rank, self._world = rank, world
         self._ended = False
-        """Whether the rank that serves the store is gone; torch complains of every request after that."""
+        """Whether the rank that serves the store is gone; torch then warns on every request."""
 
     def ask(self, check: int) -> None:
-        """Let every rank that is not at this check say where it is."""
+        """Ask every rank that has not reached this check where it is."""
         self._set(f"asked/{check}", "")
 
     def asked(self, check: int) -> bool:
-        """Whether a rank waits at this check and has asked where the others are."""
+        """Whether a rank waiting at this check has asked where the others are."""
         if self._ended:
             return False
         try:
@@ -68,19 +68,19 @@ class Places:
             self._ended = True
 
     def read(self, check: int, kind: str, seconds: float) -> dict[int, str]:
-        """What the ranks have written, waiting this long for those that have not; who stays silent is left out."""
+        """The lines that the ranks have written, after waiting this long for missing ones; ranks without a line are absent."""
         found, end = {}, time.monotonic() + seconds
         for rank in range(self._world):
             try:
                 self._store.wait([f"{kind}/{check}/{rank}"], timedelta(seconds=max(end - time.monotonic(), 0.001)))
                 found[rank] = self._store.get(f"{kind}/{check}/{rank}").decode(errors="replace")
-            except RuntimeError:  # DistStoreError: it did not come, or the store is gone
+            except RuntimeError:  # DistStoreError: a timeout, or the store is gone
                 continue
         return found
 
 
 def describe(places: Mapping[int, str], silent: Iterable[int], last: str) -> str:
-    """Who is where: ranks in the same place together, then those of which nothing is known but the last place they shared."""
+    """A list of ranks by place, then the ranks that gave no answer, with the last place common to all."""
     together: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         together.setdefault(place, []).append(rank)
@@ -104,8 +104,8 @@ def stack_of(thread: int) -> tuple[str, bool, bool]:
     """Where a thread of this process is.
 
     Returns:
-        `file:line in function` of the innermost frame of the user's own, whether the thread is in a call of an engine, and whether it
-        is in torch.distributed without one.
+        `file:line in function` of the innermost frame of the user's code, whether the thread is in a call of an engine, and whether it is
+        in torch.distributed outside such a call.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:

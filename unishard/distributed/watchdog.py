@@ -1,4 +1,4 @@
-"""Looks once a second, on a thread of its own, whether ranks are late, and says which and where."""
+"""The watchdog: a thread that checks once a second whether ranks are late, and reports which ones and where they are."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from unishard.distributed.rank_locations import Places, describe, stack_of
 __all__ = ["Watched", "watch"]
 
 _LONG = 6
-"""Patience with a rank that is inside a call which others need not wait for, in timeouts."""
+"""Timeouts until a long call is reported that no other rank waits for."""
 
 _logger = logging.getLogger("unishard")
 
 
 class Watched(Protocol):
-    """What the watch sees of a check. It is written by the thread that trains."""
+    """What the watchdog reads of a check. Written by the training thread."""
 
     world: dist.ProcessGroup | None
     timeout: float
     active: int
     failed: str
     number: int
-    """Of the last check that this rank came to."""
+    """Number of the last check that this rank reached."""
     place: str
     last: str
     waiting: bool
-    """Whether it waits there for other ranks."""
+    """Whether it waits for other ranks in this check."""
     moved: float
-    """When it came to it or got on."""
+    """When it reached or left the check."""
     device_wait: DeviceWait | None
-    """What the host waits for on a device, if it may."""
+    """What the host may be waiting for on a device, if anything."""
     thread: int
     rank: int
     size: int
     places: Places
 
     def speak(self, number: int, place: str) -> None:
-        """Say for this rank that it will never come to a check."""
+        """Report for this rank that it will never reach a check."""
 
 
 class _Watch:
-    """Names ranks that are late, and speaks for this one where it waits in a collective that the others will never join."""
+    """Reports late ranks, and answers for this rank if it waits in a collective that the others will never join."""
 
     def __init__(self) -> None:
         self._warned = 0
@@ -91,7 +91,7 @@ class _Watch:
             return
         seen = check.places.read(number, "seen", 0.0)
         busy = [text for text in seen.values() if " at " in text and "torch.distributed" not in text]
-        if len(seen) == check.size and not busy:  # whoever is not at the check waits elsewhere: nobody can ever get on
+        if len(seen) == check.size and not busy:  # every rank waits, at this check or elsewhere: a deadlock
             check.speak(number, place)
 
     def _warn_of_long_call(self, check: Watched, still: float) -> None:
@@ -102,7 +102,7 @@ class _Watch:
 
 
 def watch(check: Watched) -> None:
-    """Look at a check for as long as it lives and its process group is up."""
+    """Start the watchdog of a check; it ends with the check or its process group."""
     reference, ended, interval = weakref.ref(check), threading.Event(), min(1.0, check.timeout / 10)
 
     def run() -> None:
@@ -117,7 +117,7 @@ def watch(check: Watched) -> None:
     thread = threading.Thread(target=run, name="unishard-desync", daemon=True)
     thread.start()
 
-    def end() -> None:  # a thread inside torch while the interpreter finalises would abort the process
+    def end() -> None:  # a thread inside torch during interpreter finalization would abort the process
         ended.set()
         thread.join(5.0)
 

@@ -1,4 +1,4 @@
-"""What `unishard doctor` looks at: whether this environment can train, and what to do where it cannot. Imports without torch."""
+"""The checks of `unishard doctor`: whether this environment can train, and what to do if not. Importing it needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One thing that was looked at, and what came of it."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Check", "Status"]
 
 
 class Status(StrEnum):
-    """How much a finding matters."""
+    """Severity of a result."""
 
     OK = "ok"
     """Nothing to do."""
     WARN = "warn"
-    """Training runs, but something was not tested, is not there, or will be refused."""
+    """Training works, but something is untested, missing, or will be refused."""
     FAIL = "fail"
-    """Keeps training from running."""
+    """Training does not work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Check:
     """One line of the report."""
 
     name: str
-    """What was looked at: `torch`, `backend fsdp`, `probe fsdp ddp-buckets`, `accelerators`."""
+    """What was checked: `torch`, `backend fsdp`, `probe fsdp ddp-buckets`, `accelerators`."""
     status: Status
     found: str
-    """What it is like."""
+    """The result."""
     instead: str = ""
-    """What to do about it, as an imperative; empty where there is nothing to do."""
+    """What to do about it, as an imperative; empty if nothing."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """For programs: what the line is made of. Values that JSON can hold."""
+    """The data behind the line, for programs; JSON values."""

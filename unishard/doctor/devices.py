@@ -1,4 +1,4 @@
-"""What torch can compute on here, and whether what was exported fits it."""
+"""Checks the accelerators that torch can use, and the environment variables about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def driver() -> str | None:
-    """Version of the NVIDIA driver of this machine; None where there is none."""
+    """Version of this machine's NVIDIA driver; None if there is none."""
     try:
         text = _DRIVER.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -29,7 +29,7 @@ def driver() -> str | None:
 
 
 def devices() -> Iterator[Check]:
-    """The accelerators, and what is exported about them. Imports torch."""
+    """Check the accelerators, and the environment variables about them. Imports torch."""
     torch = import_module("torch")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -57,7 +57,7 @@ def _accelerators(torch: Any, count: int, warned: list[str]) -> Check:
 
 
 def _device(torch: Any, index: int) -> Check:
-    """One device, tried with a sum: a torch without kernels for it, or a device that another process holds, shows here."""
+    """Check a device by a sum: fails if torch has no kernels for it, or if another process uses it exclusively."""
     name = f"device cuda:{index}"
     try:
         with quietly():
@@ -70,7 +70,7 @@ def _device(torch: Any, index: int) -> Check:
 
 
 def _exported(value: str, right: str) -> Check:
-    """DeepSpeed believes this variable, whatever torch finds."""
+    """Check DS_ACCELERATOR, which DeepSpeed trusts over what torch finds."""
     if value == right:
         return Check("DS_ACCELERATOR", Status.OK, value)
     return Check("DS_ACCELERATOR", Status.FAIL, f"exported as {value!r}, but torch computes on {right}", "unset DS_ACCELERATOR")

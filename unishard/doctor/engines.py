@@ -1,4 +1,4 @@
-"""The backends: whether each can be used here, and whether the engine still has the private names that rare cases need."""
+"""Checks whether each backend can be used, and whether its engine still has the private names that rare cases need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["backends", "found", "probes"]
 
 
 def found() -> tuple[list[Backend], list[Check]]:
-    """The backends that can be asked, and a line for each that cannot."""
+    """The backends that can be imported, and a line for each that cannot."""
     try:
         points = registry.available()
     except BackendError as error:
@@ -26,7 +26,7 @@ def found() -> tuple[list[Backend], list[Check]]:
     for name, point in points.items():
         try:
             usable.append(registry.get(name))
-        except Exception as error:  # whatever a third party's translator raises
+        except Exception as error:  # a third party's backend can raise anything
             owner = point.dist.name if point.dist else "unishard"
             broken.append(Check(f"backend {name}", Status.FAIL, f"cannot be imported: {one_line(error)}", f"reinstall {owner}"))
     return usable, broken
@@ -36,7 +36,7 @@ def backends(usable: Sequence[Backend], broken: Collection[str]) -> Iterator[Che
     """One line for each backend.
 
     Args:
-        usable: Those that can be asked.
+        usable: The backends that can be imported.
         broken: Packages that cannot be imported.
     """
     for backend in usable:
@@ -53,7 +53,7 @@ def probes(tables: Mapping[str, Mapping[str, Patch]], unusable: Collection[str])
     """One line for each case that needs private names.
 
     Args:
-        tables: The cases of each backend, and of the core.
+        tables: The patches of each backend, and of the core.
         unusable: Packages that are not installed or cannot be imported.
     """
     for owner, table in tables.items():
@@ -71,7 +71,7 @@ def _probe(name: str, patch: Patch, case: str, details: dict[str, Any]) -> Check
     try:
         with quietly():
             needed, missing = patch.needed, patch.missing()
-    except Exception as error:  # importing the module of a private name raised something else than ImportError
+    except Exception as error:  # importing the module of a private name raised something other than ImportError
         return Check(name, Status.WARN, f"{case}: the probe raised {one_line(error)}", patch.instead, details)
     details["missing"] = list(missing)
     if missing:

@@ -1,4 +1,4 @@
-"""Looks at everything, in the order of the report."""
+"""Runs all checks, in the order of the report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["examine", "worst"]
 
 
 def examine() -> Iterator[Check]:
-    """Every line of the report. Imports the engines that are installed."""
+    """Run all checks. Imports the installed engines."""
     yield python()
     usable, unreadable = engines.found()
     needed = {"torch": "torch"} | {package: extra for backend in usable for package, extra in backend.requires.items()}
     lines = list(packages(tested(usable), needed))
     yield from lines
-    # Neither a package that is not there nor one that cannot be imported can be asked anything.
+    # Packages that are not installed or cannot be imported are not checked further.
     unusable = {line.name for line in lines if line.name in needed and (line.status == Status.FAIL or line.details["version"] is None)}
     yield from unreadable
     yield from engines.backends(usable, unusable)
@@ -40,7 +40,7 @@ def worst(checks: Sequence[Check]) -> Status:
 
 
 def _launcher(environ: Mapping[str, str]) -> Check:
-    """The variables of torchrun or srun, which are read when a run starts."""
+    """Check the variables of torchrun or srun, which are read when a run starts."""
     try:
         topology = Topology.from_environment(environ)
         rendezvous(topology, environ)

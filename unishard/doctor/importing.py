@@ -1,4 +1,4 @@
-"""Imports an engine without what it prints, and says why where it cannot be imported."""
+"""Imports an engine without its output, and reports why if it cannot be imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["failure", "one_line", "quietly"]
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Drop what engines print, log and warn of while they are imported: the report stands by itself on stdout."""
+    """Suppress what engines print, log and warn about while they are imported: stdout is only for the report."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -26,16 +26,16 @@ def quietly() -> Iterator[None]:
 
 
 def failure(package: str) -> str:
-    """Why a package cannot be imported, in one line; empty where it can."""
+    """Why a package cannot be imported, in one line; empty if it can."""
     try:
         with quietly():
             import_module(package)
-    except Exception as error:  # a broken installation raises anything: ImportError, OSError, RuntimeError, AttributeError
+    except Exception as error:  # a broken installation can raise anything: ImportError, OSError, RuntimeError, AttributeError
         return one_line(error)
     return ""
 
 
 def one_line(error: BaseException) -> str:
-    """An exception by its class and the first line of its message."""
+    """An exception's class and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,4 +1,4 @@
-"""Python, and the packages that unishard needs or can use: which version, tested or not, and whether an engine can be imported."""
+"""Checks Python and the packages that unishard needs or can use: version, whether it was tested, and whether it can be imported."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PACKAGES = {
     "lion-pytorch": "optimizers",
     "matplotlib": "demo",
 }
-"""Distributions that unishard imports, to the extra that brings each; empty for those that it always needs."""
+"""Distributions that unishard imports, to the extra that installs each; empty for required ones."""
 
 
 def python() -> Check:
-    """The interpreter."""
+    """Check the interpreter."""
     version = platform.python_version()
     details = {"version": version, "tested": is_tested(version, PYTHONS)}
     if details["tested"]:
@@ -44,7 +44,7 @@ def python() -> Check:
 
 
 def versions() -> dict[str, list[tuple[str, str]]]:
-    """Version and place of every installed distribution by its name in lower case, the one that Python imports first."""
+    """Versions and locations of every installed distribution by lower-case name, the one that Python imports first."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for each in distributions():
         name = (each.metadata["Name"] or "").lower().replace("_", "-")
@@ -59,7 +59,7 @@ def packages(tested: Mapping[str, Sequence[str]], engines: Mapping[str, str]) ->
 
     Args:
         tested: Versions that were tested, by package.
-        engines: Import name of each package that a backend needs, to the extra that brings it. These are imported.
+        engines: Import name of each package that a backend needs, to the extra that installs it. These are imported.
     """
     installed, floors = versions(), _floors()
     for name in dict.fromkeys((*PACKAGES, *engines, *tested)):
@@ -93,7 +93,7 @@ def _absent(name: str, engines: Mapping[str, str]) -> Check:
 
 
 def _floors() -> dict[str, str]:
-    """The oldest version that unishard's own metadata asks for, by package; nothing in a bare checkout."""
+    """The minimum versions in unishard's own metadata, by package; empty in a bare checkout."""
     try:
         said = requires("unishard") or []
     except PackageNotFoundError:
@@ -103,7 +103,7 @@ def _floors() -> dict[str, str]:
 
 
 def _older(version: str, floor: str) -> bool:
-    """Whether a version lies below a floor, by its numbers."""
+    """Whether a version is below a minimum, compared by its numbers."""
 
     def numbers(text: str) -> list[int]:
         return [int(part[0]) if (part := re.match(r"\d+", one)) else 0 for one in text.split(".")]

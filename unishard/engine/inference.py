@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from unishard.config import Config
 from unishard.distributed.broadcast import broadcast
+from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import InferenceAdapter
-from unishard.engine.model.dtypes import DTYPES, cast_to_compute
+from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.inputs import cast_inputs
 from unishard.engine.model.materialization import materialize
 from unishard.engine.results import Placement

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from unishard.config import Config
-from unishard.engine.model.dtypes import DTYPES
+from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.engine.model.facts import ModelFacts
 from unishard.engine.results import Placement
 from unishard.errors import EngineMismatchError
@@ -45,7 +45,7 @@ def verify(
     # ZeRO-1 and ZeRO-2 keep whole parameters on each rank, so an engine need not have units there.
     if set(placement.units) != set(units) and (strategy == "full_shard" or placement.units):
         found.append(("sharded units", ", ".join(units) or "none", ", ".join(placement.units) or "none"))
-    masters = {str(DTYPES[cfg.precision.master]).removeprefix("torch.")} if facts.trainable else set()
+    masters = {name_of(DTYPES[cfg.precision.master])} if facts.trainable else set()
     if placement.master_dtypes != masters:
         wanted, got = (", ".join(sorted(formats)) or "none" for formats in (masters, placement.master_dtypes))
         found.append(("format of the master weights", wanted, got))

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: the names and files of its `save_pretrained` (peft 0.21, utils/save_and_load.py), without the tensors."""
+"""PEFT adapters: the names and files that its `save_pretrained` writes (peft 0.21, utils/save_and_load.py), without the tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from unishard.export.sources import class_of, sources_of
 __all__ = ["assets_of"]
 
 _PREFIX = "base_model.model."
-"""Before the names of adapters that transformers itself has put into a model."""
-_COMPUTED = "is computed when it is saved, and an export does not; load the checkpoint into the model and save it with peft"
+"""Prefix of the names of adapters that transformers itself adds to a model."""
+_COMPUTED = "is computed when it is saved, which an export cannot do; load the checkpoint into the model and save it with peft"
 
 
 def assets_of(model: Any) -> Assets:
-    """What `save_pretrained` would write, its tensors and its model card apart: one folder for each adapter, `default` on top."""
+    """What `save_pretrained` would write, without tensors and model card: one folder per adapter, `default` at the top level."""
     names: dict[str, dict[str, str]] = {}
     files: dict[str, bytes] = {}
     refusals = []
@@ -41,34 +41,34 @@ def assets_of(model: Any) -> Assets:
 
 
 def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
-    """By the name in the file the name in the model: peft itself chooses among stand-ins of the tensors."""
+    """Maps names in the file to names in the model: peft itself selects them, from meta tensors."""
     from peft import get_peft_model_state_dict
 
     if model.peft_config[adapter].is_prompt_learning:
         kind = model.peft_config[adapter].peft_type
         return (
             {},
-            f"the adapter {adapter!r} ({kind}) is computed when it is saved; load the checkpoint into the model and save it with peft",
+            f"the adapter {adapter!r} ({kind}) {_COMPUTED}",
         )
     sources = sources_of(model)
     stand_ins = {name: torch.empty(1, device="meta") for name in sources}
     source_of = {id(stand_in): sources[name] for name, stand_in in stand_ins.items()}
-    with _without_the_network(model, adapter), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it also saves embeddings
+    with _offline(model, adapter), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a warning that it also saves embeddings
         chosen: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=adapter)
     made = next((name for name, stand_in in chosen.items() if id(stand_in) not in source_of), None)
     if made is not None:
         return (
             {},
-            f"{made} of the adapter {adapter!r} is computed when it is saved; load the checkpoint into the model and save it with peft",
+            f"{made} of the adapter {adapter!r} {_COMPUTED}",
         )
     prefix = _PREFIX if getattr(model, "_hf_peft_config_loaded", False) else ""
     return {prefix + name: source_of[id(stand_in)] for name, stand_in in chosen.items()}, None
 
 
 @contextmanager
-def _without_the_network(model: Any, adapter: str) -> Iterator[None]:
-    """For a while the base model is the cached copy of a hub's: peft compares the vocabulary with it, and would ask the hub each time."""
+def _offline(model: Any, adapter: str) -> Iterator[None]:
+    """Point the adapter at the cached copy of its base model: peft compares the vocabularies, and would query the hub each time."""
     from huggingface_hub import try_to_load_from_cache
 
     given = model.peft_config[adapter]
@@ -78,7 +78,7 @@ def _without_the_network(model: Any, adapter: str) -> Iterator[None]:
         return
     try:
         cached = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name that a hub could have
+    except ValueError:  # not a valid name on the hub
         cached = None
     local = copy.copy(given)
     local.base_model_name_or_path = str(Path(cached).parent) if isinstance(cached, str) else None

@@ -1,6 +1,6 @@
-"""What an export needs beside the tensors: other files, and the name of each tensor in them. Taken from a model once, kept in checkpoints.
+"""What an export needs besides the tensors: other files, and the names of the exported tensors. Stored in every checkpoint.
 
-With these an export from a checkpoint needs neither the model's class nor transformers.
+With these, an export from a checkpoint needs neither the model's class nor transformers.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.errors import CheckpointError
-from unishard.export.plan import DTYPES
 
 __all__ = ["FOLDER", "INDEX", "Assets", "TensorSlice", "require_inside"]
 
 FOLDER = "assets/"
-"""Where they lie in a checkpoint."""
+"""Their folder in a checkpoint."""
 INDEX = FOLDER + "export.json"
-"""The names; the other files of the folder are exported as they are."""
+"""The file with the names; the other files of the folder are exported unchanged."""
 
 _CONFIG = "config.json"
 
 
 class TensorSlice(BaseModel):
-    """A part of a tensor that lies in one stretch of it, such as one expert's."""
+    """A contiguous slice of a tensor that is exported under its own name, such as one expert of stacked experts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,71 +45,73 @@ class _Index(BaseModel):
 
 
 class Assets(_Index):
-    """What an export needs beside the tensors."""
+    """What an export needs besides the tensors."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     kind: Literal["model", "adapter", "plain"]
-    """A model of transformers, adapters of PEFT, or any other module, which has tensors alone."""
+    """A transformers model, PEFT adapters, or any other module, of which only tensors are exported."""
     names: dict[str, dict[str, str]]
-    """By file, without its ending: the name in the model of each exported tensor, by its name in the file."""
+    """By file, without its suffix: for each exported tensor, its name in the file to its name in the model."""
     pieces: dict[str, TensorSlice] = {}
-    """By the name in the file: exported tensors that are not the whole of the model's."""
+    """By the name in the file: exported tensors that are only a slice of the model's tensor."""
     refusal: str | None = None
-    """Why the model cannot be exported, and what instead; it can be trained and saved all the same."""
+    """Why the model cannot be exported, and what to do instead; it can still be trained and saved."""
     files: dict[str, bytes]
-    """What lies beside the tensors, such as `config.json`."""
+    """The other files of the export, such as `config.json`."""
 
     def to_files(self) -> dict[str, bytes]:
-        """The files to keep in a checkpoint, by their paths in it."""
+        """The files to store in a checkpoint, by their paths in it."""
         index = self.model_dump_json(exclude={"files"}, indent=1) + "\n"
         return {FOLDER + name: data for name, data in self.files.items()} | {INDEX: index.encode()}
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> Assets:
-        """The inverse of `to_files`; files outside its folder are passed over.
+        """The inverse of `to_files`; files outside its folder are ignored.
 
         Raises:
-            CheckpointError: The names are not there, are damaged, or lead outside the folder.
+            CheckpointError: The file with the names is missing or damaged, or a name leads outside the folder.
         """
         try:
             index = _Index.model_validate_json(files[INDEX])
         except KeyError:
-            raise CheckpointError(f"there is no {INDEX}; the checkpoint says nothing of an export") from None
+            raise CheckpointError(f"{INDEX} is missing; the checkpoint has no information for an export") from None
         except ValidationError as error:
-            raise CheckpointError(f"{INDEX}: {error.errors()[0]['msg']}; it is damaged, or written by a later unishard") from error
+            raise CheckpointError(
+                f"{INDEX}: {error.errors()[0]['msg']}; the file is damaged, or was written by a later version of unishard"
+            ) from error
         for name in (*index.names, *files):
             require_inside(name)
         rest = {name.removeprefix(FOLDER): data for name, data in files.items() if name.startswith(FOLDER) and name != INDEX}
         return cls(**dict(index), files=rest)
 
     def dtype_of(self, word: str | None) -> torch.dtype:
-        """The format that floating tensors are exported in.
+        """The dtype of exported floating-point tensors.
 
         Args:
-            word: `fp32`, `bf16` or `fp16`; None for what the model's config names, else fp32.
+            word: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config, else fp32.
 
         Raises:
-            CheckpointError: It is none of these.
+            CheckpointError: It is another word, or the model's config names another dtype.
         """
         if word is not None:
             if word not in DTYPES:
-                raise CheckpointError(f"dtype: {word!r} is none of {', '.join(DTYPES)}")
+                raise CheckpointError(f"dtype: must be one of {', '.join(DTYPES)}, got {word!r}")
             return DTYPES[word]
         config = self._config()
         named = config.get("dtype") or config.get("torch_dtype") or "float32"
-        found = next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{named}"), None)
+        found = next((dtype for dtype in DTYPES.values() if name_of(dtype) == named), None)
         if found is None:
-            raise CheckpointError(f"{_CONFIG} of the model names the dtype {named!r}; say which one to export: {', '.join(DTYPES)}")
+            raise CheckpointError(f"the model's {_CONFIG} has dtype {named!r}; choose the dtype of the export: {', '.join(DTYPES)}")
         return found
 
     def files_in(self, dtype: torch.dtype) -> dict[str, bytes]:
-        """The files beside tensors of a format: the model's config names it."""
+        """The other files of an export with this dtype, which the model's config names."""
         config = self._config()
         if not config:
             return dict(self.files)
         config.pop("torch_dtype", None)
-        _name_format(config, str(dtype).removeprefix("torch."))
+        _set_dtype(config, name_of(dtype))
         return self.files | {_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
 
     def _config(self) -> dict[str, object]:
@@ -124,7 +126,7 @@ class Assets(_Index):
 
 
 def require_inside(name: str) -> None:
-    """Check that a path that a checkpoint names stays within its folder.
+    """Check that a path from a checkpoint stays within its folder.
 
     Raises:
         CheckpointError: It does not.
@@ -134,9 +136,9 @@ def require_inside(name: str) -> None:
         raise CheckpointError(f"{name} lies outside the folder; do not trust this checkpoint")
 
 
-def _name_format(config: dict[str, object], dtype: str) -> None:
-    """In a config, and in those of the models inside that name a format of their own."""
+def _set_dtype(config: dict[str, object], dtype: str) -> None:
+    """Set the dtype of a config, and of the configs of inner models that name one."""
     config["dtype"] = dtype
     for inner in config.values():
         if isinstance(inner, dict) and "model_type" in inner and inner.get("dtype") is not None:
-            _name_format(inner, dtype)
+            _set_dtype(inner, dtype)

@@ -1,4 +1,4 @@
-"""Who writes what of a tensor that several ranks hold parts of, or the same of."""
+"""Divides the writing of a sharded or replicated tensor between ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 __all__ = ["missing", "share"]
 
 Interval = tuple[int, int]
-"""From an element of the flattened tensor to one beyond the last."""
+"""First element in the flattened tensor, and one past the last."""
 
 
 def share(held: Sequence[Interval], rank: int) -> Interval:
-    """What one rank writes: its part of what it holds, divided between those that hold the same.
+    """The interval that one rank writes: its own, divided between the ranks that hold the same one.
 
     Args:
-        held: What each rank holds.
-        rank: Which one.
+        held: The interval that each rank holds.
+        rank: The rank that writes.
     """
     start, end = held[rank]
     same = [who for who, theirs in enumerate(held) if theirs == (start, end)]
@@ -24,7 +24,7 @@ def share(held: Sequence[Interval], rank: int) -> Interval:
 
 
 def missing(held: Sequence[Interval], numel: int) -> int | None:
-    """The first element that nobody holds; None where all are there."""
+    """The first element that no rank holds; None if all elements are held."""
     reached = 0
     for start, end in sorted(held):
         if start > reached:

@@ -1,4 +1,4 @@
-"""What an export needs of a model that is there as a config alone: a checkpoint converted from another tool's says nothing of it."""
+"""What an export needs of a model given only by its config: a checkpoint converted from another tool has no such information."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["assets_of"]
 
 
 def assets_of(folder: Path, stretches: Mapping[str, LazyShard]) -> Assets:
-    """What `save_pretrained` would write of the model that a folder describes, its tensors apart. The model is made without data.
+    """What `save_pretrained` would write of the model described in a folder, without tensors. The model is built on the meta device.
 
     Args:
-        folder: Holds the `config.json` of a model of transformers, and what else is to lie beside the tensors, such as a tokenizer.
-        stretches: Of each tensor, by its name in the model; their shapes alone are looked at.
+        folder: Holds the `config.json` of a transformers model, and other files to export, such as a tokenizer.
+        stretches: The tensors by their names in the model; only their shapes are used.
 
     Raises:
-        CheckpointError: There is no such file, it names no class of transformers, or the model has other tensors.
+        CheckpointError: There is no such file, transformers cannot build a model from it, or the model has other tensors.
     """
     try:
         import transformers
     except ImportError as error:
-        raise CheckpointError("what a config.json describes, transformers alone knows; install it: pip install transformers") from error
+        raise CheckpointError("building a model from config.json needs transformers; install it: pip install transformers") from error
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: there is no config.json here; name the folder of a model of transformers")
+        raise CheckpointError(f"{folder}: no config.json here; give the folder of a transformers model")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         (name,) = config.architectures or ["none"]
         with torch.device("meta"):
             model = getattr(transformers, name)(config)
         model.tie_weights()
-    except Exception as error:  # whatever transformers makes of a file that is not one of its own
+    except Exception as error:  # transformers can raise anything for an unsuitable file
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise CheckpointError(f"{path}: transformers makes no model of it ({reason}); name the config.json of the model") from error
+        raise CheckpointError(f"{path}: transformers cannot build a model from it ({reason}); give the model's config.json") from error
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     model.config._name_or_path = str(folder)

@@ -1,4 +1,4 @@
-"""From what a model is called to the files of its export."""
+"""Plans the files of an export."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["Layout", "lay_out"]
 
 
 class Layout(NamedTuple):
-    """A folder before it is written."""
+    """The planned contents of an export folder."""
 
     files: list[File]
-    """Of tensors."""
+    """The files of tensors."""
     others: dict[str, bytes]
-    """Beside them, by name."""
+    """All other files, by name."""
     dtype: torch.dtype
-    """Of the floating tensors."""
+    """Dtype of the floating-point tensors."""
 
     @property
     def bare(self) -> bool:
-        """Whether there are tensors alone, which no library can load by itself."""
+        """Whether there are only tensors, which no library can load without a config."""
         return not any(PurePosixPath(name).name in ("config.json", "adapter_config.json") for name in self.others)
 
     @property
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """The same for the same files of tensors."""
+        """A hash of the names and headers of the tensor files."""
         return hashlib.sha256(b"".join(file.name.encode() + file.header for file in self.files)).hexdigest()
 
 
@@ -48,13 +48,13 @@ def lay_out(assets: Assets, stretches: Mapping[str, LazyShard], dtype: str | Non
     """Plan the files of an export.
 
     Args:
-        assets: Of the model.
-        stretches: Its tensors, of which shapes and dtypes alone are looked at.
-        dtype: Word of the config, or None for what the model's config names.
-        max_shard_size: Such as `5GB`. Adapters are in one file, since PEFT reads no others.
+        assets: The model's.
+        stretches: Its tensors; only shapes and dtypes are used.
+        dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config.
+        max_shard_size: Such as `5GB`. Adapters are always written to one file, since PEFT cannot read several.
 
     Raises:
-        CheckpointError: The model cannot be exported, a tensor is missing or empty, or an argument is wrong.
+        CheckpointError: The model cannot be exported, a tensor is missing or empty, or an argument is invalid.
     """
     if assets.refusal:
         raise CheckpointError(assets.refusal)
@@ -63,7 +63,7 @@ def lay_out(assets: Assets, stretches: Mapping[str, LazyShard], dtype: str | Non
     others = assets.files_in(target)
     for stem, names in assets.names.items():
         if not names:
-            raise CheckpointError(f"there is nothing to export as {stem}: the model has no such tensors")
+            raise CheckpointError(f"nothing to export as {stem}: the model has no such tensors")
         entries = [_entry(name, source, assets.pieces.get(name), stretches, target) for name, source in names.items()]
         planned = plan(entries, stem, None if assets.kind == "adapter" else most)
         if len(planned) > 1:
@@ -78,14 +78,14 @@ def _entry(name: str, source: str, piece: TensorSlice | None, stretches: Mapping
     try:
         stretch = stretches[source]
     except KeyError:
-        raise CheckpointError(f"{source} is to be exported and is not among the {len(stretches)} tensors that are there") from None
+        raise CheckpointError(f"{source} cannot be exported: it is not among the {len(stretches)} available tensors") from None
     start, shape = (piece.start, tuple(piece.shape)) if piece else (0, tuple(stretch.shape))
     if not 0 <= start <= start + math.prod(shape) <= stretch.shape.numel():
-        raise CheckpointError(f"{name} is to be a piece of {source} that lies outside it; the names of the export are damaged")
+        raise CheckpointError(f"{name} is not within {source}; the checkpoint's assets/export.json is damaged")
     return ExportedTensor(name, source, shape, target if stretch.dtype.is_floating_point else stretch.dtype, start)
 
 
 def _refuse_empty(files: list[File]) -> None:
     for place in (place for file in files for place in file.places):
         if 0 in place.entry.shape:
-            raise CheckpointError(f"{place.entry.source} has no elements ({place.entry.shape}); an adapter with it could not be loaded")
+            raise CheckpointError(f"{place.entry.source} is empty ({place.entry.shape}); an adapter with it could not be loaded")

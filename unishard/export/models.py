@@ -1,4 +1,4 @@
-"""What an export needs of a live model, whatever library it is of."""
+"""What an export needs of a live model of any library."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["assets_of"]
 
 
 def assets_of(module: nn.Module, stretches: Mapping[str, LazyShard]) -> Assets:
-    """What an export needs of a model beside its tensors. Raises nothing because of the model: see `Assets.refusal`.
+    """What an export needs of a model besides its tensors. A model that cannot be exported is no error here: see `Assets.refusal`.
 
     Args:
         module: Sharded or not; its tensors are not read.
-        stretches: Of each tensor, by its name in the module; their shapes alone are looked at, which a sharded module may not have.
+        stretches: The tensors by their names in the module; only their full shapes are used, which a sharded module may not know.
     """
-    # A module of a library is there only if the library is: nothing is imported to find out.
+    # The library of a module is already imported, so nothing is imported to check.
     if _is_a(module, "peft", "PeftModel") or getattr(module, "_hf_peft_config_loaded", False):
         from unishard.export import adapters
 

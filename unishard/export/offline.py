@@ -1,4 +1,4 @@
-"""Exports the weights of a checkpoint: one process, blocks in memory, and as a rule neither the model's class nor transformers."""
+"""Exports the weights of a checkpoint, in one process, block by block, usually without the model's class or transformers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
 from unishard.export.assets import FOLDER, INDEX, Assets, require_inside
 from unishard.export.layout import Layout, lay_out
-from unishard.export.ranks import Ranks
 from unishard.export.writing import Advance, require_free, write
 
 __all__ = ["export_checkpoint"]
@@ -33,24 +33,24 @@ def export_checkpoint(
     start: Callable[[int], None] = lambda total: None,
     advance: Advance = lambda written: None,
 ) -> Layout:
-    """Write the weights of a checkpoint as Hugging Face lays them out. Every tensor is checked against its hash on the way.
+    """Write the weights of a checkpoint in the Hugging Face layout. Every tensor is verified against its hash.
 
     Args:
         checkpoint_folder: A complete checkpoint.
-        out: Empty or not there yet.
-        dtype: `fp32`, `bf16` or `fp16`; None for what the model's config names, else fp32.
-        max_shard_size: Of one file, such as `5GB` or a number of bytes.
-        tokenizer: A folder that holds one; None for the one that lay beside the weights that training began with, if any.
-        model: A folder with the `config.json` of a model of transformers, which is needed then; None for what the checkpoint says.
-        start: Told how many bytes are going to be written.
-        advance: Told of those that have been.
+        out: Empty or nonexistent.
+        dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config, else fp32.
+        max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
+        tokenizer: A folder with a tokenizer; None for the one beside the pretrained weights, if any.
+        model: A folder with the `config.json` of a transformers model (needs transformers); None for the one in the checkpoint.
+        start: Called with the total number of bytes.
+        advance: Called with the number of further bytes written.
 
     Returns:
-        What has been written; without a `config.json` where the checkpoint holds none.
+        What was written; without a `config.json` if the checkpoint has none.
 
     Raises:
-        CheckpointError: The checkpoint is incomplete or damaged, the model cannot be exported, an argument is wrong, or nothing can be
-            written there. Nothing is left behind.
+        CheckpointError: The checkpoint is incomplete or damaged, the model cannot be exported, an argument is invalid, or the folder
+            cannot be written. Nothing is left behind.
     """
     facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
     require_free(out)
@@ -65,7 +65,7 @@ def export_checkpoint(
 
 
 def _assets(folder: Path, facts: Manifest) -> Assets:
-    """Those of the checkpoint, or, where it was converted from another tool's and has none, the names in it."""
+    """The checkpoint's assets; only names if the checkpoint was converted from another tool and has none."""
     if INDEX not in facts.files:
         found = [keys.parameter_of(name) for name in facts.tensors]
         names = {name: name for name in found if name is not None and name not in facts.ties}
@@ -79,19 +79,19 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
             except OSError as error:
                 raise CheckpointError(f"{folder / name}: {error.strerror}; the checkpoint is incomplete") from error
             if f"{zlib.crc32(files[name]):08x}" != file.crc32:
-                raise CheckpointError(f"{folder / name}: its checksum is not the manifest's; the file is damaged")
+                raise CheckpointError(f"{folder / name}: its checksum differs from the manifest; the file is damaged")
     return Assets.from_files(files)
 
 
 def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
-    from unishard.export import from_config  # it needs transformers, and nothing else here does
+    from unishard.export import from_config  # needs transformers, which the rest of this module does not
 
     stretches = {name: tensors.stretch(key) for key in facts.tensors if (name := keys.parameter_of(key)) is not None}
     return from_config.assets_of(model, stretches)
 
 
 def _checked(stretch: LazyShard, folder: Path, source: str, facts: Manifest) -> LazyShard:
-    """The same, and an error when its last element has been read and it is not what was saved. Its elements are read once, in any order."""
+    """A tensor that is verified against its hash once all elements have been read, each once, in any order."""
     wanted = facts.tensors[keys.PARAMETERS + source].hash
     seen, so_far = 0, 0
 
@@ -100,9 +100,7 @@ def _checked(stretch: LazyShard, folder: Path, source: str, facts: Manifest) -> 
         values = stretch.read(begin, end)
         seen, so_far = seen + end - begin, so_far + hash_of(values, begin) & MASK
         if seen == stretch.end and hexadecimal(so_far) != wanted:
-            raise CheckpointError(
-                f"{folder}: {source} is not what was saved: its hash differs from the manifest's; export another checkpoint"
-            )
+            raise CheckpointError(f"{folder}: {source} is damaged: its hash differs from the manifest; export another checkpoint")
         return values
 
     return stretch._replace(read=read)

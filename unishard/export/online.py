@@ -1,4 +1,4 @@
-"""Exports what an engine trains: each rank writes what it holds."""
+"""Exports the model of a running engine: each rank writes its own shards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.distributed.on_ranks import ranks_of
 from unishard.errors import RankMismatchError
 from unishard.export import tokenizers
 from unishard.export.layout import Layout, lay_out
 from unishard.export.models import assets_of
-from unishard.export.ranks import ranks_of
 from unishard.export.writing import Advance, write
 
 __all__ = ["export"]
@@ -31,24 +31,25 @@ def export(
     group: dist.ProcessGroup | None = None,
     advance: Advance = lambda written: None,
 ) -> Layout:
-    """Write weights as Hugging Face lays them out. Collective.
+    """Write weights in the Hugging Face layout. Collective.
 
     Args:
-        folder: Empty or not there yet; the same on all ranks, on a file system that they share.
-        module: The model, sharded or not; names and config are taken from it, no tensors.
-        stretches: What this rank holds of each parameter and persistent buffer, by its name in the module.
-        dtype: `fp32`, `bf16` or `fp16`; None for what the model's config names, else fp32.
-        max_shard_size: Of one file, such as `5GB` or a number of bytes.
-        tokenizer: A tokenizer or processor of transformers, or a folder that holds one; rank 0's is saved.
-        group: Ranks that hold the whole model together; None for all.
-        advance: Told of this rank's progress in bytes.
+        folder: Empty or nonexistent; the same on all ranks, on a shared file system.
+        module: The model, sharded or not; only its names and config are used.
+        stretches: This rank's shard of each parameter and persistent buffer, by its name in the module.
+        dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config, else fp32.
+        max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
+        tokenizer: A transformers tokenizer or processor, or a folder with one; rank 0's is saved.
+        group: Ranks that together hold the full model; None for all ranks.
+        advance: Called with this rank's progress in bytes.
 
     Returns:
-        What has been written.
+        What was written.
 
     Raises:
-        CheckpointError: On every rank: the model cannot be exported, an argument is wrong, or a rank cannot write. Nothing is left behind.
-        RankMismatchError: On every rank: they were called with different arguments, or hold different models.
+        CheckpointError: On every rank: the model cannot be exported, an argument is invalid, or a rank cannot write. Nothing is left
+            behind.
+        RankMismatchError: On every rank: the ranks passed different arguments, or have different models.
     """
     ranks = ranks_of(group)
     out = Path(folder)

@@ -1,4 +1,4 @@
-"""Which tensor lies where in which file. Pure: of names, shapes and dtypes alone, so that the bytes depend on nothing else."""
+"""Plans the offset of each tensor in the safetensors files. Depends only on names, shapes and dtypes, so the bytes are reproducible."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ import torch
 
 from unishard.errors import CheckpointError
 
-__all__ = ["DTYPES", "ExportedTensor", "File", "FilePlace", "bytes_of", "index_of", "plan"]
-
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What floating tensors may be exported in, by the word in the config."""
+__all__ = ["ExportedTensor", "File", "FilePlace", "bytes_of", "index_of", "plan"]
 
 _WORDS: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -38,17 +35,17 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class ExportedTensor(NamedTuple):
-    """A tensor that is to be exported."""
+    """A tensor to export."""
 
     name: str
-    """In the file."""
+    """Its name in the file."""
     source: str
-    """In the model."""
+    """The name of the model's tensor."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """In the file."""
+    """Its dtype in the file."""
     start: int = 0
-    """Where it begins in the flattened tensor of the model, which may hold several."""
+    """First element in the model's flattened tensor, which may hold several exported ones."""
 
 
 class FilePlace(NamedTuple):
@@ -56,7 +53,7 @@ class FilePlace(NamedTuple):
 
     entry: ExportedTensor
     at: int
-    """First byte."""
+    """Offset of the first byte."""
 
 
 class File(NamedTuple):
@@ -69,10 +66,10 @@ class File(NamedTuple):
 
 
 def bytes_of(size: int | str) -> int:
-    """A size as transformers writes it: a number of bytes, or "5GB", in powers of ten.
+    """Parse a size as transformers writes it: a number of bytes, or "5GB", in powers of ten.
 
     Raises:
-        CheckpointError: It is no such size.
+        CheckpointError: The size is invalid.
     """
     text = str(size).strip().upper()
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
@@ -82,20 +79,20 @@ def bytes_of(size: int | str) -> int:
     except (ValueError, OverflowError):
         wanted = 0
     if wanted < 1:
-        raise CheckpointError(f"max_shard_size: {size!r} is no size; write bytes, or a number and one of {', '.join(_UNITS)}, such as 5GB")
+        raise CheckpointError(f"max_shard_size: invalid size {size!r}; expected bytes, or a number with {', '.join(_UNITS)}, such as 5GB")
     return wanted
 
 
 def plan(entries: Iterable[ExportedTensor], stem: str, max_bytes: int | None) -> list[File]:
-    """Divide tensors into files: in the natural order of their names, as many in one file as it may hold.
+    """Distribute tensors over files, in natural order of their names.
 
     Args:
         entries: In any order.
-        stem: Name of the files without its ending, such as `model`.
-        max_bytes: Bytes of tensors in one file, but for a tensor that is larger alone; None for all in one.
+        stem: File name without suffix, such as `model`.
+        max_bytes: Maximum bytes of tensors in a file, unless a single tensor is larger; None for one file.
 
     Raises:
-        CheckpointError: A tensor has a dtype that safetensors does not know.
+        CheckpointError: A tensor has a dtype that safetensors does not support.
     """
     groups: list[list[ExportedTensor]] = [[]]
     filled = 0
@@ -112,14 +109,14 @@ def plan(entries: Iterable[ExportedTensor], stem: str, max_bytes: int | None) ->
 
 
 def index_of(files: Sequence[File]) -> bytes:
-    """The JSON that says which tensor is in which of several files."""
+    """The JSON index that maps tensors to files."""
     total = sum(_bytes(place.entry) for file in files for place in file.places)
     names = {place.entry.name: file.name for file in files for place in file.places}
     return (json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _file(name: str, group: Sequence[ExportedTensor]) -> File:
-    # Wide formats first, as safetensors itself does: every tensor then begins at a multiple of its element's size.
+    # Wide dtypes first, as safetensors itself does: every tensor is then aligned to its element size.
     ordered = sorted(group, key=lambda each: -each.dtype.itemsize)
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = []
@@ -140,7 +137,7 @@ def _word(entry: ExportedTensor) -> str:
         return _WORDS[entry.dtype]
     except KeyError:
         raise CheckpointError(
-            f"{entry.source} is {entry.dtype}, which safetensors files of unishard do not hold; convert it before it is saved"
+            f"{entry.source} is {entry.dtype}, which unishard cannot write to safetensors; convert it before saving"
         ) from None
 
 
@@ -149,5 +146,5 @@ def _bytes(entry: ExportedTensor) -> int:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Layer 2 before layer 10."""
+    """Sort key for natural order: layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdecimal() and part.isascii() else (1, 0, part) for part in re.split(r"(\d+)", name)]

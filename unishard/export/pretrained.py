@@ -1,4 +1,4 @@
-"""Models of transformers: the names and files of their `save_pretrained` (transformers 5.23, modeling_utils.py)."""
+"""transformers models: the names and files that their `save_pretrained` writes (transformers 5.23, modeling_utils.py)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from unishard.patches import CORE_PATCHES
 __all__ = ["assets_of"]
 
 _VIEWS = CORE_PATCHES["export-conversions"]
-_CONVERTED = "transformers computes it when it saves, and an export copies stretches of tensors"
+_CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices"
 _INSTEAD = (
     "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), and call its save_pretrained"
 )
 
 
 def assets_of(model: Any, stretches: Mapping[str, LazyShard]) -> Assets:
-    """What `save_pretrained` would write, its tensors apart."""
+    """What `save_pretrained` would write, without tensors."""
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
@@ -50,15 +50,15 @@ def _shape(source: str, stretches: Mapping[str, LazyShard]) -> torch.Size:
     try:
         return stretches[source].shape
     except KeyError:
-        raise CheckpointError(f"{source} is to be exported and is not among the {len(stretches)} tensors that are there") from None
+        raise CheckpointError(f"{source} cannot be exported: it is not among the {len(stretches)} available tensors") from None
 
 
 def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, str], dict[str, TensorSlice], str | None]:
-    """What files hold of the tensors of a model: transformers' own conversion, made on tensors without data.
+    """The names under which a model's tensors are saved: transformers' own conversion, applied to meta tensors.
 
     Args:
         model: Sharded or not.
-        shapes: Of its tensors.
+        shapes: Shapes of its tensors.
 
     Returns:
         By the name in the file, the name in the model; by the name in the file, what part of it, where it is not all; and a
@@ -73,7 +73,7 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, 
     try:
         with _KeepViews():
             found: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
-    except Exception as error:  # whatever it is, a model that can be trained must be saved
+    except Exception as error:  # any error: a model that can be trained must still be saved
         return {}, {}, f"{type(model).__name__}: {_CONVERTED} ({error}); {_INSTEAD}"
     names: dict[str, str] = {}
     pieces: dict[str, TensorSlice] = {}
@@ -88,16 +88,16 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, 
 
 
 class _KeepViews(TorchFunctionMode):
-    """Lets no copy be made of a view that is not contiguous, since a view of that may be again."""
+    """Skips `Tensor.contiguous`, so that a non-contiguous view is not copied: a view of it may be contiguous again."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return args[0] if function is Tensor.contiguous else function(*args, **kwargs or {})
 
 
 def _without_aliases(model: nn.Module, sources: dict[str, str]) -> list[str]:
-    """Names without those that the class declares to be ties of another one, as long as that one stays.
+    """Names, without those that the class declares as tied to another name that is kept.
 
-    A tie that the class does not declare is exported under each of its names, since no reader would tie it again.
+    A tie that the class does not declare is exported under each of its names, since no reader would tie them again.
     """
     declared = [
         f"{path}.{name}" if path else name
@@ -128,7 +128,7 @@ def _files(model: Any) -> dict[str, bytes]:
 
 
 def _code(model: Any, config: Any) -> dict[str, bytes]:
-    """The files that define classes which are not of transformers and were registered to be saved; the config then names them."""
+    """The source files of custom classes that were registered with transformers; adds references to them to the config."""
     from transformers.dynamic_module_utils import custom_object_save
 
     kind: Any = class_of(model)
@@ -143,4 +143,4 @@ def _code(model: Any, config: Any) -> dict[str, bytes]:
 def _quantized(model: Any) -> str | None:
     if getattr(model, "hf_quantizer", None) is None:
         return None
-    return f"{type(model).__name__} is quantized, and an export holds plain tensors; train adapters on it, and export those"
+    return f"{type(model).__name__} is quantized, which an export does not support; train adapters on it and export those"

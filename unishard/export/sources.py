@@ -1,4 +1,4 @@
-"""The tensors of a live module by name; whether it is sharded makes no difference."""
+"""The tensors of a live module by name, sharded or not."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def sources_of(module: nn.Module) -> dict[str, str]:
-    """For each name of a tensor the first one of the same tensor, as `named_parameters` counts."""
+    """Maps each name of a tensor to its first name, the one that `named_parameters` yields."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors_of(module).items()}
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class that the user gave it: `fully_shard` puts one of its own before that (torch 2.13, `FSDP` and the name)."""
+    """The module's original class: `fully_shard` replaces it by a subclass (torch 2.13, `FSDP` and the name)."""
     kind = type(module)
     given: type[nn.Module] = kind.__bases__[-1]
     return given if kind.__name__ == f"FSDP{given.__name__}" else kind

@@ -1,4 +1,4 @@
-"""The files of a tokenizer or a processor, to be copied beside the weights."""
+"""The files of a tokenizer or processor, which are exported with the weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NAMES = (
     "*.jinja",
     "*processor_config.json",
 )
-"""As tokenizers and processors of transformers 5.23 call them."""
+"""Files that tokenizers and processors of transformers 5.23 write."""
 
 
 def beside(folder: Path) -> dict[str, bytes]:
-    """Those that lie in the folder of a model; none where it is no folder."""
+    """The tokenizer files in the folder of a model; none if it is not a folder."""
     if not folder.is_dir():
         return {}
     found = (path for path in sorted(folder.iterdir()) if path.is_file() and any(fnmatchcase(path.name, name) for name in _NAMES))
@@ -38,23 +38,23 @@ def beside(folder: Path) -> dict[str, bytes]:
 
 
 def files_of(tokenizer: Any) -> dict[str, bytes]:
-    """Those of a tokenizer or processor that the user gives.
+    """The files of a given tokenizer or processor.
 
     Args:
-        tokenizer: A folder that holds one, an object of transformers, or None.
+        tokenizer: A folder with tokenizer files, a transformers object, or None.
 
     Raises:
-        CheckpointError: There is none in the folder, or the object cannot be saved.
+        CheckpointError: The folder has no such files, or the object cannot be saved.
     """
     if tokenizer is None:
         return {}
     if isinstance(tokenizer, str | Path):
         found = beside(Path(tokenizer))
         if not found:
-            raise CheckpointError(f"{tokenizer}: there is no tokenizer here; name the folder that tokenizer.save_pretrained has written")
+            raise CheckpointError(f"{tokenizer}: no tokenizer here; give a folder that tokenizer.save_pretrained wrote")
         return found
     if not hasattr(tokenizer, "save_pretrained"):
-        raise CheckpointError(f"tokenizer: got a {type(tokenizer).__name__}; pass a tokenizer of transformers, or a folder that holds one")
+        raise CheckpointError(f"tokenizer: got a {type(tokenizer).__name__}; pass a transformers tokenizer, or a folder with one")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}

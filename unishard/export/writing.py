@@ -1,4 +1,4 @@
-"""Writes planned files: every rank puts what it holds straight into its place, block by block, and nobody gathers anything."""
+"""Writes planned files: every rank writes its shards directly to their file offsets, block by block. Nothing is gathered."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 from unishard.export.file_sizes import missing, share
 from unishard.export.plan import ExportedTensor, File
-from unishard.export.ranks import Ranks
 
 __all__ = ["BLOCK", "require_free", "write"]
 
 BLOCK = 1 << 24
-"""Bytes that are read at once: as long as the chunks of a checkpoint and cut at the same places, so that each of those is read once."""
+"""Bytes read at once: the same size and alignment as the chunks of a checkpoint, so that each chunk is read once."""
 
 Advance = Callable[[int], None]
-"""Told how many bytes more have been written."""
+"""Called with the number of further bytes written."""
 
 
 def write(
@@ -37,18 +37,18 @@ def write(
     ranks: Ranks,
     advance: Advance = lambda written: None,
 ) -> None:
-    """Write a folder, whole or not at all. Collective.
+    """Write a folder atomically. Collective.
 
     Args:
-        folder: Empty or not there yet; on a file system that all ranks see.
-        stretches: What this rank holds of each tensor, by its name in the model.
-        files: The same on all ranks.
-        others: Files beside them, by name; those of rank 0 are written.
-        ranks: Those that take part.
-        advance: Told of this rank's progress.
+        folder: Empty or nonexistent; on a file system that all ranks share.
+        stretches: This rank's shard of each tensor, by its name in the model.
+        files: The planned tensor files; the same on all ranks.
+        others: All other files, by name; rank 0's are written.
+        ranks: The ranks that take part.
+        advance: Called with this rank's progress.
 
     Raises:
-        CheckpointError: On every rank: one of them cannot write, some elements are nobody's, or a value is too large for its format.
+        CheckpointError: On every rank: one of them cannot write, no rank holds some elements, or a value overflows the dtype.
             Nothing is left behind.
     """
     draft = Path(ranks.each(lambda: _begin(folder, files) if ranks.rank == 0 else "")[0])
@@ -64,23 +64,23 @@ def write(
 
 
 def require_free(folder: Path) -> None:
-    """Check that nothing stands where the export goes.
+    """Check that the folder of the export is empty or does not exist.
 
     Raises:
-        CheckpointError: Something does, or nobody can look.
+        CheckpointError: It is neither, or cannot be read.
     """
-    with _told(folder):
+    with _os_errors(folder):
         if folder.is_dir() and not any(folder.iterdir()):
             return
         if folder.exists() or folder.is_symlink():
-            raise CheckpointError(f"{folder} is there already and not an empty folder; name another one, or remove it first")
+            raise CheckpointError(f"{folder} exists and is not an empty folder; choose another one, or remove it")
 
 
 def _begin(folder: Path, files: Sequence[File]) -> str:
-    """Make the draft with every file in its full size."""
+    """Create the draft folder, with every file at its full size."""
     require_free(folder)
     draft = folder.parent / f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}"
-    with _told(folder):
+    with _os_errors(folder):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir()
@@ -118,7 +118,7 @@ def _fill(
     advance: Advance,
 ) -> None:
     for file in files:
-        with _told(folder / file.name):
+        with _os_errors(folder / file.name):
             descriptor = os.open(draft / file.name, os.O_WRONLY)
             try:
                 for entry, at in file.places:
@@ -145,16 +145,16 @@ def _put(descriptor: int, at: int, entry: ExportedTensor, stretch: LazyShard, be
 
 @torch.no_grad()
 def _cast(values: Tensor, entry: ExportedTensor) -> Tensor:
-    """In the format of the file: cast on the CPU wherever the values lie, so that it is rounded alike (to nearest, ties to even)."""
+    """Cast to the file's dtype, always on the CPU, so that rounding is the same everywhere (to nearest, ties to even)."""
     values = values.detach().cpu()
     cast = values.to(entry.dtype).contiguous()
     if entry.dtype == torch.float16 and values.dtype != torch.float16 and not torch.equal(cast.isfinite(), values.isfinite()):
-        raise CheckpointError(f"{entry.source} has values beyond 65504, the largest of fp16; export it as bf16 or fp32")
+        raise CheckpointError(f"{entry.source} has values beyond 65504, the fp16 maximum; export it as bf16 or fp32")
     return cast
 
 
 def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[str, bytes]) -> None:
-    with _told(folder):
+    with _os_errors(folder):
         for name, data in others.items():
             path = draft / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,12 +167,12 @@ def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[st
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """What the operating system refuses, in one message."""
+def _os_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into one CheckpointError."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be written ({error.strerror or error}); make room, or name a folder on a file system that every rank "
-            "sees and can write to; nothing is left behind"
+            f"{path}: cannot be written ({error.strerror or error}); free disk space, or choose a folder that every rank can write to; "
+            "nothing is left behind"
         ) from error

@@ -1,4 +1,4 @@
-"""The private names of each engine as a section of docs/engines.md, whose rest is written by hand."""
+"""Renders the private names of each engine as a section of docs/engines.md; the rest of that page is hand-written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS = ("Case", "Private names", "Run on", "Why", "Where a name is gone")
 
 
 def private_names(backends: Sequence[Backend]) -> str:
-    """A table for each engine, after that of unishard itself: every case that needs private names."""
+    """A table of all cases that need private names, for unishard itself and for each engine."""
     tables = {"every engine": CORE_PATCHES} | {backend.name: backend.patches for backend in backends}
     return "\n\n".join(block for name, patches in tables.items() for block in _section(name, patches))
 
@@ -34,7 +34,7 @@ def _row(patch: Patch) -> tuple[str, ...]:
 
 
 def _names(names: Sequence[str]) -> Iterator[str]:
-    """Names by module, each module once, alternatives side by side."""
+    """Names grouped by module, alternatives side by side."""
     by_module: dict[str, list[str]] = {}
     for name in names:
         module = name.partition(":")[0]
@@ -45,13 +45,13 @@ def _names(names: Sequence[str]) -> Iterator[str]:
 
 
 def replaced(page: str, section: str, name: str) -> str:
-    """A page with another text between its two markers.
+    """The page with new text between its two markers.
 
     Raises:
-        UnishardError: A marker is not there.
+        UnishardError: A marker is missing.
     """
     before, begin, rest = page.partition(f"{BEGIN}\n")
     _, end, after = rest.partition(f"{END}\n")
     if not begin or not end:
-        raise UnishardError(f"{name}: has no generated part; put the lines {BEGIN} and {END} where it belongs")
+        raise UnishardError(f"{name}: no generated section; add the lines {BEGIN} and {END} where it belongs")
     return f"{before}{BEGIN}\n\n{section}\n\n{END}\n{after}"

@@ -1,4 +1,4 @@
-"""What the author of an engine, or of a model, tests with: local ranks, an oracle in plain torch, and the conformance suite."""
+"""Test tools for authors of engines and models: local ranks, an oracle in plain torch, and the conformance suite."""
 
 from __future__ import annotations
 

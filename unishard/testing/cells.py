@@ -1,7 +1,7 @@
-"""What is held to plain torch: cells, each a combination of what a user may ask for, and features, each a way of training.
+"""What is compared with plain torch: cells, each a combination of settings, and features, each a way of training.
 
-The plain feature is the loop of the README. Every other one changes something (the config, the model, the loop) and says in what
-plain torch does instead; `unishard.testing.features` lists them.
+The plain feature is the loop of the README. Every other one changes the config, the model or the loop, and defines what plain torch does
+instead; `unishard.testing.features` lists them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 ]
 
 STEPS = 20
-"""Updates of a cell."""
+"""Optimizer steps of a cell."""
 MICRO_BATCH = 2
 """Samples of a micro-batch."""
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 CLIP = 0.5
-"""Below the gradient norm of either model in every step, so that clipping always acts."""
+"""Below the gradient norm of both models in every step, so that clipping always applies."""
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
-    # AdamW hardly notices a gradient that is too large by a constant; SGD does.
+    # AdamW is almost invariant to a gradient that is scaled by a constant; SGD is not.
     "mlp": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
     "llama": {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
 }
@@ -54,16 +54,16 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination of what a user may ask for."""
+    """One combination of settings."""
 
     model: str
     """A name in its feature's `models`."""
     strategy: str
     accumulation: int
-    """Micro-batches of each rank in one update."""
+    """Micro-batches of each rank in one optimizer step."""
     clip: float | None
     precision: str
-    """What `precision:` says, such as `fp32` or `bf16`."""
+    """The value of `precision:`, such as `fp32` or `bf16`."""
     world: int
     """Number of ranks."""
     feature: str = "plain"
@@ -76,13 +76,13 @@ class Cell:
 
 
 def config_of(backend: str, cell: Cell, sections: Mapping[str, Any]) -> Config:
-    """What a cell asks for, as a user would write it.
+    """The config of a cell, as a user would write it.
 
     Args:
-        backend: The engine.
-        cell: What to ask for.
-        sections: Of the feature, over the plain cell's. An `optimizer` or `scheduler` replaces the plain one, None leaves it out;
-            other sections are merged.
+        backend: The backend.
+        cell: The settings.
+        sections: The feature's sections. An `optimizer` or `scheduler` replaces the plain one, None removes it; other sections are
+            merged.
     """
     plain: dict[str, Any] = {
         "backend": backend,
@@ -91,7 +91,7 @@ def config_of(backend: str, cell: Cell, sections: Mapping[str, Any]) -> Config:
         "training": {"micro_batch_size": MICRO_BATCH, "gradient_accumulation_steps": cell.accumulation, "gradient_clipping": cell.clip},
         "optimizer": _OPTIMIZERS.get(cell.model, _OPTIMIZERS["mlp"]),
         "scheduler": {"name": "cosine", "total_steps": STEPS, "min_lr_ratio": 0.1},
-        # The check for ranks that make other calls changes no figure, and takes a sixth of the time of runs as short as these.
+        # The desync check changes no figure, and takes a sixth of the time of such short runs.
         "communication": {"desync_check": cell.feature == "plain"},
     }
     for name in sections.keys() & {"optimizer", "scheduler"}:
@@ -100,25 +100,25 @@ def config_of(backend: str, cell: Cell, sections: Mapping[str, Any]) -> Config:
 
 
 def _samples(cell: Cell, rank: int) -> Iterator[int]:
-    """First sample of each micro-batch of a rank: ranks take turns through the global order."""
+    """First sample of each micro-batch of a rank: the global order is assigned to the ranks round-robin."""
     for turn in range(STEPS * cell.accumulation):
         yield (turn * cell.world + rank) * MICRO_BATCH
 
 
 def micro_batches(model: TestModel, cell: Cell, rank: int) -> list[dict[str, Any]]:
-    """Everything that a rank trains on, micro-batch by micro-batch, `STEPS` accumulation windows of equal length."""
+    """All micro-batches of a rank: `STEPS` accumulation windows of equal length."""
     return [batch_of(model, first, MICRO_BATCH) for first in _samples(cell, rank)]
 
 
 def windows(model: TestModel, cell: Cell) -> list[list[dict[str, Any]]]:
-    """The same for all ranks: for each update the micro-batches, turn by turn, in each turn rank by rank."""
+    """The micro-batches of all ranks, for each optimizer step: by position in the window, then by rank."""
     turns = list(zip(*(micro_batches(model, cell, rank) for rank in range(cell.world)), strict=True))
     length = cell.accumulation
     return [[one for turn in turns[start : start + length] for one in turn] for start in range(0, len(turns), length)]
 
 
 class Recorder:
-    """Collects a curve while a loop trains."""
+    """Collects the curve of a training loop."""
 
     def __init__(self) -> None:
         self._window: list[float] = []
@@ -127,10 +127,10 @@ class Recorder:
         self._lrs: list[float] = []
 
     def record(self, loss: float, step: unishard.Step) -> None:
-        """After each micro-batch.
+        """Record a micro-batch.
 
         Args:
-            loss: Mean over the ranks.
+            loss: Mean over ranks.
             step: What `engine.step` returned.
         """
         self._window.append(loss)
@@ -142,17 +142,17 @@ class Recorder:
             self._window = []
 
     def curve(self) -> Curve:
-        """Of all updates so far."""
+        """The curve of all optimizer steps so far."""
         return Curve(tuple(self._losses), tuple(self._norms), tuple(self._lrs))
 
 
 def plain_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
-    """The README's loop. Collective.
+    """Train with the README's loop. Collective.
 
     Args:
-        engine: Prepared.
+        engine: The engine.
         data: This rank's micro-batches.
-        cell: What is measured.
+        cell: The cell that is measured.
     """
     recorder = Recorder()
     for micro_batch in engine.batches(data):
@@ -163,49 +163,49 @@ def plain_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) 
 
 
 def plain_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
-    """What the plain loop should give.
+    """The expected curve of the plain loop.
 
     Args:
-        model: Whole, not prepared.
-        data: For each update the micro-batches of all ranks.
-        cfg: Of the cell, on any backend.
-        cell: What is measured.
+        model: The model, not sharded.
+        data: For each optimizer step the micro-batches of all ranks.
+        cfg: The cell's config, for any backend.
+        cell: The cell that is measured.
     """
     return oracle.train(model, data, cfg, world=cell.world)
 
 
 def plain_prepare(model: nn.Module, cfg: Config) -> unishard.Engine:
-    """As the README does it. Collective."""
+    """Prepare as in the README. Collective."""
     return unishard.prepare(model, cfg)
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A way of training, and what plain torch does for it."""
+    """A way of training, and its equivalent in plain torch."""
 
     name: str
-    """Words with underscores; unique."""
+    """Unique name, in snake_case."""
     about: str = ""
-    """What it does that the plain loop does not, for the table."""
+    """How it differs from the plain loop, for the page."""
     sections: Mapping[str, Any] = field(default_factory=dict)
-    """Config over that of the plain cell."""
+    """Config sections, merged over those of the plain cell."""
     models: Mapping[str, TestModel] = field(default_factory=lambda: {"mlp": MODELS["mlp"]})
     strategies: tuple[str, ...] = STRATEGIES
     precisions: tuple[str, ...] = ("fp32", "bf16")
     worlds: tuple[int, ...] = (2,)
-    """Numbers of ranks at which every combination is measured. With 2 among them there are a few cells at 1 and at 4 as well."""
+    """World sizes at which every combination is measured. If they include 2, there are also a few cells at 1 and 4."""
     accumulation: int = 2
     clip: float | None = CLIP
     prepare: Callable[[nn.Module, Config], unishard.Engine] = plain_prepare
     loop: Callable[[unishard.Engine, list[dict[str, Any]], Cell], Curve] = plain_loop
     reference: Callable[[nn.Module, list[list[dict[str, Any]]], Config, Cell], Curve] = plain_reference
     refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By backend the strategies in which it must refuse: an error on every rank is then the right answer, a curve the wrong one."""
+    """By backend, the strategies that it must refuse with an error on every rank."""
     gaps: tuple[KnownGap, ...] = ()
-    """Where upstream keeps an engine from the common bounds, beyond the suite's own `GAPS`."""
+    """Where an upstream limitation exceeds the common bounds, in addition to the suite's own `GAPS`."""
 
     def cells(self) -> list[Cell]:
-        """Every combination at `worlds`, and at 1 and 4 ranks some that have every strategy and every precision once."""
+        """Every combination at `worlds`, and at 1 and 4 ranks a few that cover every strategy and every precision."""
         wanted = list(product(self.models, self.strategies, self.precisions, self.worlds))
         if 2 in self.worlds:
             model, turns = next(iter(self.models)), enumerate(self.strategies)

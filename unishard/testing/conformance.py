@@ -1,7 +1,6 @@
-"""Holds every engine to plain torch.
+"""The conformance suite: compares every engine with plain torch.
 
-The author of a third engine runs it by the name of its backend: one test, parametrised with `cells()`, that asserts
-`check("my_engine", cell) == []`.
+The author of another engine needs one test, parametrized with `cells()`, that asserts `check("my_engine", cell) == []`.
 """
 
 from __future__ import annotations
@@ -48,23 +47,22 @@ __all__ = [
 
 
 class Refusal(NamedTuple):
-    """What an engine answers instead of a curve where it cannot do what a cell asks for."""
+    """The result of an engine that does not support a cell."""
 
     reason: str
 
 
 def cells() -> list[Cell]:
-    """Those of the plain loop, then those of every feature."""
+    """All cells: of the plain loop, then of every feature."""
     return plain_cells() + [cell for feature in FEATURES.values() if feature.name != "plain" for cell in feature.cells()]
 
 
 def suite() -> list[Cell]:
-    """Those that a test suite runs: of each feature in turn every second strategy, in its first number format at 2 ranks.
+    """The subset of cells that a test suite runs; `make parity` runs all of `cells()`.
 
-    Of the first feature of each area every strategy, and the last one in every format and on 1 rank. Of the plain loop whole windows
-    that are clipped, and windows of one micro-batch that are not, with every other combination, and all that there is on 1 and 4 ranks.
-
-    `make parity` runs all of `cells()`.
+    For each feature: every second strategy, in its first dtype, at 2 ranks. For the first feature of each area: every strategy, and the
+    last one in every dtype and on 1 rank. For the plain loop at 2 ranks: long windows with clipping and windows of one micro-batch
+    without, in every combination of the other settings; and all of its cells at 1 and 4 ranks.
     """
     return [cell for cell in cells() if _in_suite(cell)]
 
@@ -75,7 +73,7 @@ def _in_suite(cell: Cell) -> bool:
         return (cell.accumulation > 1) is (cell.clip is not None)
     if cell.feature == "plain":
         return True
-    if 2 in feature.worlds and cell.world == 4:  # four ranks on a small machine take their time
+    if 2 in feature.worlds and cell.world == 4:  # four ranks are slow on a small machine
         return False
     place = AREAS[area_of(cell.feature)].index(feature)
     if place == 0 and cell.strategy == feature.strategies[-1]:
@@ -87,7 +85,7 @@ def _in_suite(cell: Cell) -> bool:
 
 
 def plain_cells() -> list[Cell]:
-    """Everything at 2 ranks; at 1 and 4 ranks a subset that has every value of every column with each strategy or with each world."""
+    """All combinations at 2 ranks; at 1 and 4 ranks a subset that combines every value with each strategy or each world size."""
     full = [Cell(*values, world=2) for values in product(MODELS, STRATEGIES, (1, 3), (CLIP, None), ("fp32", "bf16"))]
     spanning = []
     for world, (index, strategy) in product((1, 4), enumerate(STRATEGIES)):
@@ -97,7 +95,7 @@ def plain_cells() -> list[Cell]:
 
 
 def tolerance(backend: str, cell: Cell) -> Tolerance:
-    """What holds for this engine in this cell: the common bounds, unless its feature or the suite declares a gap."""
+    """The tolerance of an engine in a cell: the common bounds, unless the feature or the suite declares a gap."""
     for gap in (*FEATURES[cell.feature].gaps, *GAPS):
         if (gap.backend, gap.model, gap.strategy, gap.precision) == (backend, cell.model, cell.strategy, cell.precision):
             return gap.tolerance
@@ -105,7 +103,7 @@ def tolerance(backend: str, cell: Cell) -> Tolerance:
 
 
 def config(backend: str, cell: Cell) -> Config:
-    """What the cell asks for, as a user would write it."""
+    """The config of a cell, as a user would write it."""
     return config_of(backend, cell, FEATURES[cell.feature].sections)
 
 
@@ -129,7 +127,7 @@ class Deviation(NamedTuple):
 
 
 def compare(curve: Curve, reference: Curve) -> Deviation:
-    """How far a curve is from the reference; infinite where they have different lengths or a value is not finite."""
+    """The deviation of a curve from the reference; infinite if the lengths differ or a value is not finite."""
 
     def worst(one: Sequence[float], other: Sequence[float]) -> float:
         if len(one) != len(other):
@@ -147,22 +145,22 @@ def compare(curve: Curve, reference: Curve) -> Deviation:
 
 
 def check(backend: str, cell: Cell) -> list[str]:
-    """What an engine does wrong in a cell, a line each; empty when it conforms."""
+    """The deviations of an engine in a cell, one line each; empty if it conforms."""
     answer, refused = measure(backend, cell), FEATURES[cell.feature].refuses(backend, cell)
     if isinstance(answer, Refusal):
         return [] if refused else [f"refused: {answer.reason}"]
     if refused:
-        return ["was not refused, though this engine cannot do it"]
+        return ["was not refused, though this engine does not support it"]
     deviation, bound = compare(answer, expected(cell)), asdict(tolerance(backend, cell)) | {"lrs": 1e-12}
     return [
-        f"{name.replace('_', ' ')} differ from plain torch by {value:.2g} (relative), at most {bound[name]:g} is allowed"
+        f"{name.replace('_', ' ')} differ from plain torch by {value:.2g} (relative), allowed: {bound[name]:g}"
         for name, value in deviation._asdict().items()
         if not value <= bound[name]
     ]
 
 
 def measure(backend: str, cell: Cell) -> Curve | Refusal:
-    """The engine's curve, or why it refuses. Cells of one group run in the same processes, once in a session.
+    """The engine's curve, or its refusal. Cells of a group run in the same processes, once per session.
 
     Raises:
         AssertionError: The engine failed in this cell, or its ranks report different curves.
@@ -179,7 +177,7 @@ def measure(backend: str, cell: Cell) -> Curve | Refusal:
 
 
 def _group_of(cell: Cell) -> str:
-    """Cells of the same group share processes: those of an area, and of the plain loop those of a model and a precision."""
+    """The group of a cell, whose cells share processes: an area, or for the plain loop a model and a precision."""
     group = f"{cell.model} {cell.precision}" if cell.feature == "plain" else area_of(cell.feature)
     return group if _in_suite(cell) else f"{group}, beyond the suite"
 
@@ -191,14 +189,14 @@ def _measure_group(backend: str, group: str, world: int) -> list[dict[Cell, Any]
 
 
 def _run_group(backend: str, group: list[Cell]) -> dict[Cell, Any]:
-    """Curves by cell, or why there is none: an engine that fails the same way on all ranks leaves the next cells alone."""
+    """Curves by cell, or why there is none: an error on all ranks does not affect the next cells."""
     curves: dict[Cell, Any] = {}
     for cell in group:
         try:
             curves[cell] = run_cell(backend, cell)
         except UnishardError as error:
             curves[cell] = Refusal(f"{type(error).__name__}: {error}")
-        except Exception:  # whatever it is, it is this cell's result
+        except Exception:  # any error is this cell's result
             curves[cell] = traceback.format_exc()
     return curves
 
@@ -217,12 +215,12 @@ def _oracle_group(group: str, world: int) -> dict[Cell, Curve]:
 
 
 def _with_first_strategy(cell: Cell) -> Cell:
-    """To plain torch all strategies are one."""
+    """The cell with its feature's first strategy, since plain torch does not depend on the strategy."""
     return replace(cell, strategy=FEATURES[cell.feature].strategies[0])
 
 
 def _run_oracle(group: list[Cell]) -> dict[Cell, Curve]:
-    """On the device that the engines train on: another one rounds otherwise."""
+    """Run the oracle on the device that the engines train on, because devices round differently."""
     curves, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
     for cell in group:
         feature = FEATURES[cell.feature]

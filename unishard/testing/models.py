@@ -1,4 +1,4 @@
-"""Tiny models that nothing divides, and data that depends on the sample's global index alone."""
+"""Tiny models whose sizes no world size divides, and data that depends only on a sample's global index."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class MlpOutput(NamedTuple):
     loss: Tensor
     """Scalar, fp32: mean cross entropy of the batch."""
     logits: Tensor
-    """`(batch, classes)`, in the compute format."""
+    """`(batch, classes)`, in the compute dtype."""
 
 
 class Block(nn.Module):
-    """A residual block whose only scale is a parameter of one element: most ranks hold nothing of it."""
+    """A residual block whose scale is a parameter with one element: most ranks hold an empty shard of it."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Odd sizes throughout, biases, parameters of one element, and a buffer that decides the result."""
+    """An MLP with odd sizes, biases, parameters of one element, and a buffer that affects the result."""
 
     center: Tensor
 
@@ -53,7 +53,7 @@ class Mlp(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor, labels: Tensor) -> MlpOutput:
-        """Loss of a batch.
+        """The loss of a batch.
 
         Args:
             x: `(batch, features)`, floating.
@@ -77,8 +77,8 @@ def llama(seed: int = 7, **changes: Any) -> nn.Module:
     """A tiny Hugging Face Llama from a config, the same on every call.
 
     Args:
-        seed: Of its parameters.
-        changes: Fields of `LlamaConfig` that differ.
+        seed: Seed of its parameters.
+        changes: Fields of `LlamaConfig` to override.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -118,11 +118,11 @@ def _tokens(index: int) -> dict[str, Tensor]:
 class TestModel:
     """A model and its data."""
 
-    __test__ = False  # pytest would take the name for a test class
+    __test__ = False  # else pytest would collect it as a test class
 
     build: Callable[[], nn.Module]
     sample: Callable[[int], dict[str, Tensor]]
-    """One sample by its index in the global order."""
+    """Returns a sample by its index in the global order."""
 
 
 MODELS: dict[str, TestModel] = {"mlp": TestModel(mlp, _features), "llama": TestModel(llama, _tokens)}
@@ -138,7 +138,7 @@ def batch_of(model: TestModel, first: int, size: int) -> dict[str, Tensor]:
     """Samples `first` to `first + size - 1` of the global order, stacked.
 
     Args:
-        model: Whose data.
+        model: The model that the data is for.
         first: Global index of the first sample.
         size: Number of samples.
     """

@@ -1,4 +1,4 @@
-"""What training should give: plain torch, one process, one device, the whole global batch. Shares no code with what it judges."""
+"""The reference for training: plain torch, one process, one device, the full global batch. Shares no training code with unishard."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from unishard.config import Config, Optimizer, Precision, Scheduler
+from unishard.distributed.dtypes import DTYPES
 from unishard.plugins.backend import OptimizerFactory
 
 __all__ = ["Curve", "Summed", "rate", "train"]
 
 Batch = Mapping[str, Tensor]
 Edit = Callable[[int, nn.Module], None]
-"""Changes a model in place: which update it is, counted from 0, and the model."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Modifies a model in place. Called with the number of the optimizer step, from 0, and the model."""
 
 
 class Summed(NamedTuple):
-    """A loss that is a sum over items, and how many there are."""
+    """A loss that is a sum over items, and the number of items."""
 
     loss: Callable[[nn.Module, Batch], Tensor]
-    """Of the model on a micro-batch: a scalar."""
+    """The loss of the model on a micro-batch: a scalar."""
     count: Callable[[Batch], int]
 
 
 class Curve(NamedTuple):
-    """What a run reports, one entry for each update that was made."""
+    """The results of a run, one entry for each optimizer step that was not skipped."""
 
     losses: tuple[float, ...]
-    """Mean loss over the update's micro-batches and ranks."""
+    """Mean loss over the step's micro-batches and ranks."""
     norms: tuple[float, ...]
     """Global L2 norm of the averaged gradients before clipping."""
     lrs: tuple[float, ...]
-    """Learning rate that the update used."""
+    """Learning rate of the step."""
 
 
 def train(
@@ -55,20 +55,20 @@ def train(
     before_window: Callable[[int], None] | None = None,
     device: torch.device | str | None = None,
 ) -> Curve:
-    """Train a model in place as `cfg` asks, on the concatenated data of all ranks.
+    """Train a model in place according to `cfg`, on the concatenated data of all ranks.
 
     Args:
-        model: In any format; afterwards it holds the master weights.
-        windows: For each update the micro-batches of all ranks, of equal size: micro-batch by micro-batch, in each rank by rank.
-        cfg: Optimizer, schedule, clipping and number formats. What it says about sharding is what must make no difference.
+        model: In any dtype; afterwards it holds the master weights.
+        windows: For each optimizer step the micro-batches of all ranks, of equal size: by position in the window, then by rank.
+        cfg: Optimizer, schedule, clipping and precision. Its sharding is ignored.
         world: Number of ranks.
-        clips: Gradient clipping of each update; left out, `training.gradient_clipping`.
-        optimizer: Builds the optimizer from the trainable parameters; left out, `cfg.optimizer` decides.
-        summed: The loss as a sum over items; left out, the mean that the model returns.
+        clips: Gradient clipping of each optimizer step; default: `training.gradient_clipping`.
+        optimizer: Builds the optimizer from the trainable parameters; default: from `cfg.optimizer`.
+        summed: The loss as a sum over items; default: the mean that the model returns.
         before_update: Edits the `.grad` of the model's parameters, averaged and not yet clipped.
         after_update: Edits the parameters.
-        before_window: Called with the number of each update, from 0, before it; may toggle `requires_grad` of the model's parameters.
-        device: Where model and data are moved first; left out, the data goes where the model is.
+        before_window: Called with the number of each optimizer step, from 0, before it; may toggle `requires_grad` of parameters.
+        device: Device to move model and data to; default: data is moved to the model's device.
     """
     if device is not None:
         model.to(device)
@@ -77,7 +77,7 @@ def train(
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     trainable = [parameter for _, parameter in named]
     for parameter in trainable:
-        parameter.data = parameter.data.to(_DTYPES[cfg.precision.master])
+        parameter.data = parameter.data.to(DTYPES[cfg.precision.master])
     built = optimizer(trainable) if optimizer else _optimizer(cfg.optimizer, named)
     peaks = [group["lr"] for group in built.param_groups]
     gradients = _Fp32(model, summed) if cfg.precision.compute == "fp32" else _Low(model, summed, cfg.precision)
@@ -113,7 +113,7 @@ def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def rate(schedule: Scheduler, update: int) -> float:
-    """Part of the peak learning rate that an update uses, counted from 0."""
+    """Factor of the peak learning rate in an optimizer step, counted from 0."""
     warm, end, floor = schedule.warmup_steps, schedule.total_steps, schedule.min_lr_ratio
     if update < warm:
         return update / warm
@@ -144,39 +144,38 @@ class _Fp32:
         return float(loss.item())
 
     def skips(self, norm: Tensor) -> bool:
-        """Nothing is scaled."""
+        """Never, since there is no loss scale."""
         return False
 
 
 class _Low:
-    """Forward and backward on a copy in bf16 or fp16, micro-batch by micro-batch; gradients averaged and summed as asked.
+    """Forward and backward on a copy in bf16 or fp16, micro-batch by micro-batch; gradients averaged and summed in the config's dtypes.
 
-    The loss is divided by the number of a rank's micro-batches before backward, as the contract of the engines says: with 3
-    of them the low gradients round differently from those of an undivided loss. In fp16 it is scaled, and a window whose
-    gradients are not finite is left out.
+    The loss is divided by the number of a rank's micro-batches before backward, as the engines do: with 3 of them, 16-bit gradients round
+    differently from those of an undivided loss. In fp16 the loss is scaled, and a window with non-finite gradients is skipped.
     """
 
     def __init__(self, model: nn.Module, summed: Summed | None, precision: Precision) -> None:
         self.summed = summed
         self.precision = precision
-        self.low = _DTYPES[precision.compute]
+        self.low = DTYPES[precision.compute]
         self.scale = 1.0
         self.quiet = 0
         if precision.compute == "fp16":
             self.scale = precision.initial_loss_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
         self.masters = list(model.parameters())
         self.copy = copy.deepcopy(model)
-        for parameter in self.copy.parameters():  # not .to(dtype): buffers keep their format
+        for parameter in self.copy.parameters():  # not .to(dtype): buffers keep their dtype
             parameter.data = parameter.data.to(self.low)
 
     def fill(self, window: Sequence[Batch], world: int) -> float:
-        """Fill `.grad` of the masters and return the mean loss."""
+        """Fill `.grad` of the master weights and return the mean loss."""
         copies = list(self.copy.parameters())
         for low, master in zip(copies, self.masters, strict=True):
             low.data.copy_(master.data)
             low.requires_grad_(master.requires_grad)
         wide = self.precision.reduce == self.precision.accumulate == "fp32"
-        length = len(window) if wide else world  # what is summed before it is averaged over the ranks
+        length = len(window) if wide else world  # micro-batches summed before averaging over ranks
         total = 0.0
         for start in range(0, len(window), length):
             sums: dict[int, Tensor] = {}
@@ -187,13 +186,13 @@ class _Low:
                 (loss.float() * (self.scale / (len(window) // world) if self.summed is None else self.scale)).backward()
                 for index, low in enumerate(copies):
                     if low.grad is not None:
-                        gradient = low.grad.to(_DTYPES[self.precision.reduce])
+                        gradient = low.grad.to(DTYPES[self.precision.reduce])
                         sums[index] = sums[index] + gradient if index in sums else gradient
                         low.grad = None
             for index, gradient in sums.items():
                 master = self.masters[index]
-                mean = (gradient / world).to(_DTYPES[self.precision.accumulate]).to(master.dtype)
-                master.grad = mean if master.grad is None else (master.grad + mean).to(_DTYPES[self.precision.accumulate]).to(master.dtype)
+                mean = (gradient / world).to(DTYPES[self.precision.accumulate]).to(master.dtype)
+                master.grad = mean if master.grad is None else (master.grad + mean).to(DTYPES[self.precision.accumulate]).to(master.dtype)
         items = len(window) if self.summed is None else sum(self.summed.count(batch) for batch in window)
         for master in self.masters:
             if master.grad is not None:
@@ -201,7 +200,7 @@ class _Low:
         return total / items
 
     def skips(self, norm: Tensor) -> bool:
-        """Whether the window is left out; moves the scale."""
+        """Whether the window is skipped; updates the loss scale."""
         if self.precision.compute != "fp16":
             return False
         bad = not math.isfinite(norm.item())
@@ -236,7 +235,7 @@ def _plain(cfg: Optimizer) -> dict[str, float]:
 
 
 def _settings(cfg: Optimizer, name: str) -> dict[str, float]:
-    """What one parameter is trained with; the oracle gives each a group of its own, those without exceptions first."""
+    """Options of one parameter; the oracle gives each parameter its own group, those with default options first."""
     settings = _plain(cfg)
     if any(re.search(pattern, name) for pattern in cfg.no_decay):
         settings["weight_decay"] = 0.0

@@ -1,6 +1,6 @@
-"""Measures every cell of the conformance suite on every backend and writes the table of how far each is from plain torch.
+"""Measures every cell of the conformance suite on every backend and writes a page with the deviations from plain torch.
 
-`python -m unishard.testing.parity docs/parity.md` runs for minutes; the page that it writes is checked by a test.
+`python -m unishard.testing.parity docs/parity.md` takes minutes; a test checks the page.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ __all__ = ["BACKENDS", "Failure", "Figures", "page", "write"]
 BACKENDS = ("fsdp", "deepspeed")
 _FIELDS = ("first_losses", "losses", "first_norm", "norms")
 _READING = """\
-A loss or a norm is reported in fp32, whose neighbouring numbers are up to 1.2e-7 apart: 2e-7 is the last digit or two. That is how far
-fp32 cells stay in losses, since each engine adds the same gradients up in another order. A norm sums squares over all parameters, part
-by part where they are sharded (and by another kernel even on one rank), so its last digits move a little more. In bf16 and fp16 the
-first updates agree as in fp32; where losses come to 1e-5 or norms to 1e-3, such a last digit has turned one rounding of a weight to the
-neighbouring 16-bit number, 2^-8 (bf16) or 2^-11 (fp16) apart, which no engine can help and plain torch does to itself when its sums are
-reordered.
+Losses and norms are reported in fp32, in which neighboring numbers differ by up to 1.2e-7 (relative): 2e-7 is the last digit or two. In
+fp32 the losses differ by that much, since each engine sums the same gradients in another order. A norm sums squares over all parameters,
+shard by shard (and with another kernel even on one rank), so its last digits differ a little more. In bf16 and fp16 the first steps agree
+as in fp32. Deviations of 1e-5 in losses or 1e-3 in norms come from such a last digit that rounded one weight to the neighboring 16-bit
+number, 2^-8 (bf16) or 2^-11 (fp16) away. Plain torch shows the same deviations when its sums are reordered.
 """
 
 
 class Failure(NamedTuple):
-    """What stands in a cell whose engine broke, so that the other cells' figures are not lost."""
+    """The result of a cell whose engine failed, so that the other cells' figures are not lost."""
 
     message: str
 
 
 Answer = Deviation | Refusal | Failure
 Figures = Mapping[tuple[str, Cell], Answer]
-"""What each backend does in each cell."""
+"""The result of each backend in each cell."""
 
 
 def write(path: Path) -> None:
-    """Measure every cell on CPU ranks, or on CUDA ones where there are such, and write the page.
+    """Measure every cell, on CUDA ranks if available, else on CPU ranks, and write the page.
 
     Raises:
-        AssertionError: An engine failed in some cells; the page is written all the same and says in which.
+        AssertionError: An engine failed in some cells; the page is written nevertheless and marks them.
     """
     figures = dict(_measured())
     path.write_text(page(figures), encoding="utf-8")
@@ -125,10 +124,10 @@ def _worst(figures: Figures) -> Iterator[str]:
 
 
 def _gaps(figures: Figures) -> Iterator[str]:
-    yield "Cells in which upstream keeps an engine from the common bounds, and the bounds that it does keep.\n"
+    yield "Cells in which an engine exceeds the common bounds because of an upstream limitation, and their own bounds.\n"
     gaps = [*conformance.GAPS, *(gap for feature in FEATURES.values() for gap in feature.gaps)]
     if not gaps:
-        yield "There is none now.\n"
+        yield "None.\n"
         return
     yield "| engine | cells | bounds | measured | why |\n|---|---|---|---|---|"
     rows = []

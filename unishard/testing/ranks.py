@@ -1,4 +1,4 @@
-"""Runs a function on several local ranks, each a process of its own, from a test or a script."""
+"""Runs a function on several local ranks, each in its own process, from a test or a script."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["RankError", "RankFailure", "run_ranks"]
 
 
 class RankError(NamedTuple):
-    """Why one rank gave no result."""
+    """Why one rank returned no result."""
 
     type: str
-    """Name of the exception's class; `Died` for a process that ended without answering, `Hung` for one that had to be killed."""
+    """Name of the exception's class; `Died` for a process that exited without a result, `Hung` for one that was killed."""
     message: str
     traceback: str
-    """The rank's own traceback; for a hung rank the stacks of its threads at the moment it was killed."""
+    """The rank's traceback; for a hung rank the stacks of its threads when it was killed."""
 
 
 class RankFailure(AssertionError):
@@ -68,25 +68,24 @@ class RankFailure(AssertionError):
 def run_ranks(
     world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, grace: float = 10.0, env: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """Run `fn(*args)` on `world` local ranks and return their results in the order of ranks.
+    """Run `fn(*args)` on `world` local ranks and return their results in rank order.
 
-    Each rank finds torchrun's variables in its environment; `fn` starts the process group itself, as `unishard.prepare` does.
-    Where there is a CUDA device for each rank they see them all and are spawned, since CUDA does not survive a fork. Else they see
-    none, compute on the CPU with one thread each, and are forked from a server that has torch and the engines imported (a start
-    takes about 0.1 s). CUDA_VISIBLE_DEVICES in `env` decides instead: ranks that share a device must start a gloo group themselves.
-    Ranks end without running the interpreter's finalisation, in which gloo's threads may abort the process (pytorch issue 190489,
-    torch 2.13).
+    Each rank has torchrun's variables in its environment; `fn` initializes the process group itself, as `unishard.prepare` does. With a
+    CUDA device for each rank, the ranks see all devices and are spawned, since CUDA does not support fork. Otherwise they see none,
+    compute on the CPU with one thread each, and are forked from a server that has imported torch and the engines (about 0.1 s per
+    start). CUDA_VISIBLE_DEVICES in `env` overrides this: ranks that share a device must initialize a gloo group themselves. Ranks exit
+    without interpreter finalization, in which gloo's threads may abort the process (pytorch issue 190489, torch 2.13).
 
     Args:
         world: Number of ranks.
-        fn: A function that can be pickled: at the top level of a module.
+        fn: A picklable function, at the top level of a module.
         args: Its arguments, the same on every rank.
-        timeout: Seconds from the start until ranks that have not answered are killed.
-        grace: Seconds that the other ranks get to report an error of their own once one rank has failed.
-        env: Environment variables on top of the launcher's, for every rank.
+        timeout: Seconds until ranks without a result are killed.
+        grace: Seconds that the other ranks have to report their own error once one rank has failed.
+        env: Additional environment variables for every rank.
 
     Raises:
-        RankFailure: A rank raised, died or did not answer in time. No process outlives the call.
+        RankFailure: A rank raised an error, died or timed out. No process outlives the call.
     """
     work = pickle.dumps((fn, args))
     group = _Group(world, timeout, grace)
@@ -102,7 +101,7 @@ def run_ranks(
 
 
 class _Group:
-    """The processes of one run and what they have answered so far."""
+    """The processes of one run and their results so far."""
 
     def __init__(self, world: int, timeout: float, grace: float) -> None:
         self.world = world
@@ -129,7 +128,7 @@ class _Group:
             theirs.close()
 
     def collect(self) -> None:
-        """Wait until every rank has answered, died or run out of time."""
+        """Wait until every rank has returned a result, died or timed out."""
         deadline = time.monotonic() + self.timeout
         while waiting := [rank for rank in range(self.world) if rank not in self.results and rank not in self.errors]:
             ready = wait(
@@ -146,7 +145,7 @@ class _Group:
                 deadline = min(deadline, time.monotonic() + self.grace)
 
     def end(self) -> None:
-        """Let the ranks go, and see that they are gone."""
+        """Release the ranks, and make sure that they have exited."""
         for rank, process in self._processes.items():
             self._connections[rank].close()
             if process.pid is None:
@@ -187,26 +186,26 @@ class _Group:
 
 
 def _read(sent: bytes) -> Any:
-    """A rank's answer: a tuple of its result, or its error."""
+    """A rank's answer: a 1-tuple with its result, or its error."""
     try:
         return pickle.loads(sent)
-    except Exception as error:  # whatever the classes of the result raise when they are put together again
+    except Exception as error:  # unpickling can raise anything
         return RankError(type(error).__name__, f"its result cannot be unpickled: {error}", traceback.format_exc())
 
 
 def _rank_main(work: bytes, env: dict[str, str], answers: Connection, stacks: str) -> None:
-    """One rank: the function, its answer, and a hard end."""
+    """The main function of a rank: runs the function, sends the answer, and exits without finalization."""
     code = 1
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         try:
-            os.environ.clear()  # a forked rank has the server's environment, which is as old as the server
+            os.environ.clear()  # a forked rank inherits the server's environment, which may be outdated
             os.environ.update(env)
             if not torch.cuda.is_available():
                 torch.set_num_threads(1)
-            gc.freeze()  # no collection looks through what the server has imported, nor makes its pages this rank's own
+            gc.freeze()  # so that collections neither scan nor copy-on-write the memory shared with the server
             fn, args = pickle.loads(work)
-            # Plain pickle copies tensors; multiprocessing's own would share memory with a process that is about to end.
+            # Plain pickle copies tensors; multiprocessing's would share memory with a process that is about to exit.
             answer = pickle.dumps((fn(*args),))
             code = 0
         except BaseException as error:
@@ -214,7 +213,7 @@ def _rank_main(work: bytes, env: dict[str, str], answers: Connection, stacks: st
         with contextlib.suppress(OSError):
             answers.send_bytes(answer)
             if code == 0:
-                answers.poll(None)  # stay until all are done: rank 0 serves the store that the others may still need
+                answers.poll(None)  # wait until all are done: rank 0 serves the store that the others may still need
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -222,18 +221,18 @@ def _rank_main(work: bytes, env: dict[str, str], answers: Connection, stacks: st
 
 
 def _uses_cuda(world: int, env: Mapping[str, str]) -> bool:
-    """Whether the ranks see CUDA devices: one for each, or those that the caller names."""
+    """Whether the ranks use CUDA: there is a device for each, or the caller names devices."""
     named = env.get("CUDA_VISIBLE_DEVICES")
     return torch.cuda.is_available() and (torch.cuda.device_count() >= world if named is None else bool(named))
 
 
 def _context(*, cuda: bool) -> Any:
-    """Forkserver with the engines imported; spawn with CUDA, which does not survive a fork."""
+    """Forkserver with the engines imported; spawn with CUDA, which does not support fork."""
     if cuda:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_preload())
-    with _as_the_ranks_need():
+    with _server_environment():
         forkserver.ensure_running()
     return context
 
@@ -245,8 +244,8 @@ def _preload() -> list[str]:
 
 
 @contextlib.contextmanager
-def _as_the_ranks_need() -> Iterator[None]:
-    """What the server must see before it imports torch and the engines; this process keeps its own environment."""
+def _server_environment() -> Iterator[None]:
+    """Set the environment that the server needs before it imports torch and the engines; restores this process's own."""
     before = dict(os.environ)
     os.environ.update(_on_cpu())
     try:
@@ -257,12 +256,12 @@ def _as_the_ranks_need() -> Iterator[None]:
 
 
 def _on_cpu() -> dict[str, str]:
-    """One thread a rank, no CUDA device, and no look for another accelerator (DeepSpeed 0.19.8, accelerator/real_accelerator.py)."""
+    """One thread per rank, no CUDA device, and no accelerator detection (DeepSpeed 0.19.8, accelerator/real_accelerator.py)."""
     return {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _environment(rank: int, world: int, port: int, *, cuda: bool) -> dict[str, str]:
-    """This process's environment with what torchrun would set."""
+    """This process's environment with the variables that torchrun sets."""
     return {
         **os.environ,
         **({} if cuda else _on_cpu()),

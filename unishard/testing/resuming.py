@@ -1,4 +1,4 @@
-"""Holds checkpoints to the run that was not interrupted: saved by one engine, strategy and number of ranks, gone on with by another."""
+"""Compares resumed runs with uninterrupted ones: saved by one engine, strategy and number of ranks, resumed by another."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["AFTER", "BACKENDS", "BEFORE", "WORLDS", "Pair", "ResumedRun", "Resum
 BACKENDS = ("fsdp", "deepspeed")
 WORLDS = (1, 2, 4)
 BEFORE, AFTER = 5, 20
-"""Updates before the checkpoint, and after it."""
+"""Optimizer steps before and after the checkpoint."""
 _MICRO_BATCHES = 4
-"""Of all ranks together in one update, of `_SAMPLES` samples each."""
+"""Micro-batches of all ranks in one optimizer step, with `_SAMPLES` samples each."""
 _SAMPLES = 2
 _DATASET = 96
-"""Samples: a checkpoint lies in the middle of an epoch, and more epochs follow."""
+"""Number of samples: the checkpoint is in the middle of an epoch, and more epochs follow."""
 _ADAM = {"fp32": {"lr": 3e-3}, "fp16": {"lr": 3e-3}, "bf16": {"lr": 1e-3, "eps": 1e-4}}
-"""In bf16 so that the last digit of a gradient near zero is not made a whole step, which would turn roundings of weights at once."""
+"""In bf16 a larger eps, else the last digit of a gradient near zero becomes a full step, which flips roundings of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedRun:
-    """What trains."""
+    """The settings of a run."""
 
     backend: str
     strategy: str
@@ -56,11 +56,11 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "all_offloaded": {"offload": {"optimizer": "cpu", "params": "cpu"}},
     "hybrid": {"sharding": {"group_size": 2}},
 }
-"""Sections of the config that change how state lies in memory."""
+"""Config sections that change where state is kept."""
 
 
 class Pair(NamedTuple):
-    """A run that saves, and one that goes on."""
+    """A run that saves, and a run that resumes."""
 
     saved: ResumedRun
     resumed: ResumedRun
@@ -70,26 +70,26 @@ class Pair(NamedTuple):
 
 
 class Resumption(NamedTuple):
-    """What came of it."""
+    """The result of a pair."""
 
     first_losses: float
     """Largest relative deviation of the first three losses after the checkpoint from those of the uninterrupted run."""
     losses: float
-    """Of all of them."""
+    """The same for all losses after the checkpoint."""
     same_bits: bool
-    """Whether all losses and all parameters at the end are those of the uninterrupted run to the bit."""
+    """Whether all losses and all final parameters equal those of the uninterrupted run bit by bit."""
     same_state: bool
-    """Whether what was loaded, saved again at once, has the same hash for every tensor of the model and the optimizer."""
+    """Whether the loaded state, saved again immediately, has the same hash for every tensor of the model and the optimizer."""
 
 
 def every_pair(precision: str) -> list[Pair]:
-    """All of them: every strategy on every engine at 1, 2 and 4 ranks into every other."""
+    """All pairs of strategies, engines and 1, 2 or 4 ranks."""
     runs = [ResumedRun(backend, strategy, world, precision) for backend, strategy, world in product(BACKENDS, STRATEGIES, WORLDS)]
     return [Pair(*pair) for pair in product(runs, runs)]
 
 
 def spanning_pairs() -> list[Pair]:
-    """Every strategy of every engine into itself, and as the source and the target of every change of ranks once."""
+    """Every strategy of every engine to itself, and as source and target of every change of world size once."""
     kinds = list(product(BACKENDS, STRATEGIES))
     pairs = [
         Pair(run, run) for world, precision in ((4, "fp32"), (2, "bf16")) for run in (ResumedRun(*kind, world, precision) for kind in kinds)
@@ -98,7 +98,7 @@ def spanning_pairs() -> list[Pair]:
         precision = "bf16" if turn % 4 == 3 else "fp32"
         for place, kind in enumerate(kinds):
             if place % 3 == turn % 3:
-                other = kinds[(place + 4 + turn) % len(kinds)]  # on the other engine, mostly
+                other = kinds[(place + 4 + turn) % len(kinds)]  # mostly on the other engine
                 pairs.append(Pair(ResumedRun(*kind, before, precision), ResumedRun(*other, after, precision)))
     for source, target in (
         (ResumedRun("fsdp", "full_shard", 2, "bf16", "offloaded"), ResumedRun("deepspeed", "shard_grad_op", 4, "bf16", "offloaded")),
@@ -111,7 +111,7 @@ def spanning_pairs() -> list[Pair]:
 
 
 def measure(pairs: Sequence[Pair]) -> dict[Pair, Resumption]:
-    """Train, save, load and train again; each source once, and all that run on a number of ranks in the same processes."""
+    """Train, save, load and train on. Each source runs once, and all runs of a world size share processes."""
     with tempfile.TemporaryDirectory(prefix="resuming-") as folder:
         expected: dict[ResumedRun, _Rest] = {}
         for world, runs in _by_world(dict.fromkeys(pair.saved for pair in pairs)).items():
@@ -126,7 +126,7 @@ def measure(pairs: Sequence[Pair]) -> dict[Pair, Resumption]:
 
 
 def holds(pair: Pair, found: Resumption) -> bool:
-    """Whether it is what a user may expect: the same bits where nothing changed, else the bounds of the conformance suite."""
+    """Whether a result is as expected: bit-equal for the same run, else within the bounds of the conformance suite."""
     bound = TOLERANCES[pair.saved.precision]
     if pair.saved == pair.resumed and not found.same_bits:
         return False
@@ -134,13 +134,13 @@ def holds(pair: Pair, found: Resumption) -> bool:
 
 
 class _Rest(NamedTuple):
-    """What follows a checkpoint."""
+    """The part of a run after the checkpoint."""
 
     losses: tuple[float, ...]
     digest: str
-    """Of all parameters at the end."""
+    """Hash of all final parameters."""
     hashes: tuple[tuple[str, str], ...]
-    """Of each tensor of the model and the optimizer in the checkpoint, or in that which was made of what was loaded."""
+    """Hash of each tensor of the model and the optimizer, in the checkpoint or in the one saved right after loading."""
 
 
 def _by_world(runs: Iterable[ResumedRun]) -> dict[int, list[ResumedRun]]:
@@ -186,7 +186,7 @@ def _dataset() -> Any:
 
 
 def _updates(engine: unishard.Engine, loader: Any) -> Iterator[float]:
-    """Mean loss over ranks and micro-batches of one update after the other, epoch after epoch."""
+    """Yields the mean loss over ranks and micro-batches of each optimizer step, epoch after epoch."""
     window: list[float] = []
     while True:
         for batch in engine.batches(loader):

@@ -1,6 +1,6 @@
-"""Measures every pair of runs and writes the page about what is resumed how well.
+"""Measures every pair of runs and writes a page with the deviations of resumed runs.
 
-`python -m unishard.testing.resuming_page docs/resuming.md` runs for a long while.
+`python -m unishard.testing.resuming_page docs/resuming.md` takes a quarter of an hour or more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def write(path: Path) -> None:
     """Measure every pair and write the page.
 
     Raises:
-        AssertionError: Some run did not go on as it should; the page is written all the same.
+        AssertionError: Some pairs exceed the bounds; the page is written nevertheless.
     """
     found: dict[Pair, Resumption] = {}
     for precision in _PRECISIONS:

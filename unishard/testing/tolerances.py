@@ -1,4 +1,4 @@
-"""How far an engine may be from plain torch, and where upstream keeps one from it."""
+"""How far an engine may deviate from plain torch, and where upstream limitations exceed that."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["GAPS", "TOLERANCES", "KnownGap", "Tolerance"]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far an engine may be from the oracle; all but the learning rate are relative."""
+    """Maximum relative deviation of an engine from the oracle."""
 
     first_losses: float
-    """Of the first three losses: before one flipped rounding can have grown."""
+    """For the first three losses, before a flipped rounding can grow."""
     losses: float
-    """Of all losses."""
+    """For all losses."""
     first_norm: float
-    """Of the first gradient norm."""
+    """For the first gradient norm."""
     norms: float
-    """Of all gradient norms."""
+    """For all gradient norms."""
     why: str
 
 
@@ -34,11 +34,11 @@ TOLERANCES = {
     ),
     "fp16": Tolerance(1e-5, 5e-3, 1e-5, 2e-2, "as in bf16; sums of fp16 gradients in another order differ a little more"),
 }
-"""By compute format."""
+"""By compute dtype."""
 
 
 class KnownGap(NamedTuple):
-    """Cells in which an engine cannot keep the common tolerance, and what it keeps instead."""
+    """Cells in which an engine exceeds the common tolerance because of an upstream limitation, and their own tolerance."""
 
     backend: str
     model: str
@@ -46,7 +46,7 @@ class KnownGap(NamedTuple):
     precision: str
     tolerance: Tolerance
     link: str
-    """Where upstream it is known."""
+    """The upstream issue or source."""
 
 
 GAPS: tuple[KnownGap, ...] = ()

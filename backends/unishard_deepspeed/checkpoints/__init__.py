@@ -1,4 +1,4 @@
-"""The checkpoint directories that DeepSpeed writes and reads itself. Importing it needs neither torch nor deepspeed."""
+"""DeepSpeed's own checkpoint directories. Importing it needs neither torch nor deepspeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens DeepSpeed's files without trusting their pickles, and without deepspeed: classes of its own become inert values."""
+"""Opens DeepSpeed's files safely and without deepspeed: its classes are replaced by inert ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Address", "LossScaler", "load"]
 
 
 class Address:
-    """Where a parameter lies in the flat memory of a rank."""
+    """The range of a parameter in a rank's flat buffer."""
 
     start: int
     numel: int
 
 
 class LossScaler:
-    """State of a loss scaler: what its attributes are is all that is kept."""
+    """State of a loss scaler; only its attributes are kept."""
 
 
 class _Stage(int):
@@ -34,9 +34,9 @@ _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def _member(kind: Any, name: Any) -> _Stage:
-    """What `getattr` may do in these files: Python 3.11.0 to 3.11.3 writes a member of an enum that way (enum.py, __reduce_ex__)."""
+    """The only permitted use of `getattr`: Python 3.11.0 to 3.11.3 pickles enum members that way (enum.py, __reduce_ex__)."""
     if kind is not _Stage or name not in _STAGES:
-        raise ValueError("GLOBAL getattr")  # said as torch says it of what it does not admit
+        raise ValueError("GLOBAL getattr")  # worded like torch's own refusal
     return _Stage(_STAGES.index(name))
 
 
@@ -47,27 +47,29 @@ _STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
 ]
-"""What is made in place of DeepSpeed's classes (DeepSpeed 0.19.8, state_dict of its optimizers). Nothing else is admitted."""
+"""Replacements for DeepSpeed's classes (DeepSpeed 0.19.8, state_dict of its optimizers). No other classes are admitted."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What a file holds. Tensors stay in the file until they are read.
+    """Load a file. Tensors are memory-mapped.
 
     Raises:
-        CheckpointError: It cannot be read, or names anything but tensors, plain values and DeepSpeed's own few classes.
+        CheckpointError: It cannot be read, or contains anything but tensors, plain values and the admitted classes of DeepSpeed.
     """
     try:
         with torch.serialization.safe_globals(_STANDINS):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the checkpoint is incomplete") from error
-    except Exception as error:  # a damaged or hostile file fails in any way
+    except Exception as error:  # a damaged or malicious file can raise anything
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
-            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}); it is damaged, or of an old torch.save") from error
+            raise CheckpointError(
+                f"{path}: cannot be read ({type(error).__name__}); it is damaged, or in the legacy format of torch.save"
+            ) from error
         raise CheckpointError(
-            f"{path}: names {named[1].rstrip('.,')}, which has no place among tensors and is not run; save without it (client_state)"
+            f"{path}: refers to {named[1].rstrip('.,')}, which is not loaded for safety; save without it (client_state)"
         ) from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds no checkpoint of DeepSpeed; it is damaged")
+        raise CheckpointError(f"{path}: not a DeepSpeed checkpoint file; it is damaged")
     return found

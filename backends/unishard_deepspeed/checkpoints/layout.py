@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint consists of, by their names (DeepSpeed 0.19.8, runtime/engine.py, _get_ckpt_name)."""
+"""Finds the files of a DeepSpeed checkpoint by their names (DeepSpeed 0.19.8, runtime/engine.py, _get_ckpt_name)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Files", "files_of", "folder_of", "is_universal"]
 _MODEL = "*_model_states.pt"
 _OPTIMIZER = "*_optim_states.pt"
 _ELSEWHERE = (
-    (r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*", "holds experts (MoE), which are not understood"),
-    (r"layer_\d+-model.*", "is a part of a pipeline, which is not understood"),
-    (r".*mp_rank_(0[1-9]|[1-9]\d).*", "is a part of a tensor or pipeline parallel model, which is not understood"),
+    (r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*", "experts (MoE) are not supported"),
+    (r"layer_\d+-model.*", "pipeline parallel models are not supported"),
+    (r".*mp_rank_(0[1-9]|[1-9]\d).*", "tensor and pipeline parallel models are not supported"),
 )
 """Names of files that only other kinds of parallelism write."""
 
@@ -25,18 +25,18 @@ class Files(NamedTuple):
 
     folder: Path
     model: list[Path]
-    """One; at stage 3 one of each rank."""
+    """One file; at stage 3 one for each rank."""
     optimizer: list[Path]
-    """One of each rank; none at stage 0."""
+    """One file for each rank; none at stage 0."""
 
 
 def is_universal(source: Path) -> bool:
-    """Whether a folder is a Universal Checkpoint, or holds one."""
+    """Whether a folder is or contains a Universal Checkpoint."""
     return (source / "latest_universal").is_file() or (source / "zero" / "optimizer_state.pt").is_file()
 
 
 def folder_of(source: Path) -> Path | None:
-    """The folder with the files: the one that was given, the one that its `latest` names, or the only one in it."""
+    """The folder with the files: the given one, the one named in its `latest`, or its only subfolder with such files."""
     if any(source.glob(_MODEL)):
         return source
     latest = source / "latest"
@@ -52,28 +52,30 @@ def files_of(source: Path) -> Files:
     """The files of a checkpoint.
 
     Raises:
-        CheckpointError: There is none, files are missing, or they are of a kind that is not understood.
+        CheckpointError: There is no checkpoint, files are missing, or the kind of checkpoint is not supported.
     """
     folder = folder_of(source)
     if folder is None:
-        raise CheckpointError(f"{source}: holds no checkpoint of DeepSpeed, or several; name the folder with the files {_MODEL}")
+        raise CheckpointError(f"{source}: no DeepSpeed checkpoint here, or several; give the folder with the files {_MODEL}")
     for path in sorted(folder.iterdir()):
         for pattern, what in _ELSEWHERE:
             if path.suffix == ".pt" and re.fullmatch(pattern, path.name):
-                raise CheckpointError(f"{path}: {what}; convert a checkpoint of a model that is only data parallel")
+                raise CheckpointError(f"{path}: {what}; only checkpoints of data parallel models can be converted")
     if (folder / "offloaded_tensors").is_dir():
-        raise CheckpointError(f"{folder / 'offloaded_tensors'}: optimizer state in files of NVMe offload is not understood; offload to cpu")
+        raise CheckpointError(f"{folder / 'offloaded_tensors'}: optimizer state in NVMe files is not supported; save with offload to cpu")
     return Files(folder, _by_rank(folder, _MODEL), _by_rank(folder, _OPTIMIZER))
 
 
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
-    """Sorted by rank, with none missing."""
+    """The files sorted by rank; checks that none is missing."""
     found: dict[int, Path] = {}
     for path in folder.glob(pattern):
         rank = re.search(r"zero_pp_rank_(\d+)_", path.name)
         number = int(rank[1]) if rank else 0
         if number in found:
-            raise CheckpointError(f"{path}: rank {number} has two files, {found[number].name} too; remove those of the older checkpoint")
+            raise CheckpointError(
+                f"{path}: rank {number} has a second file, {found[number].name}; remove the files of the older checkpoint"
+            )
         found[number] = path
     if sorted(found) != list(range(len(found))):
         gap = next(rank for rank in range(max(found)) if rank not in found)

@@ -1,4 +1,4 @@
-"""Reads what `engine.save_checkpoint` wrote: any ZeRO stage, format and number of ranks."""
+"""Reads what `engine.save_checkpoint` wrote: any ZeRO stage, dtype and number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unishard.errors import CheckpointError
 from unishard_deepspeed.checkpoints.files import LossScaler, load
 from unishard_deepspeed.checkpoints.layout import Files, files_of
 from unishard_deepspeed.checkpoints.partitions import Parameter, flat_groups, sub_groups
-from unishard_deepspeed.checkpoints.shards import constant, stitched, whole
+from unishard_deepspeed.checkpoints.shards import constant, in_memory, joined
 from unishard_deepspeed.checkpoints.unpartitioned import groups_of, named_by_shapes, named_by_values, ties_of
 
 __all__ = ["read"]
@@ -26,14 +26,14 @@ _KNOWN = {
     "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "ds_config", "ds_version",
 }  # fmt: skip
-"""What DeepSpeed itself writes beside the model (DeepSpeed 0.19.8, runtime/engine.py, _common_checkpoint_state)."""
+"""Keys that DeepSpeed itself writes (DeepSpeed 0.19.8, runtime/engine.py, _common_checkpoint_state)."""
 
 
 def read(source: Path) -> Contents:
-    """What a checkpoint of DeepSpeed holds.
+    """Read a DeepSpeed checkpoint.
 
     Raises:
-        CheckpointError: It is incomplete, damaged, names things that must not be run, or is of a kind that is not understood.
+        CheckpointError: It is incomplete or damaged, contains classes that are not admitted, or is of an unsupported kind.
     """
     files = files_of(source)
     models = [load(path) for path in files.model]
@@ -45,22 +45,22 @@ def read(source: Path) -> Contents:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{files.folder}: is not as DeepSpeed 0.19.8 writes it ({type(error).__name__}: {error}); its files are of different "
-            "checkpoints, or of another version"
+            f"{files.folder}: does not have the layout of DeepSpeed 0.19.8 ({type(error).__name__}: {error}); its files are from "
+            "different checkpoints, or from another version"
         ) from error
 
 
 def _check(model: dict[str, Any], files: Files) -> None:
     if model.get("mp_world_size", 1) > 1:
-        raise CheckpointError(f"{files.folder}: the model is tensor or pipeline parallel, which is not understood")
+        raise CheckpointError(f"{files.folder}: tensor and pipeline parallel models are not supported")
     if model.get("param_shapes") is not None and not files.optimizer:
         raise CheckpointError(f"{files.folder}: the files *_optim_states.pt are missing; the checkpoint is incomplete")
     if any(key in model for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
-        raise CheckpointError(f"{files.folder}: the model has experts (MoE), which is not understood")
+        raise CheckpointError(f"{files.folder}: experts (MoE) are not supported")
 
 
 class _Trained(NamedTuple):
-    """What the optimizer had."""
+    """The state of the optimizer."""
 
     parameters: dict[str, Parameter]
     groups: Sequence[Mapping[str, Any]]
@@ -70,7 +70,7 @@ class _Trained(NamedTuple):
 
 def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> Contents:
     model, module = models[0], {name: value for name, value in models[0]["module"].items() if isinstance(value, Tensor)}
-    buffers = {name: whole(module[name]) for name in model["buffer_names"]}
+    buffers = {name: in_memory(module[name]) for name in model["buffer_names"]}
     shared = model.get("shared_params")
     ties = ties_of({name: value for name, value in module.items() if name not in buffers}) if shared is None else dict(shared)
     if states:
@@ -100,7 +100,7 @@ def _partitioned(files: Files, models: Sequence[dict[str, Any]], states: Sequenc
     ranks = max(counts) if isinstance(counts, list) else counts
     if ranks != len(states) or (stage == 3 and len(models) != len(states)):
         raise CheckpointError(
-            f"{files.folder}: {ranks} ranks wrote it, but there are files of {len(states)}; files are missing or of an older checkpoint"
+            f"{files.folder}: {ranks} ranks wrote it, but there are files of {len(states)}; some are missing, or from an older checkpoint"
         )
     parameters = (sub_groups if stage == 3 else flat_groups)(states, models[0]["param_shapes"], files.folder)
     base = states[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
@@ -111,7 +111,7 @@ def _partitioned(files: Files, models: Sequence[dict[str, Any]], states: Sequenc
 def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor], folder: Path) -> _Trained:
     """Stage 0."""
     if not stored:
-        raise CheckpointError(f"{folder}: there is no optimizer in it; load such weights into your model, and start from there")
+        raise CheckpointError(f"{folder}: has no optimizer state; load its weights into your model and start a new run")
     named = named_by_values if "optimizer_state_dict" in stored else named_by_shapes
     return _Trained(named(stored, tensors, folder), groups_of(stored), stored)
 
@@ -119,9 +119,9 @@ def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor],
 def _stretches(parameters: Mapping[str, Parameter]) -> dict[str, LazyShard]:
     found: dict[str, LazyShard] = {}
     for name, parameter in parameters.items():
-        for key, pieces in parameter.pieces.items():
+        for key, shards in parameter.shards.items():
             place = PARAMETERS + name if key == "fp32" else of_optimizer(name, key)
-            found[place] = stitched(place, parameter.shape, pieces)
+            found[place] = joined(place, parameter.shape, shards)
         if parameter.step is not None:
             found[of_optimizer(name, "step")] = constant(parameter.step)
     return found
@@ -132,52 +132,51 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, Par
     for name, parameter in parameters.items():
         named[parameter.group].append(name)
     options = [{key: _number(value) for key, value in group.items() if key != "step"} for group in groups]
-    return optimizer_of(zip(named, options, strict=True), {key for each in parameters.values() for key in each.pieces})
+    return optimizer_of(zip(named, options, strict=True), {key for each in parameters.values() for key in each.shards})
 
 
 def _number(value: Any) -> Any:
-    """Rates may be tensors with one element."""
+    """The value, as a number if it is a tensor with one element, as learning rates may be."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _frozen(models: Sequence[dict[str, Any]], module: Mapping[str, Tensor], others: set[str]) -> dict[str, LazyShard]:
-    """What else the module has: stage 3 stores a part of each on every rank, the others store them there (stages 0 and 1 nowhere else)."""
+    """The frozen parameters: stage 3 stores shards of them on every rank; the other stages store them in the module."""
     if len(models) > 1 or models[0].get("frozen_param_fragments"):
         shapes = models[0].get("frozen_param_shapes") or {}
-        pieces = {name: [model["frozen_param_fragments"][name].reshape(-1) for model in models] for name in shapes}
-        return {name: stitched(name, shape, pieces[name]) for name, shape in shapes.items()}
-    return {name: whole(value) for name, value in module.items() if name not in others}
+        shards = {name: [model["frozen_param_fragments"][name].reshape(-1) for model in models] for name in shapes}
+        return {name: joined(name, shape, shards[name]) for name, shape in shapes.items()}
+    return {name: in_memory(value) for name, value in module.items() if name not in others}
 
 
 def _loss_scale(scaler: Mapping[str, Any]) -> LossScaleFacts | None:
     if scaler.get("scale_window") is None:
         scale = float(scaler.get("cur_scale", 1.0))
         return LossScaleFacts(value=scale, made=0) if scale != 1.0 else None
-    # DeepSpeed grows on the update after the window is full (DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py, update_scale).
+    # DeepSpeed grows the scale one step after the window is full (DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py, update_scale).
     since = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
     return LossScaleFacts(value=float(scaler["cur_scale"]), made=(since - 1) % scaler["scale_window"] if since > 0 else 0)
 
 
 def _notes(model: Mapping[str, Any], frozen: Mapping[str, LazyShard], groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is left behind, and why."""
-    notes = ["random numbers and the position in the data are not stored by DeepSpeed"]
+    """Notes on what is not converted, and why."""
+    notes = ["DeepSpeed stores no random number state and no data position"]
     if model.get("lr_scheduler"):
         notes.append(
-            "the state of DeepSpeed's learning-rate scheduler is not taken over; the rates stand as they were, and the config's schedule "
-            "goes on from the number of updates"
+            "not converted: DeepSpeed's learning rate scheduler; the learning rates are kept, and the config's schedule continues from the "
+            "number of optimizer steps"
         )
     if model.get("param_shapes") is None:
         notes.append(
-            "ZeRO stage 0 stores no names: each optimizer state went to the parameter with its values; in fp32, which has none, to those "
-            "of its shape in the model's order"
+            "ZeRO stage 0 stores no names: optimizer states were matched to parameters by master weights, or in fp32 by shape and order"
         )
     dropped = {key for group in groups for key, value in group.items() if not plain(_number(value))}
     dropped |= {name for name, value in model["module"].items() if not isinstance(value, Tensor)}
     if dropped:
-        notes.append(f"what is neither a tensor nor a plain value is not taken over: {', '.join(sorted(dropped))}")
+        notes.append(f"not converted: {', '.join(sorted(dropped))}, which are neither tensors nor plain values")
     client = sorted(set(model) - _KNOWN)
     if client:
-        notes.append(f"what the script saved beside the model is not taken over: {', '.join(client)}")
+        notes.append(f"not converted: {', '.join(client)}, saved by the script (client_state)")
     if any(each.dtype.itemsize < 4 for each in frozen.values()):
-        notes.append("DeepSpeed keeps frozen parameters in the compute format alone; they are stored in it")
+        notes.append("DeepSpeed keeps frozen parameters only in the compute dtype; they are stored in it")
     return notes

@@ -1,4 +1,4 @@
-"""Tensors that lie in pieces in several files, as stretches that are put together where they are read."""
+"""Tensors that are sharded over several files, joined on demand."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from torch import Tensor
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["constant", "stitched", "whole"]
+__all__ = ["constant", "in_memory", "joined"]
 
 
-def stitched(name: str, shape: Sequence[int], pieces: Sequence[Tensor]) -> LazyShard:
-    """A tensor of flat pieces, one after the other, with less than one element of padding for each piece at the end.
+def joined(name: str, shape: Sequence[int], shards: Sequence[Tensor]) -> LazyShard:
+    """A tensor that consists of consecutive flat shards, with less than one element of padding per shard at the end.
 
     Raises:
-        CheckpointError: The pieces are not enough, or too many.
+        CheckpointError: The shards have too few or too many elements.
     """
     size, numel, starts, at = torch.Size(shape), torch.Size(shape).numel(), [], 0
-    for piece in pieces:
+    for shard in shards:
         starts.append(at)
-        at += piece.numel()
-    if not 0 <= at - numel < max(1, len(pieces)):
-        raise CheckpointError(f"{name}: the files hold {at} of its {numel} elements; files are missing, or of different checkpoints")
+        at += shard.numel()
+    if not 0 <= at - numel < max(1, len(shards)):
+        raise CheckpointError(f"{name}: the files hold {at} of its {numel} elements; files are missing, or belong to different checkpoints")
 
     def read(begin: int, end: int) -> Tensor:
-        values = torch.empty(end - begin, dtype=pieces[0].dtype)
-        for start, piece in zip(starts, pieces, strict=True):
-            low, high = max(begin, start), min(end, start + piece.numel())
+        values = torch.empty(end - begin, dtype=shards[0].dtype)
+        for start, shard in zip(starts, shards, strict=True):
+            low, high = max(begin, start), min(end, start + shard.numel())
             if low < high:
-                values[low - begin : high - begin] = piece[low - start : high - start]
+                values[low - begin : high - begin] = shard[low - start : high - start]
         return values
 
-    return LazyShard(size, pieces[0].dtype if pieces else torch.float32, 0, numel, read)
+    return LazyShard(size, shards[0].dtype if shards else torch.float32, 0, numel, read)
 
 
-def whole(values: Tensor) -> LazyShard:
-    """A tensor that lies in one piece."""
+def in_memory(values: Tensor) -> LazyShard:
+    """A tensor that is not sharded."""
     return LazyShard(values.shape, values.dtype, 0, values.numel(), lambda begin, end: values.reshape(-1)[begin:end].clone())
 
 
 def constant(value: float | Tensor) -> LazyShard:
-    """A number, fp32."""
-    return whole(torch.tensor(float(value), dtype=torch.float32))
+    """A number as an fp32 tensor."""
+    return in_memory(torch.tensor(float(value), dtype=torch.float32))

@@ -1,7 +1,7 @@
-"""Writes a DeepSpeed Universal Checkpoint, which an engine of any stage and number of ranks loads (`checkpoint.load_universal`).
+"""Writes a DeepSpeed Universal Checkpoint, which an engine of any stage and number of ranks can load (`checkpoint.load_universal`).
 
-The folder is what `engine.load_checkpoint` is given: `latest_universal` names the one checkpoint in it. One file serves stages 1, 2
-and 3, which look for the same facts under different names (DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, runtime/base_optimizer.py and
+Pass the folder to `engine.load_checkpoint`; its file `latest_universal` names the checkpoint in it. The files suit stages 1, 2 and 3,
+which read the same data under different names (DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, runtime/base_optimizer.py and
 runtime/zero/stage3.py).
 """
 
@@ -24,27 +24,27 @@ from unishard.errors import CheckpointError
 __all__ = ["write"]
 
 _VERSION = "0.19.8"
-"""Of DeepSpeed, whose form this is."""
-_COUNTS_WHOLE = {"FusedAdam", "DeepSpeedCPUAdam"}
-"""Optimizers of DeepSpeed that take a step count that is an int; torch's take a tensor."""
+"""The version of DeepSpeed whose layout this is."""
+_INT_STEP = {"FusedAdam", "DeepSpeedCPUAdam"}
+"""DeepSpeed's optimizers, whose step count is an int; torch's use a tensor."""
 
 
 def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    """Fill an empty folder: one file for each tensor, of which one at a time is in memory.
+    """Fill an empty folder: one file for each tensor, with one tensor in memory at a time.
 
     Returns:
-        What is left behind, and what DeepSpeed itself does not take back.
+        Notes on what is not converted, and on what DeepSpeed itself does not load.
 
     Raises:
-        CheckpointError: A tensor has a name that is no path, or there is no optimizer.
+        CheckpointError: A tensor's name cannot be a path, or there is no optimizer state.
     """
     if contents.optimizer is None or not any(map(optimizer_part, contents.stretches)):
-        raise CheckpointError("the checkpoint has no optimizer state, without which DeepSpeed loads no Universal Checkpoint")
+        raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs to load a Universal Checkpoint")
     tag = f"global_step{contents.step}_universal"
     inner = folder / tag
     steps = _parameters(contents, inner / "zero", advance)
     _save(_optimizer_state(contents, steps), inner / "zero" / "optimizer_state.pt")
-    module = {name: _whole(contents.stretches[PARAMETERS + name]) for name in contents.buffers}
+    module = {name: _full_tensor(contents.stretches[PARAMETERS + name]) for name in contents.buffers}
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         _save(_model_states(contents, module), inner / name)
     latest = folder / "latest_universal"
@@ -54,16 +54,16 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
 
 
 def _parameters(contents: Contents, folder: Path, advance: Advance) -> dict[str, Any]:
-    """A folder of files for each parameter; returns the step counts."""
+    """Write a folder of files for each parameter; returns the step counts."""
     steps: dict[str, Any] = {}
-    whole_counts = contents.optimizer is not None and contents.optimizer.class_name in _COUNTS_WHOLE
+    int_step = contents.optimizer is not None and contents.optimizer.class_name in _INT_STEP
     for key, stretch in contents.stretches.items():
         name, kind = optimizer_part(key) or (parameter_of(key), "fp32")
         if name is None or not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise CheckpointError(f"{key}: cannot be a folder of a Universal Checkpoint")
-        values = _whole(stretch)
+            raise CheckpointError(f"{key}: cannot be a folder name in a Universal Checkpoint")
+        values = _full_tensor(stretch)
         if kind == "step":
-            steps[name] = int(values) if whole_counts else values
+            steps[name] = int(values) if int_step else values
             _save(steps[name], folder / name / "step.pt")
         else:
             _save({"param": values, "cat_dim": 0}, folder / name / f"{kind}.pt")
@@ -118,13 +118,13 @@ def _notes(contents: Contents) -> list[str]:
     notes = []
     if contents.frozen or contents.buffers:
         notes.append(
-            "DeepSpeed 0.19.8 loads only trainable parameters from a Universal Checkpoint: frozen ones (zero/<name>/fp32.pt) and buffers "
-            "(module, in mp_rank_00_model_states.pt) are there, but your script has to load them"
+            "DeepSpeed 0.19.8 loads only trainable parameters from a Universal Checkpoint: load frozen ones (zero/<name>/fp32.pt) and "
+            "buffers (module, in mp_rank_00_model_states.pt) in your script"
         )
     if contents.optimizer is not None and len(contents.optimizer.groups) > 1:
         notes.append(
-            "at stage 3 DeepSpeed 0.19.8 gives every parameter group the options of the first one, and lets them share one step count, "
-            f"which then counts {len(contents.optimizer.groups)} for each update; load it at stage 1 or 2, or set both again"
+            "at stage 3 DeepSpeed 0.19.8 gives every parameter group the options of the first one and a shared step count, which grows by "
+            f"{len(contents.optimizer.groups)} per step; load it at stage 1 or 2, or set both after loading"
         )
     kinds = {part[1] for part in map(optimizer_part, contents.stretches) if part is not None}
     if not {"exp_avg", "exp_avg_sq"} <= kinds:
@@ -132,18 +132,18 @@ def _notes(contents: Contents) -> list[str]:
             "at stage 3 DeepSpeed 0.19.8 loads only the state of Adam and AdamW from a Universal Checkpoint; load it at stage 1 or 2"
         )
     if contents.loss_scale is not None:
-        notes.append("the loss scale starts anew")
-    notes.append("of learning-rate schedulers only DeepSpeed's own go on; pass load_lr_scheduler_states=False for another")
+        notes.append("the loss scale is reset")
+    notes.append("only DeepSpeed's own learning rate schedulers resume; pass load_lr_scheduler_states=False for any other")
     return notes
 
 
-def _whole(stretch: LazyShard) -> Tensor:
+def _full_tensor(stretch: LazyShard) -> Tensor:
     return stretch.read(0, stretch.end).reshape(stretch.shape)
 
 
 def _save(value: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(value, buffer)  # in memory first, since torch's own writer gives no clean error on a full disk (torch 2.13)
+    torch.save(value, buffer)  # in memory first: torch's own writer has no clear error for a full disk (torch 2.13)
     path.write_bytes(buffer.getbuffer())
     fsync(path)

@@ -1,8 +1,8 @@
-"""ZeRO stage 0: everything is whole, but DeepSpeed stores no names of what its optimizer keeps. They follow from values, or from shapes.
+"""ZeRO stage 0: nothing is sharded, but DeepSpeed stores optimizer state without names. They are inferred from values or shapes.
 
-Three forms (DeepSpeed 0.19.8): the user's optimizer itself (fp32); runtime/fp16/unfused_optimizer.py, with a master of each parameter;
-runtime/fp16/fused_optimizer.py, with one flat master of each group. A master, rounded, is the parameter bit by bit, so it says which one it
-is. In fp32 there are shapes alone.
+There are three layouts (DeepSpeed 0.19.8): the user's optimizer itself (fp32); runtime/fp16/unfused_optimizer.py, with a master weight for
+each parameter; runtime/fp16/fused_optimizer.py, with one flat master weight for each group. A rounded master weight equals its parameter
+bit by bit, which identifies it. In fp32 there are only shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["groups_of", "named_by_shapes", "named_by_values", "ties_of"]
 
 
 def ties_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that lie in the same memory, to the first of them."""
+    """Maps names of tensors that share memory to the first such name."""
     first: dict[tuple[int, torch.Size], str] = {}
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -32,10 +32,10 @@ def ties_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def named_by_values(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Parameter]:
-    """Of a form that has masters.
+    """Match optimizer state to parameters by master weights.
 
     Raises:
-        CheckpointError: A master is no parameter of the model.
+        CheckpointError: A master weight matches no parameter.
     """
     base, left = stored["optimizer_state_dict"], dict(tensors)
     found: dict[str, Parameter] = {}
@@ -45,10 +45,10 @@ def named_by_values(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
             index = base["param_groups"][group]["params"][place]
             at, values = 0, master.reshape(-1)
             while at < values.numel():
-                name = _equal(values[at:], left, whole=not flat)
+                name = _matching(values[at:], left, exactly=not flat)
                 if name is None:
                     raise CheckpointError(
-                        f"{folder}: a master weight of group {group} is no parameter of the model, rounded (ZeRO stage 0 stores no names); "
+                        f"{folder}: a master weight of group {group} matches no parameter of the model (ZeRO stage 0 stores no names); "
                         "save under stage 1, 2 or 3"
                     )
                 numel = left[name].numel()
@@ -57,11 +57,11 @@ def named_by_values(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
     return found
 
 
-def _equal(values: Tensor, left: Mapping[str, Tensor], *, whole: bool) -> str | None:
-    """The first parameter that begins the values, rounded."""
+def _matching(values: Tensor, left: Mapping[str, Tensor], *, exactly: bool) -> str | None:
+    """The first parameter that equals the rounded values, or with `exactly=False` a prefix of them."""
     for name, tensor in left.items():
         size = tensor.numel()
-        if (size == values.numel() if whole else 0 < size <= values.numel()) and torch.equal(
+        if (size == values.numel() if exactly else 0 < size <= values.numel()) and torch.equal(
             values[:size].to(tensor.dtype), tensor.reshape(-1)
         ):
             return name
@@ -71,15 +71,15 @@ def _equal(values: Tensor, left: Mapping[str, Tensor], *, whole: bool) -> str | 
 def _parameter(group: int, tensor: Tensor, master: Tensor, at: int, state: Mapping[str, Any]) -> Parameter:
     end = at + tensor.numel()
     kept = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.numel() == master.numel() and key != "step"}
-    pieces = {key: [value.reshape(-1)[at:end]] for key, value in {"fp32": master, **kept}.items()}
-    return Parameter(group, tuple(tensor.shape), pieces, state.get("step"))
+    shards = {key: [value.reshape(-1)[at:end]] for key, value in {"fp32": master, **kept}.items()}
+    return Parameter(group, tuple(tensor.shape), shards, state.get("step"))
 
 
 def named_by_shapes(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Parameter]:
-    """Of the form without masters: in the order of the model, where no other order has the same shapes in the same groups.
+    """Match optimizer state to parameters by shape: in the model's order, if that is unambiguous.
 
     Raises:
-        CheckpointError: Parameters of one shape are in several groups, or only a part of them has a state.
+        CheckpointError: Parameters of the same shape are in several groups, or only some of them have state.
     """
     groups, states = stored["param_groups"], stored["state"]
     indices = {index: group for group, each in enumerate(groups) for index in each["params"]}

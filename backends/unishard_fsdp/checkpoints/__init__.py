@@ -1,4 +1,4 @@
-"""The checkpoint directories that scripts around FSDP write and read themselves. Importing it needs no torch."""
+"""Checkpoint directories that FSDP scripts write and read. Importing it needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["FORMATS"]
 
 _INDEX = ".metadata"
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
-"""Folders of Accelerate (Accelerate 1.15, utils/fsdp_utils.py)."""
+"""Accelerate's folder names (Accelerate 1.15, utils/fsdp_utils.py)."""
 
 
 def _is_dcp(source: Path) -> bool:
@@ -33,7 +33,7 @@ def _read_accelerate(source: Path) -> Contents:
 
     contents = read([folder for folder in (source / _MODEL, source / _OPTIMIZER) if _is_dcp(folder)])
     left = sorted({path.stem.rstrip("0123456789_") for path in source.iterdir() if path.is_file()})
-    return contents.leaving(f"files of Accelerate beside them are not taken over: {', '.join(left)}") if left else contents
+    return contents.leaving(f"not converted: Accelerate's other files: {', '.join(left)}") if left else contents
 
 
 def _write_dcp(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:

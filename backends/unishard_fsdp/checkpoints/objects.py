@@ -1,4 +1,4 @@
-"""The values of a torch.distributed.checkpoint directory that are no tensors: numbers and words, read without trusting their pickles."""
+"""The non-tensor values of a torch.distributed.checkpoint directory: numbers and strings, loaded safely from their pickles."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from unishard.checkpoint.formats import plain
 __all__ = ["add", "read"]
 
 _LARGEST = 1 << 20
-"""Bytes of a value that is worth reading: an option is smaller."""
+"""Maximum size of a value in bytes; optimizer options are smaller."""
 
 
 def read(folder: Path, prefix: str) -> tuple[dict[str, Any], list[str]]:
-    """The plain values whose names begin in some way.
+    """Read the plain values whose names have a prefix.
 
     Returns:
-        The values by their names without the beginning, and the names of those that are something else.
+        The values by their names without the prefix, and the names of values of other types.
     """
     index = metadata.read(folder)
     values: dict[str, Any] = {}
@@ -42,23 +42,23 @@ def read(folder: Path, prefix: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _value(folder: Path, place: Any) -> Any:
-    """As torch writes it, with `torch.save` (torch 2.13, checkpoint/planner_helpers.py)."""
+    """Load a value, which torch wrote with `torch.save` (torch 2.13, checkpoint/planner_helpers.py)."""
     if place.length > _LARGEST:
-        raise ValueError("is too large for an option")
+        raise ValueError("too large for an optimizer option")
     with (folder / place.relative_path).open("rb") as file:
         file.seek(place.offset)
         value = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
     if not plain(value):
-        raise ValueError("is no plain value")
+        raise ValueError("not a plain value")
     return value
 
 
 def add(folder: Path, values: Mapping[str, tuple[tuple[str | int, ...], Any]]) -> None:
-    """Put plain values into a directory that one process has written.
+    """Add plain values to a directory that one process wrote.
 
     Args:
         folder: The directory.
-        values: By name: where torch puts each when it makes nested dictionaries of the directory, and what it is.
+        values: By name: the path where torch puts it in nested dictionaries, and the value.
     """
     index = metadata.read(folder)
     path = folder / "__0_1.distcp"

@@ -1,4 +1,4 @@
-"""Reads directories of torch.distributed.checkpoint as scripts around FSDP write them: a model and an optimizer under one root each."""
+"""Reads torch.distributed.checkpoint directories of FSDP scripts: a model and an optimizer, each under its own root key."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ __all__ = ["read"]
 
 _MODELS = ("model.", "app.model.", "state_dict.model.", "module.")
 _OPTIMIZERS = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "state_dict.optimizer.", "state_dict.optim.")
-"""Roots under which scripts put them; `app` is that of torch's own tutorial."""
+"""Root keys that scripts use; `app` is from torch's tutorial."""
 
 
 class _Found(NamedTuple):
     stretches: dict[str, LazyShard]
-    """Under the names of unishard."""
+    """By their names in a unishard checkpoint."""
     groups: list[tuple[list[str], dict[str, Any]]]
     """Names and options of each parameter group."""
     notes: list[str]
 
 
 def read(folders: Sequence[Path]) -> Contents:
-    """What directories that belong together hold.
+    """Read directories that form one checkpoint.
 
     Raises:
-        CheckpointError: One has no readable index, or none holds a model.
+        CheckpointError: A directory has no readable index, or none contains a model.
     """
     found = _Found({}, [], [])
     for folder in folders:
         _add(folder, found)
     names = {key.removeprefix(PARAMETERS) for key in found.stretches if key.startswith(PARAMETERS)}
     if not names:
-        raise CheckpointError(f"{folders[0]}: holds no model under {', '.join(_MODELS)}; save it as {{'model': ..., 'optim': ...}}")
+        raise CheckpointError(f"{folders[0]}: no model under {', '.join(_MODELS)}; save it as {{'model': ..., 'optim': ...}}")
     trained = {part[0] for part in map(optimizer_part, found.stretches) if part is not None}
     _complete(found, names, trained, folders[0])
     still = tuple(sorted(names - trained)) if trained else ()
     notes = list(found.notes)
     if still:
-        notes.append(f"taken for frozen parameters, since they have no optimizer state (some may be buffers or ties): {', '.join(still)}")
+        notes.append(f"taken as frozen, since they have no optimizer state (some may be buffers or ties): {', '.join(still)}")
     counts = [found.stretches[of_optimizer(name, "step")] for name in trained if of_optimizer(name, "step") in found.stretches]
     step = max((int(count.read(0, 1).item()) for count in counts), default=0)
-    notes.append(f"updates are counted by the optimizer: {step}; random numbers, schedule and data position are not taken over")
+    notes.append(f"the step count is the optimizer's: {step}; not converted: random number state, schedule, data position")
     keys = {part[1] for part in map(optimizer_part, found.stretches) if part is not None}
     return Contents(
         stretches=found.stretches,
@@ -77,21 +77,21 @@ def _add(folder: Path, found: _Found) -> None:
     if optimizer is not None:
         root = optimizer + "param_groups."
         values, skipped = objects.read(folder, root)
-        # Rates may be tensors with one element.
+        # Learning rates may be tensors with one element.
         numbers = [name for name in tensors if name.startswith(root) and tensors.shapes[name].numel() == 1]
-        values |= {name.removeprefix(root): tensors.whole(name).item() for name in numbers}
+        values |= {name.removeprefix(root): tensors.full(name).item() for name in numbers}
         try:
             found.groups.extend(_groups(values))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{folder}: {root}*: are not as torch writes them ({error}); save the optimizer's state_dict anew"
+                f"{folder}: {root}*: not in the layout that torch writes ({error}); save the optimizer's state_dict again"
             ) from error
         if skipped:
-            found.notes.append(f"options of the optimizer that are no plain numbers are not taken over: {', '.join(skipped)}")
+            found.notes.append(f"not converted: optimizer options that are not plain values: {', '.join(skipped)}")
     roots = tuple(each for each in (model, optimizer) if each is not None)
     left = sorted({name.partition(".")[0] for name in (*tensors, *tensors.others) if not name.startswith(roots)})
     if left:
-        found.notes.append(f"not taken over: {', '.join(left)}")
+        found.notes.append(f"not converted: {', '.join(left)}")
 
 
 def _root(names: Iterable[str], roots: Sequence[str], below: str) -> str | None:
@@ -100,9 +100,9 @@ def _root(names: Iterable[str], roots: Sequence[str], below: str) -> str | None:
 
 
 def _groups(values: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
-    """Of either form in which torch stores them (torch 2.13, checkpoint/state_dict.py): a list, or options for each parameter.
+    """The parameter groups from either layout of torch (torch 2.13, checkpoint/state_dict.py): a list, or options for each parameter.
 
-    Where both are there, as in what `writing` writes, the list alone has the groups in their order.
+    If both are present, as in what `writing` writes, the list is used, since it has the groups in order.
     """
     if "0.params" in values:
         groups: dict[int, dict[str, Any]] = {}
@@ -122,11 +122,11 @@ def _groups(values: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]
 
 
 def _complete(found: _Found, names: set[str], trained: set[str], folder: Path) -> None:
-    """Every parameter with a state is in a group, and is in the model."""
+    """Check that every parameter with optimizer state is in the model, and add those without a group to one."""
     strangers = sorted(trained - names)
     if strangers:
         raise CheckpointError(f"{folder}: the optimizer has state of {strangers[0]!r}, which the model does not have; save both together")
     grouped = {name for group, _ in found.groups for name in group}
     if trained - grouped:
         found.groups.append((sorted(trained - grouped), {}))
-        found.notes.append("the options of the optimizer are not stored for all parameters; the config's count for those")
+        found.notes.append("optimizer options are not stored for all parameters; the others use the config's")

@@ -1,4 +1,4 @@
-"""Writes a directory that a script with FSDP2 loads without unishard: `dcp.load`, then `set_state_dict`, both as torch ships them."""
+"""Writes a directory that an FSDP2 script loads without unishard, with torch's own `dcp.load` and `set_state_dict`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _GROUPS = "optim.param_groups"
 
 
 def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    """Fill an empty folder: `{"model": ..., "optim": ...}`, parameter groups in both forms that torch asks for.
+    """Fill an empty folder: `{"model": ..., "optim": ...}`, with parameter groups in both layouts that torch may ask for.
 
     Returns:
-        What is left behind, and why.
+        Notes on what is not converted, and why.
     """
     write_tensors(folder, contents.stretches, ties=contents.ties, advance=advance)
-    notes = ["a directory of torch.distributed.checkpoint has no place for the step, the schedule and the loss scale"]
+    notes = ["not converted: step, schedule and loss scale, which torch.distributed.checkpoint directories do not have"]
     if contents.optimizer is not None:
         defaults = _defaults(contents.optimizer.class_name)
         values: dict[str, tuple[tuple[str | int, ...], Any]] = {}
@@ -43,13 +43,13 @@ def _values(index: int, group: GroupRecord, defaults: dict[str, Any]) -> dict[st
     }
     for name in group.names:
         for key, value in options.items():
-            # A path of its own: torch cannot make a list and a dictionary of one place where it makes nested dictionaries again.
+            # A separate path: where torch rebuilds nested dictionaries, one path cannot be both a list and a dictionary.
             values[f"{_GROUPS}.{name}.{key}"] = ((f"{_GROUPS}.{name}.{key}",), value)
     return values
 
 
 def _defaults(class_name: str) -> dict[str, Any]:
-    """Every option of torch's optimizer of this name, without which `dcp.load` finds keys missing."""
+    """All options of torch's optimizer of this name; `dcp.load` fails if one is missing."""
     kind = getattr(torch.optim, class_name, torch.optim.AdamW)
     found: dict[str, Any] = kind([torch.zeros(1)]).defaults
     return {key: value for key, value in found.items() if plain(value)}

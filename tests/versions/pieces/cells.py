@@ -94,7 +94,7 @@ def judge(backend: str, cell: Cell, answer: Any, expected: Any) -> dict[str, Any
     if isinstance(answer, Refusal):
         return facts | {"wrong": "" if refused else answer.reason}
     if refused:
-        return facts | {"wrong": "was not refused, though this engine cannot do it"}
+        return facts | {"wrong": "was not refused, though this engine does not support it"}
     far, bound = conformance.compare(answer, expected)._asdict(), asdict(conformance.tolerance(backend, cell)) | {"lrs": 1e-12}
     wrong = "; ".join(
         f"{name.replace('_', ' ')} {value:.1e}, at most {bound[name]:.0e}" for name, value in far.items() if not value <= bound[name]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from unishard.config import Precision
+from unishard.distributed.dtypes import DTYPES
 
-__all__ = ["DTYPES", "cast_model", "cast_to_compute"]
-
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the word in the config."""
+__all__ = ["cast_model", "cast_to_compute"]
 
 
 @torch.no_grad()

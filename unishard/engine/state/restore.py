@@ -20,12 +20,12 @@ from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
 from unishard.checkpoint.user_state import unpack
 from unishard.checkpoint.verifying import damaged
 from unishard.data import position
+from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
-from unishard.engine.model.dtypes import DTYPES
 from unishard.engine.optim.optimizer_state import StateSpec, keys_of
 from unishard.engine.results import Resumed
-from unishard.engine.state.resume import dtype_of, resume
+from unishard.engine.state.resume import resume
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
 
@@ -58,7 +58,7 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     on_all(group, filling.fill)
     run.adapter.loaded()
     notes = [*filling.notes, *resume(run, manifest, tensors, group)]
-    positions = on_all(group, lambda: [unpack(each, tensors.whole) for each in manifest.data])
+    positions = on_all(group, lambda: [unpack(each, tensors.full) for each in manifest.data])
     positions = positions if data else []
     run.batching.resume(positions, manifest.world_size)
     if verify == "bits":
@@ -70,7 +70,7 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
         for note in notes:
             _logger.warning("%s: %s", folder, note)
     epoch = next((position.epoch_of(each) for each in positions if each is not None), None)
-    return Resumed(folder, manifest.step, epoch or 0, unpack(manifest.state, tensors.whole), tuple(notes))
+    return Resumed(folder, manifest.step, epoch or 0, unpack(manifest.state, tensors.full), tuple(notes))
 
 
 class Filling:
@@ -144,7 +144,7 @@ class Filling:
             CheckpointError: A tensor differs from what was saved.
         """
         recorded, device = self._manifest.tensors, self._run.adapter.device
-        held = {name: shard for name, shard in self._held().items() if recorded[name].dtype == dtype_of(shard)}
+        held = {name: shard for name, shard in self._held().items() if recorded[name].dtype == name_of(shard.values.dtype)}
         wrong = [name for name, value in hashes(held, device).items() if hexadecimal(value) != recorded[name].hash]
         if wrong:
             raise CheckpointError(

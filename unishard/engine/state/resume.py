@@ -12,14 +12,14 @@ import torch.distributed as dist
 from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import GroupRecord, Manifest
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
-from unishard.distributed.shards import Shard
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.state import random_state
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import options_of
 
-__all__ = ["dtype_of", "resume"]
+__all__ = ["resume"]
 
 _BY_SCHEDULE = {"lr", "initial_lr"}
 
@@ -39,18 +39,14 @@ def resume(run: Run, manifest: Manifest, tensors: Tensors, group: dist.ProcessGr
     yield from on_all(group, lambda: _resume_random_numbers(run, manifest, tensors))
 
 
-def dtype_of(shard: Shard) -> str:
-    """Its dtype, as the manifest records it."""
-    return str(shard.values.dtype).removeprefix("torch.")
-
-
 def _casts(run: Run, manifest: Manifest) -> Iterator[str]:
-    shards = run.tensors.model_shards()
-    cast = [name for name, shard in shards.items() if name in manifest.tensors and manifest.tensors[name].dtype != dtype_of(shard)]
+    dtypes = {name: name_of(shard.values.dtype) for name, shard in run.tensors.model_shards().items() if name in manifest.tensors}
+    cast = [name for name, dtype in dtypes.items() if manifest.tensors[name].dtype != dtype]
     if cast:
+        first, *_ = cast
         yield (
-            f"{len(cast)} tensors of the model were {manifest.tensors[cast[0]].dtype} and are {dtype_of(shards[cast[0]])} now, such as "
-            f"{keys.parameter_of(cast[0])}"
+            f"{len(cast)} tensors of the model were {manifest.tensors[first].dtype} and are {dtypes[first]} now, such as "
+            f"{keys.parameter_of(first)}"
         )
 
 
@@ -119,7 +115,7 @@ def _freeze_as_saved(run: Run, accumulation: Accumulation, frozen: Sequence[str]
 def _resume_random_numbers(run: Run, manifest: Manifest, tensors: Tensors) -> list[str]:
     rank = dist.get_rank()
     prefix = f"{keys.RANDOM}rank{rank:05d}."
-    saved = {name.removeprefix(prefix): tensors.whole(name) for name in tensors if name.startswith(prefix)}
+    saved = {name.removeprefix(prefix): tensors.full(name) for name in tensors if name.startswith(prefix)}
     if saved and manifest.world_size == dist.get_world_size():
         random_state.restore(saved, run.adapter.device)
         return []

@@ -1,4 +1,4 @@
-"""Gradients and parameters that the loop edits, and windows that it drops."""
+"""Loops that edit gradients and parameters, and loops that discard windows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from unishard.testing.oracle import Curve
 __all__ = ["FEATURES"]
 
 _SCALED, _ZEROED, _SINGLE = "blocks.0.up.weight", "blocks.1.down.bias", "blocks.2.scale"
-"""Of the MLP; the last has one element, so that most ranks hold nothing of it."""
+"""Parameters of the MLP; the last has one element, so most ranks hold an empty shard."""
 _DROPPED = {2: "inside", 6: "forward", 11: "end", 15: "reduced"}
-"""Windows that are dropped, and where: after the first micro-batch, after a forward, at the end, after reading a gradient there."""
+"""Discarded windows, and where: after the first micro-batch, after a forward, at the end, at the end after reading a gradient."""
 
 Read = Callable[[str], Tensor]
 Write = Callable[[str, Tensor], object]
@@ -146,7 +146,7 @@ FEATURES = (
     ),
     Feature(
         "edited_gradients_offloaded",
-        "the same with masters and optimizer state in host memory",
+        "the same with master weights and optimizer state in host memory",
         {"offload": {"optimizer": "cpu"}},
         strategies=("shard_optimizer", "shard_grad_op"),
         loop=_gradients_loop,
@@ -168,13 +168,13 @@ FEATURES = (
     ),
     Feature(
         "discarded_windows",
-        "windows are dropped inside, after a forward, at their end, and there after a gradient was read; `engine.discard`",
+        "windows are discarded after a micro-batch, after a forward, at the end, or after reading a gradient; `engine.discard`",
         loop=_dropping_loop,
         reference=_dropping_reference,
     ),
     Feature(
         "discarded_windows_offloaded",
-        "the same with masters and optimizer state in host memory",
+        "the same with master weights and optimizer state in host memory",
         {"offload": {"optimizer": "cpu"}},
         strategies=("shard_optimizer", "shard_grad_op"),
         precisions=("bf16",),

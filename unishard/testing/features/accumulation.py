@@ -1,4 +1,4 @@
-"""Accumulation windows whose losses are sums over items that are spread unevenly over micro-batches and ranks, or that change length."""
+"""Accumulation windows of varying length, and losses that are sums over unevenly distributed items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["FEATURES"]
 
 
 def _uneven(batch: dict[str, Any], turn: int, rank: int) -> dict[str, Any]:
-    """A micro-batch some of whose labels do not count: all of them in some micro-batches, never on all ranks."""
+    """A micro-batch with some labels ignored: in some micro-batches all of them, but never on all ranks."""
     labels = batch["labels"].clone()
     flat = labels.view(-1)
     flat[: (5 * turn + 3 * rank) % len(flat)] = -100
@@ -30,7 +30,7 @@ def _uneven(batch: dict[str, Any], turn: int, rank: int) -> dict[str, Any]:
 
 
 def _sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross entropies of all labels that count; causal models predict the next token."""
+    """Sum of the cross entropies of all labels that are not ignored; causal models predict the next token."""
     if logits.dim() == 3:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum", ignore_index=-100)
@@ -41,7 +41,7 @@ def _count(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Labels that all count, since the model's own loss is not used."""
+    """The batch without ignored labels, since the model's own loss is not used."""
     return {**batch, "labels": batch["labels"].clamp(min=0)}
 
 
@@ -99,7 +99,7 @@ def _cut(batches: list[dict[str, Any]], world: int) -> Iterator[list[dict[str, A
 FEATURES = (
     Feature(
         "items",
-        "losses are sums over labels that are spread unevenly over micro-batches and ranks; `backward(loss_sum, num_items=n)`",
+        "losses are sums over labels that are unevenly distributed over micro-batches and ranks; `backward(loss_sum, num_items=n)`",
         models=MODELS,
         loop=_weighted_loop,
         reference=_weighted_reference,

@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation, which change what a step costs and nothing else."""
+"""Activation checkpointing and compilation, which change only the cost of a step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _LLAMA = {"llama": MODELS["llama"]}
 
 FEATURES = (
     Feature(
-        "recompute_full", "every block runs its forward twice", {"activation_checkpointing": "full"}, models=_LLAMA, precisions=("fp32",)
+        "recompute_full", "every block recomputes its forward", {"activation_checkpointing": "full"}, models=_LLAMA, precisions=("fp32",)
     ),
     Feature(
         "recompute_selective",
-        "blocks run again what is cheap",
+        "blocks recompute only cheap operations",
         {"activation_checkpointing": "selective"},
         models=_LLAMA,
         precisions=("bf16",),
     ),
-    # The backend that makes no kernels: everything but the code that is generated is the same, and a test need not wait for it.
+    # A compile backend without code generation: the rest is the same, and the test is faster.
     Feature(
         "compile_per_block", "torch.compile of each block", {"compile": {"mode": "per_block", "backend": "aot_eager"}}, precisions=("fp32",)
     ),
     Feature(
         "compile_full_and_recompute",
-        "torch.compile of the root, whose blocks run twice",
+        "torch.compile of the root, with full activation checkpointing of its blocks",
         {"compile": {"mode": "full", "backend": "aot_eager"}, "activation_checkpointing": "full"},
         strategies=("no_shard", "full_shard"),
         precisions=("fp32",),

@@ -1,4 +1,4 @@
-"""What people turn on together: features whose machinery meets in one place."""
+"""Common combinations of features that interact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FEATURES = (
     _with(
         _EXPERTS,
         "recomputed_experts",
-        "every block runs its forward twice",
+        "every block recomputes its forward",
         {"activation_checkpointing": ["Routed"]},
         strategies=("no_shard", "full_shard"),
         precisions=("fp32",),
@@ -40,7 +40,7 @@ FEATURES = (
     _with(
         _TOWER,
         "hybrid_skipped_tower",
-        "groups of 2 ranks hold a copy each",
+        "hybrid sharding in groups of 2 ranks",
         _GROUPS,
         strategies=("hybrid_shard", "hybrid_shard_grad_op"),
         precisions=("fp32",),
@@ -49,14 +49,14 @@ FEATURES = (
     _with(
         _LORA,
         "offloaded_lora",
-        "parameters and optimizer in host memory, every block runs its forward twice",
+        "parameters and optimizer in host memory, every block recomputes its forward",
         {"offload": "cpu", "activation_checkpointing": "full"},
         strategies=("full_shard",),
     ),
     _with(
         _BF16_BASE,
         "hybrid_lora_bf16_base",
-        "groups of 2 ranks hold a copy each",
+        "hybrid sharding in groups of 2 ranks",
         _GROUPS,
         strategies=("hybrid_shard",),
         worlds=(4,),
@@ -70,7 +70,7 @@ FEATURES = (
     ),
     Feature(
         "offloaded_recomputed_fp16",
-        "fp16 with a dynamic loss scale, the optimizer in host memory, every block runs its forward twice",
+        "fp16 with a dynamic loss scale, the optimizer in host memory, every block recomputes its forward",
         {"offload": {"optimizer": "cpu"}, "activation_checkpointing": "full"},
         models={"llama": MODELS["llama"]},
         strategies=STRATEGIES[1:],

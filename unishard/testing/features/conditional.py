@@ -1,4 +1,4 @@
-"""Modules that a rank leaves out: experts behind a router, and a tower that only some samples need."""
+"""Modules that a rank may skip: experts behind a router, and a tower that only some samples need."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Routed(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Two blocks of four experts each; with two samples a rank, most experts of a rank have nothing to do."""
+    """Two blocks of four experts each; with two samples per rank, most experts get no sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Mixture(nn.Module):
 
 
 class Tower(nn.Module):
-    """For the samples that have a picture. Its layers would be units, were it not left out by some ranks."""
+    """A tower for the samples with a picture. Its layers would be units if some ranks did not skip it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Tower(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Runs its tower first, on the samples with a picture, and only if there is one."""
+    """Runs its tower first, only on the samples with a picture, and only if there are any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _pictures() -> nn.Module:
 
 
 def _sample(index: int) -> dict[str, Tensor]:
-    """Samples come in twos to a rank: every fifth pair has pictures, so that ranks differ and some updates have none at all."""
+    """A sample by index. Every fifth pair (a rank's micro-batch) has pictures, so that ranks differ and some steps have none."""
     generator = torch.Generator().manual_seed(500 + index)
     x = torch.randn(_WIDTH, generator=generator)
     return {"x": x, "labels": x[:_CLASSES].argmax(), "picture": torch.tensor(int(index // 2 % 5 == 0))}
@@ -126,13 +126,13 @@ def _sample(index: int) -> dict[str, Tensor]:
 FEATURES = (
     Feature(
         "routed_experts",
-        "ranks route their samples to different experts, which are whole units",
+        "ranks route their samples to different experts, which are conditional modules",
         {"sharding": {"whole_units": ["Expert"]}},
         models={"mixture": TestModel(_mixture, _sample)},
     ),
     Feature(
         "skipped_tower",
-        "some ranks, and in some updates all, leave out a tower that is a whole unit",
+        "some ranks, and in some steps all ranks, skip a tower, which is a conditional module",
         {"sharding": {"whole_units": ["Tower"]}},
         models={"pictures": TestModel(_pictures, _sample)},
     ),

@@ -1,4 +1,4 @@
-"""Parameters that do not train, do not train yet, or are not used by every update."""
+"""Parameters that are frozen, unfrozen later, or not used in every step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def lora(base: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """A tiny Llama with fp32 adapters on a frozen base, the same on every call.
 
     Args:
-        base: Format of the frozen parameters.
-        changes: Fields of `LlamaConfig` that differ.
+        base: Dtype of the frozen parameters.
+        changes: Fields of `LlamaConfig` to override.
     """
     from peft import LoraConfig, get_peft_model
 
-    # Not the usual zeros: every part of an adapter has a gradient from the first update on.
+    # Not initialized to zero, so that all adapter weights have a gradient from the first step on.
     adapters = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     model = llama(**changes).to(base)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -56,7 +56,7 @@ SCHEDULE: dict[int, tuple[tuple[str, bool], ...]] = {
     9: (("blocks.1.up", False), ("*.scale", True)),
     14: (("*", True),),
 }
-"""Update before which parameters stop or start training, and which: some train for the first time at 5, 9 or 14, some once more."""
+"""By optimizer step, the parameters that are frozen or unfrozen before it: some train for the first time at 5, 9 or 14, some again."""
 
 
 def _unfreezing(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
@@ -73,7 +73,7 @@ def _unfreezing(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell)
 
 
 _MEANT = {"*": "", "*.scale": "scale"}
-"""The end of the names that a pattern means."""
+"""The suffix of the names that a pattern matches."""
 
 
 def _unfreezing_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
@@ -87,7 +87,7 @@ def _unfreezing_reference(model: nn.Module, data: list[list[dict[str, Any]]], cf
 
 
 class _Towers(nn.Module):
-    """Runs its second tower only where the batch says so."""
+    """Runs its second tower only if the batch asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def _towers() -> nn.Module:
 
 
 def _used_in_turns(index: int) -> dict[str, Tensor]:
-    """The first windows do not use the second tower, then one in three does; no window of up to 4 ranks has both."""
+    """The first windows do not use the second tower, then every third does; all samples of a window agree for up to 4 ranks."""
     return MODELS["mlp"].sample(index) | {"use": torch.tensor(index // 16 % 3 == 1)}
 
 
@@ -122,10 +122,10 @@ FEATURES = (
         models={"llama": TestModel(_bf16_base, MODELS["llama"].sample)},
         precisions=("bf16",),
     ),
-    Feature("frozen_layers", "some layers and a bias do not train", models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)}),
+    Feature("frozen_layers", "some layers and a bias are frozen", models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)}),
     Feature(
         "unfreezing",
-        "parameters stop and start training in mid-run",
+        "parameters are frozen and unfrozen during training",
         sections=_ADAMW,
         loop=_unfreezing,
         reference=_unfreezing_reference,
@@ -141,7 +141,7 @@ FEATURES = (
     ),
     Feature(
         "unused",
-        "a tower that most updates do not use",
+        "a tower that most steps do not use",
         sections=_ADAMW,
         models={"mlp": TestModel(_towers, _used_in_turns)},
         strategies=STRATEGIES[1:],  # DistributedDataParallel must be told of it beforehand: native.fsdp.find_unused_parameters

@@ -1,4 +1,4 @@
-"""Several models in one process, and models whose data only rank 0 has before they are prepared."""
+"""Several models in one process, and models with data only on rank 0 before they are prepared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unishard.testing.oracle import Curve
 __all__ = ["FEATURES"]
 
 _beside: WeakKeyDictionary[unishard.Engine, unishard.Engine] = WeakKeyDictionary()
-"""The engine that is trained or asked beside the one that is measured."""
+"""The second engine, which is trained or evaluated beside the measured one."""
 
 
 def _prepare_inside_init(model: nn.Module, cfg: Config) -> unishard.Engine:
@@ -53,7 +53,7 @@ def _distil(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> 
 
 
 class _Perturbing(nn.Module):
-    """Adds to a sample what makes it hard to classify: a generator with the discriminator's own inputs."""
+    """A generator that perturbs a sample to make it hard to classify."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def _play_against(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cel
 
 
 class _Plain:
-    """A model under the cell's optimizer, schedule, accumulation and clipping, which learns from one micro-batch of all ranks."""
+    """A plain torch model with the cell's optimizer, schedule, accumulation and clipping."""
 
     def __init__(self, model: nn.Module, cfg: Config) -> None:
         self.model, self.cfg, self.losses = model, cfg, [0.0]
@@ -120,7 +120,7 @@ class _Plain:
 
 
 def _turns(data: list[list[dict[str, Any]]], world: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One micro-batch of all ranks after the other."""
+    """Yields the concatenated micro-batches of all ranks, one by one."""
     for window in data:
         for start in range(0, len(window), world):
             yield {name: torch.cat([batch[name] for batch in window[start : start + world]]).to(device) for name in window[0]}
@@ -152,7 +152,7 @@ def _plain_play(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config,
 
 FEATURES = (
     Feature("init_meta", prepare=_prepare_inside_init),
-    # In fp32 alone: what a bf16 copy of two models would do in plain torch is not what this is about.
+    # Only in fp32: there is no bf16 reference for two models.
     Feature("frozen_teacher", prepare=_prepare_with_teacher, loop=_distil, reference=_plain_distil, precisions=("fp32",)),
     Feature("gan", prepare=_prepare_with_generator, loop=_play_against, reference=_plain_play, precisions=("fp32",)),
 )

@@ -1,4 +1,4 @@
-"""Parameters and optimizer in host memory; files of `nvme` need a library that a machine may not have."""
+"""Parameters and optimizer in host memory; `nvme` needs a library that may not be installed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ FEATURES = (
     ),
     Feature(
         "offload_params",
-        "the parameters alone in host memory",
+        "only the parameters in host memory",
         {"offload": _PARAMS},
         strategies=("full_shard",),
     ),
     Feature(
         "offload_hybrid",
-        "both, where groups of 2 ranks hold a copy each",
+        "both, with hybrid sharding in groups of 2 ranks",
         {"offload": _BOTH, "sharding": _GROUPS},
         strategies=("hybrid_shard",),
         worlds=(4,),
     ),
     Feature(
         "offload_optimizer_hybrid",
-        "the optimizer, where groups of 2 ranks hold a copy each",
+        "the optimizer, with hybrid sharding in groups of 2 ranks",
         {"offload": _OPTIMIZER, "sharding": _GROUPS},
         strategies=("hybrid_shard", "hybrid_shard_grad_op"),
         worlds=(4,),

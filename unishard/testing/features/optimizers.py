@@ -1,4 +1,4 @@
-"""Optimizers of every name, parameter groups, and optimizers and schedulers that a caller brings."""
+"""All optimizers, parameter groups, and optimizers and schedulers that the caller passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARMUP = 4
 
 
 def _own(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Weights decay and learn slowly, everything else does not decay; in another order than the model's."""
+    """Two groups in another order than the model's: no weight decay for vectors, a lower learning rate for matrices."""
     every = list(parameters)
     groups = [
         {"params": [parameter for parameter in every if parameter.dim() < 2], "weight_decay": 0.0},
@@ -31,7 +31,7 @@ def _own(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _own_adagrad(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Has state before its first step."""
+    """An optimizer that has state before its first step."""
     every = list(parameters)
     groups: list[dict[str, Any]] = [{"params": every[:2], "lr": 3e-3}, {"params": every[2:], "weight_decay": 0.1}]
     return torch.optim.Adagrad(groups, lr=1e-2, lr_decay=0.01, initial_accumulator_value=0.1)
@@ -81,7 +81,7 @@ def _scheduler_function(model: nn.Module, data: list[list[dict[str, Any]]], cfg:
 FEATURES = (
     Feature(
         "adam",
-        "Adam, whose weight decay is part of the gradient, and parameters without it",
+        "Adam with L2 weight decay, some parameters without it",
         {"optimizer": {"name": "adam", "lr": 3e-3, "weight_decay": 0.1, "no_decay": ["bias", "norm", "scale"]}},
         precisions=("fp32",),
     ),
@@ -121,7 +121,7 @@ FEATURES = (
     ),
     Feature(
         "optimizer_object",
-        "an AdamW object with amsgrad and two groups, made before sharding",
+        "an AdamW object with amsgrad and two groups, created before sharding",
         {"optimizer": None},
         prepare=_with_object,
         reference=_object,
@@ -136,7 +136,7 @@ FEATURES = (
     ),
     Feature(
         "scheduler_object",
-        "a torch scheduler made on an optimizer object",
+        "a torch scheduler object for an optimizer object",
         {"optimizer": None, "scheduler": None},
         prepare=_with_scheduler,
         reference=_scheduler,
@@ -144,7 +144,7 @@ FEATURES = (
     ),
     Feature(
         "scheduler_function",
-        "a torch scheduler made by a function, over the optimizer of the config",
+        "a torch scheduler created by a function for the config's optimizer",
         {"scheduler": None},
         strategies=("no_shard", "full_shard"),
         prepare=_with_scheduler_function,

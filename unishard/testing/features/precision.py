@@ -1,4 +1,4 @@
-"""Number formats beside fp32 and bf16 with fp32 masters: fp16, models loaded in bf16, and training without masters."""
+"""Other precisions than fp32 and bf16 with fp32 master weights: fp16, models loaded in bf16, and training without master weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["FEATURES"]
 
 
 def _in_bf16(name: str) -> nn.Module:
-    """A model as it comes from a checkpoint in bf16: its parameters are, its buffers are not."""
+    """A model as loaded from a bf16 checkpoint: bf16 parameters, fp32 buffers."""
     model = MODELS[name].build()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -26,7 +26,7 @@ _ADAMW = {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1
 FEATURES = (
     Feature(
         "fp16",
-        "fp16 with a dynamic loss scale that begins where gradients overflow and soon grows again, so that updates are skipped",
+        "fp16 with a dynamic loss scale that starts too high and grows soon, so that steps are skipped",
         {"precision": {"initial_loss_scale": 2.0**21, "loss_scale_growth_interval": 5}},
         models=MODELS,
         precisions=("fp16",),
@@ -34,12 +34,12 @@ FEATURES = (
     Feature(
         "fp16_static_scale", "fp16 with a constant loss scale", {"precision": {"loss_scale": 128}}, precisions=("fp16",), accumulation=1
     ),
-    Feature("bf16_loaded", "a model loaded in bf16, trained with fp32 masters", models=_LOADED),
-    # One micro-batch a window, since the order in which bf16 gradients are added up over ranks and micro-batches is an engine's own.
-    # AdamW, whose fused kernel rounds once; torch's SGD on the CPU rounds elements at the end of a tensor otherwise than the rest.
+    Feature("bf16_loaded", "a model loaded in bf16, trained with fp32 master weights", models=_LOADED),
+    # One micro-batch per window, since each engine has its own order of summing bf16 gradients over ranks and micro-batches.
+    # AdamW, whose fused kernel rounds once; torch's SGD on the CPU rounds the last elements of a tensor differently.
     Feature(
         "pure_bf16",
-        "weights and optimizer state in bf16, no masters",
+        "weights and optimizer state in bf16, no master weights",
         {"precision": {"master": "bf16"}, "optimizer": _ADAMW},
         models=MODELS,
         precisions=("bf16",),

@@ -1,4 +1,4 @@
-"""Groups of ranks that hold a copy each."""
+"""Hybrid sharding: each group of ranks holds a copy of the model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ _HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 _GROUPS = {"sharding": {"group_size": 2}}
 
 FEATURES = (
-    Feature("hybrid", "groups of 2 ranks hold a copy each", _GROUPS, models=MODELS, strategies=_HYBRID, worlds=(4,), accumulation=3),
-    Feature("one_group", "one group holds all ranks", strategies=_HYBRID, precisions=("fp32",), worlds=(1, 2), accumulation=1, clip=None),
+    Feature("hybrid", "hybrid sharding in groups of 2 ranks", _GROUPS, models=MODELS, strategies=_HYBRID, worlds=(4,), accumulation=3),
+    Feature(
+        "one_group",
+        "hybrid sharding with one group of all ranks",
+        strategies=_HYBRID,
+        precisions=("fp32",),
+        worlds=(1, 2),
+        accumulation=1,
+        clip=None,
+    ),
     *(
         replace(
             feature,
             name=f"hybrid_{feature.name}",
-            about=f"{feature.about}, where groups of 2 ranks hold a copy each",
+            about=f"{feature.about}, with hybrid sharding in groups of 2 ranks",
             sections=merge(feature.sections, _GROUPS),
             models={"mlp": MODELS["mlp"]},
             strategies=_HYBRID,
