@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type docs fuzz corpus crash parity matrix versions bench gpu gpu-wheels clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel fuzz corpus crash parity matrix versions bench gpu gpu-wheels clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,12 @@ demo: $(READY) ## Train the same tiny Llama on both engines; table and plot in d
 test: $(READY) ## Run the whole suite; ARGS="-k name" for a part of it.
 	$(BIN)/python -m pytest $(ARGS)
 
+quick: $(READY) ## Run what finds most mistakes, in under 3 minutes: unit, formats, architecture, a cell of each engine and strategy.
+	$(BIN)/python -m pytest tests/unit tests/formats tests/architecture tests/ranks/test_conformance.py -m "quick or not ranks" --examples 100 $(ARGS)
+
+coverage: $(READY) ## Run the whole suite and list the lines that no test ran, ranks included; ARGS="tests/unit" for a part of it.
+	$(BIN)/python -m pytest --cov --cov-report=term-missing $(ARGS)
+
 lint: $(READY) ## Check style, formatting and the layers.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,6 +36,12 @@ type: $(READY) ## Check types (strict).
 
 docs: $(READY) ## Write the generated pages anew.
 	$(BIN)/unishard docs
+
+site: $(READY) ## Build the guide and the API reference in site/, without a network; a link that leads nowhere is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(READY) ## Build the sdist in dist/, and the wheel from it.
+	$(BIN)/python -m build --no-isolation
 
 fuzz: $(READY) ## Translate 10,000 broken configs of every format (minutes); N=... for another number.
 	$(BIN)/python -m pytest tests/formats/test_every_format.py --examples $(or $(N),10000) -s
@@ -64,7 +76,7 @@ gpu-wheels: $(READY) ## Gather in .wheels what that machine may lack, here where
 	$(BIN)/python -m benchmarks.gpu.wheels .wheels
 
 clean: ## Remove .venv and everything else the targets made.
-	rm -rf $(VENV) dist build demo-out gpu-out .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) dist build site demo-out gpu-out .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: whichever build the machine's package index offers is then kept by everything after it.

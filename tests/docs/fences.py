@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = {"schema.md"}
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED)]
+_GUIDE = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_GUIDE]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import unishard
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS, MlpOutput
 
-BACKENDS = ("fsdp", "deepspeed")
 EXTRAS = {
     "plain": {},
     "owners": {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},

@@ -18,9 +18,9 @@ import unishard
 from unishard.checkpoint import finding, manifest, writing
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.testing import RankFailure, run_ranks
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 everywhere = pytest.mark.parametrize("backend", BACKENDS)
 ADAMW = {"name": "adamw", "lr": 1e-2}
 

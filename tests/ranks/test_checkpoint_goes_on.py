@@ -12,8 +12,8 @@ from playing import config, my_rank, own_share, play, prepare, refused, train, v
 
 from unishard.checkpoint import finding, manifest, writing
 from unishard.engine.state import autosave
+from unishard.testing.cells import BACKENDS
 
-BACKENDS = ("fsdp", "deepspeed")
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
 everywhere = pytest.mark.parametrize("backend", BACKENDS)
 

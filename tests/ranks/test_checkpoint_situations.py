@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 import unishard
 from unishard.checkpoint import finding, manifest
 from unishard.engine.state import snapshot
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
 everywhere = pytest.mark.parametrize("backend", BACKENDS)
 ADAMW = {"name": "adamw", "lr": 1e-2}

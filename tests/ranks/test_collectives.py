@@ -6,7 +6,8 @@ import pytest
 from playing import STRATEGIES, config, play, values
 from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, moved, record, sizes
 
-BACKENDS = ("fsdp", "deepspeed")
+from unishard.testing.cells import BACKENDS
+
 NO_PREFETCH = {"communication": {"prefetch_bucket_size": 0}}
 TINY = 64
 

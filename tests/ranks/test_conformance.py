@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from unishard.testing import conformance
+from unishard.testing.cells import BACKENDS, CLIP, STRATEGIES
 from unishard.testing.conformance import Cell, Curve
 
-BACKENDS = ("fsdp", "deepspeed")
+QUICK = [Cell("mlp", strategy, 3, CLIP, "fp32", 2) for strategy in STRATEGIES]
+"""What `make quick` runs of the suite; they share processes."""
 
 
-@pytest.mark.parametrize("cell", conformance.suite(), ids=str)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=str(cell), marks=[pytest.mark.quick] * (cell in QUICK)) for cell in conformance.suite()]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_property):
     answer = conformance.measure(backend, cell)
@@ -21,6 +25,10 @@ def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_p
         record_property("deviation", conformance.compare(answer, conformance.expected(cell))._asdict())
         record_property("declared gap", conformance.tolerance(backend, cell) is not conformance.TOLERANCES[cell.precision])
     assert conformance.check(backend, cell) == []
+
+
+def test_the_suite_holds_what_make_quick_runs():
+    assert set(QUICK) < set(conformance.suite())
 
 
 @pytest.mark.parametrize("world", [1, 4])

@@ -11,10 +11,8 @@ from playing import STRATEGIES, config, curve, error, everyones, own_share, play
 
 import unishard
 from unishard.testing import conformance, oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
-
-BACKENDS = ("fsdp", "deepspeed")
-
 
 # -- training ---------------------------------------------------------------------------------------------------------------------
 

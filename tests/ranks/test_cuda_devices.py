@@ -10,9 +10,9 @@ import torch.distributed as dist
 from playing import config, curve, own_share, prepare, train
 
 from unishard.testing import run_ranks
+from unishard.testing.cells import BACKENDS
 from unishard_fsdp.host_optimizer import OnHost
 
-BACKENDS = ("fsdp", "deepspeed")
 pytestmark = pytest.mark.gpu
 
 

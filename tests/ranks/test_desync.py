@@ -14,8 +14,8 @@ from playing import config, own_share, play, prepare, train
 import unishard
 from unishard.distributed import collective_check
 from unishard.testing import RankFailure, run_ranks
+from unishard.testing.cells import BACKENDS
 
-BACKENDS = ("fsdp", "deepspeed")
 LIMIT = 10.0
 
 

@@ -10,9 +10,9 @@ from playing import STRATEGIES, config, curve, error, own_share, play, prepare, 
 
 import unishard
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import batch, llama, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 

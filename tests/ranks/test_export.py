@@ -15,10 +15,10 @@ from unishard.checkpoint.lazy_shards import lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.export.online import export
 from unishard.export.sources import sources_of, tensors_of
+from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import llama
 
-BACKENDS = ("fsdp", "deepspeed")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
 _where = TemporaryDirectory()
 FOLDER = _where.name

@@ -14,9 +14,9 @@ import torch
 from playing import config, error, own_share, play, train, values
 
 import unishard
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama
 
-BACKENDS = ("fsdp", "deepspeed")
 _kept = []
 
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
 from unishard_deepspeed.patches.master_weights import master_tensors
 from unishard_deepspeed.patches.optimizer_kind import kind_of
 
-BACKENDS = ("fsdp", "deepspeed")
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in HYBRID)
 WORLD, GROUP = 4, 2

@@ -17,9 +17,8 @@ from torch import nn
 import unishard
 from unishard.distributed import process_group
 from unishard.testing import run_ranks
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, llama, mlp
-
-BACKENDS = ("fsdp", "deepspeed")
 
 
 class Awkward(Mlp):

@@ -14,10 +14,10 @@ from torch.nn.utils import clip_grad_norm_
 import unishard
 from unishard.engine.model.facts import facts_of
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
 PLACED = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
 WORLD = 2

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 UPDATES, ACCUMULATION, CLIP = 4, 2, 0.3
 
 

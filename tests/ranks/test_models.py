@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import unishard
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 PLACED = ("no_shard", "shard_grad_op", "full_shard")
 SIZE, TURNS, WORLD = 2, 3, 2
 WORD, LENGTH = 53, 6

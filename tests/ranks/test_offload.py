@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 from unishard_deepspeed.patches.master_weights import master_tensors
 from unishard_deepspeed.patches.optimizer_kind import kind_of
 
-BACKENDS = ("fsdp", "deepspeed")
 BOTH, ALONE = {"params": "cpu", "optimizer": "cpu"}, {"params": "none", "optimizer": "cpu"}
 PLACES = {
     "optimizer, shard_optimizer": ("shard_optimizer", ALONE),

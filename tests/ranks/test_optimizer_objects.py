@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import unishard
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import MODELS, MlpOutput, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 UPDATES = 4
 
 # -- every optimizer of torch that works element by element, as an object with two groups -----------------------------------------

@@ -17,10 +17,10 @@ from torch.nn import functional
 
 import unishard
 from unishard.testing import conformance, oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import TOLERANCES, Tolerance
 from unishard.testing.models import MlpOutput, batch, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 PRECISIONS = ("fp32", "bf16")
 ADAMW = {"optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}}
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import unishard
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, llama, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 

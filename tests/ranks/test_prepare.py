@@ -15,10 +15,8 @@ from torch.nn import functional
 import unishard
 from unishard.plugins import registry
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, MlpOutput, llama, mlp
-
-BACKENDS = ("fsdp", "deepspeed")
-
 
 # -- what trains ------------------------------------------------------------------------------------------------------------------
 

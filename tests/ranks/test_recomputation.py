@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import unishard
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
-
-BACKENDS = ("fsdp", "deepspeed")
 
 
 class Products(TorchDispatchMode):

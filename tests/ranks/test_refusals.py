@@ -9,9 +9,8 @@ from torch import nn
 
 import unishard
 from unishard.plugins import registry
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, mlp
-
-BACKENDS = ("fsdp", "deepspeed")
 
 
 def different_configs(backend):

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama, mlp
 
-BACKENDS = ("fsdp", "deepspeed")
 PRECISIONS = ("fp32", "bf16")
 CELLS = tuple((backend, strategy, precision) for backend in BACKENDS for strategy in STRATEGIES for precision in PRECISIONS)
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)

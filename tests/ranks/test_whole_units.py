@@ -11,9 +11,9 @@ from playing import STRATEGIES, config, error, my_rank, play, values
 import unishard
 from unishard.config import Sharding
 from unishard.engine.model.units import find_units
+from unishard.testing.cells import BACKENDS
 from unishard.testing.features.conditional import Mixture, Pictures
 
-BACKENDS = ("fsdp", "deepspeed")
 MODELS = {"Mixture": Mixture, "Pictures": Pictures}
 
 

@@ -9,9 +9,7 @@ import torch
 from playing import STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
 
 import unishard
-
-BACKENDS = ("fsdp", "deepspeed")
-
+from unishard.testing.cells import BACKENDS
 
 # -- num_items --------------------------------------------------------------------------------------------------------------------
 

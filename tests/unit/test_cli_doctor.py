@@ -287,7 +287,8 @@ def test_pyproject_says_the_same() -> None:
     pythons = [line.rpartition(" ")[2] for line in project["classifiers"] if line.startswith("Programming Language :: Python :: 3.")]
     assert tuple(pythons) == tested_versions.PYTHONS
     assert project["requires-python"] == f">={tested_versions.PYTHONS[0]}"
-    extras = {"": project["dependencies"]} | {name: said for name, said in project["optional-dependencies"].items() if name != "dev"}
+    optional = {name: said for name, said in project["optional-dependencies"].items() if name not in ("dev", "docs")}
+    extras = {"": project["dependencies"]} | optional
     named = {text.partition(">=")[0]: extra for extra, texts in extras.items() for text in texts if not text.startswith("unishard[")}
     assert named == packages.PACKAGES
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
+from ruamel.yaml import YAML
 
 from unishard import Config
 from unishard.checkpoint import manifest
@@ -19,7 +20,7 @@ from unishard.reference.patch_page import BEGIN, END, private_names, replaced
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["MAPPING.md", "docs/formats.md", "docs/manifest.md", "docs/schema.md"])
+@pytest.mark.parametrize("name", list(pages()))
 def test_page_is_current(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == pages()[name], "run `unishard docs` and commit it"
 
@@ -27,6 +28,14 @@ def test_page_is_current(name: str) -> None:
 def test_generated_part_is_current() -> None:
     (name,) = sections(ROOT)
     assert (ROOT / name).read_text(encoding="utf-8") == sections(ROOT)[name], "run `unishard docs` and commit it"
+
+
+def test_the_hook_looks_at_every_page_and_at_what_they_are_made_from() -> None:
+    hooks = YAML(typ="safe").load(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
+    (files,) = [hook["files"] for hook in hooks if hook["id"] == "docs"]
+    for name in (*pages(), *sections(ROOT), "unishard/config/sharding.py", "backends/unishard_fsdp/rules.py"):
+        assert re.search(files, name), name
+    assert not re.search(files, "docs/index.md")
 
 
 def test_every_case_that_needs_private_names_is_on_the_page_with_all_of_them() -> None:

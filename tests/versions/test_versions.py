@@ -12,6 +12,7 @@ import pytest
 import running_pieces
 import version_page
 from environments import NotInstallable, environment, interpreter, last_lines, run
+from ruamel.yaml import YAML
 from version_sets import PIECES, ROOT, SETS, VersionSet, floors
 
 from unishard.plugins import registry, tested_versions
@@ -49,6 +50,12 @@ def test_every_version_that_a_backend_calls_tested_was_run():
         assert [version for version in versions if not any(tested_versions.is_tested(each, [version]) for each in run)] == [], package
     pythons = {".".join(result["versions"]["python"].split(".")[:2]) for result in RESULTS if result["versions"]}
     assert pythons | {"3.11"} == set(tested_versions.PYTHONS)
+
+
+def test_the_workflow_runs_every_set_on_its_python():
+    jobs = YAML(typ="safe").load(ROOT / ".github/workflows/versions.yml")["jobs"]
+    rows = jobs["versions"]["strategy"]["matrix"]["include"]
+    assert [(row["set"], row["python"]) for row in rows] == [(each.name, each.python) for each in SETS]
 
 
 def test_the_floors_are_every_dependency_at_its_oldest():

@@ -32,9 +32,9 @@ class VersionSet:
 
 
 def floors() -> tuple[str, ...]:
-    """Every dependency of pyproject.toml, those of development left out, at the oldest version that it allows."""
+    """Every dependency of pyproject.toml, those of development and of the site left out, at the oldest version that it allows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [texts for name, texts in project["optional-dependencies"].items() if name != "dev"]
+    extras = [texts for name, texts in project["optional-dependencies"].items() if name not in ("dev", "docs")]
     found = (text for texts in (project["dependencies"], *extras) for text in texts)
     return tuple(text.replace(">=", "==") for text in found if not text.startswith("unishard["))
 

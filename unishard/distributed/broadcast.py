@@ -41,7 +41,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of tensors of one dtype and of about 64 MiB."""
+    """Lists of tensors of one dtype, each list at most `_BUCKET_BYTES` in all; empty tensors are left out."""
     filling: dict[torch.dtype, list[Tensor]] = {}
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:

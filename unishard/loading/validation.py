@@ -76,8 +76,7 @@ def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
         if raw["type"] == "default_factory_not_called":
             continue  # a default that depends on a field beside it, which has a finding of its own
         path, kind = _resolve(raw["loc"])
-        # A default that follows another field, which is wrong itself and has a finding of its own.
-        if path in seen or raw["type"] == "default_factory_not_called":
+        if path in seen:
             continue
         seen.add(path)
         if kind is None:

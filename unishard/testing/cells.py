@@ -23,6 +23,7 @@ from unishard.testing.oracle import Curve
 from unishard.testing.tolerances import KnownGap
 
 __all__ = [
+    "BACKENDS",
     "CLIP",
     "MICRO_BATCH",
     "STEPS",
@@ -38,6 +39,8 @@ __all__ = [
     "windows",
 ]
 
+BACKENDS = ("fsdp", "deepspeed")
+"""The engines that come with unishard."""
 STEPS = 20
 """Optimizer steps of a cell."""
 MICRO_BATCH = 2

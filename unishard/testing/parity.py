@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 
 from unishard.testing import conformance
-from unishard.testing.cells import STEPS, Cell
+from unishard.testing.cells import BACKENDS, STEPS, Cell
 from unishard.testing.conformance import Deviation, Refusal
 from unishard.testing.features import AREAS, FEATURES
 from unishard.testing.tolerances import TOLERANCES, Tolerance
 
 __all__ = ["BACKENDS", "Failure", "Figures", "page", "write"]
 
-BACKENDS = ("fsdp", "deepspeed")
 _FIELDS = ("first_losses", "losses", "first_norm", "norms")
 _READING = """\
 Losses and norms are reported in fp32, in which neighboring numbers differ by up to 1.2e-7 (relative): 2e-7 is the last digit or two. In

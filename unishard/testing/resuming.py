@@ -14,14 +14,13 @@ import unishard
 from unishard.checkpoint import keys, manifest
 from unishard.config import Config
 from unishard.config.nested import merge
-from unishard.testing.cells import STRATEGIES
+from unishard.testing.cells import BACKENDS, STRATEGIES
 from unishard.testing.models import MODELS, llama
 from unishard.testing.ranks import run_ranks
 from unishard.testing.tolerances import TOLERANCES
 
 __all__ = ["AFTER", "BACKENDS", "BEFORE", "WORLDS", "Pair", "ResumedRun", "Resumption", "every_pair", "holds", "measure", "spanning_pairs"]
 
-BACKENDS = ("fsdp", "deepspeed")
 WORLDS = (1, 2, 4)
 BEFORE, AFTER = 5, 20
 """Optimizer steps before and after the checkpoint."""

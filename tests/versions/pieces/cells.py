@@ -13,11 +13,10 @@ from typing import Any
 
 from unishard.errors import UnishardError
 from unishard.testing import conformance, run_ranks
-from unishard.testing.cells import Cell, windows
+from unishard.testing.cells import BACKENDS, Cell, windows
 from unishard.testing.conformance import Refusal
 from unishard.testing.features import AREAS, FEATURES
 
-BACKENDS = ("fsdp", "deepspeed")
 SECONDS = 30.0
 """For one cell."""
 
