@@ -31,6 +31,7 @@ __all__ = [
     "NonFiniteError",
     "Problem",
     "RankMismatchError",
+    "RenamedFieldWarning",
     "TranslationError",
     "UnishardError",
 ]
@@ -97,3 +98,7 @@ class NonFiniteError(UnishardError, ArithmeticError):
 
 class EngineMismatchError(UnishardError, RuntimeError):
     """The running engine does not have the settings of the config."""
+
+
+class RenamedFieldWarning(FutureWarning):
+    """A config uses the old name of a field. The old name is accepted for one release."""

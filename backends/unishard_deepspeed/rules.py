@@ -94,12 +94,12 @@ RULES: dict[str, Rule] = {
         "smaller modules are not among the names",
         when=(unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
-    "sharding.whole_units": Rule(
+    "sharding.conditional_modules": Rule(
         Fit.EXACT,
         "none: unishard's own",
         "where a rank did not use a parameter, it adds zeros to the average",
         when=(
-            unless("empty", lambda cfg: not cfg.sharding.whole_units, ""),
+            unless("empty", lambda cfg: not cfg.sharding.conditional_modules, ""),
             When(
                 "full_shard",
                 lambda cfg: fields.stage(cfg) == 3,

@@ -78,7 +78,7 @@ def _require(native: options.FullyShard | options.Replicate, *, patched: bool, m
     if native.reduce_scatter_unused_params and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise BackendError(
             f"native.fsdp.reduce_scatter_unused_params needs torch 2.13 or newer, and this is torch {torch.__version__}; remove it, and "
-            "name the classes that a rank may leave out in sharding.whole_units"
+            "name the classes that a rank may leave out in sharding.conditional_modules"
         )
 
 
@@ -86,7 +86,7 @@ def _ddp(
     model: nn.Module, cfg: Config, native: options.DistributedDataParallel, device: torch.device, optimizer: OptimizerBuilder
 ) -> DDPAdapter:
     sharding.load(model, (), device)
-    if native.whole_units:
+    if native.conditional_modules:
         # A rank that happens to have used all of them in a step is no sign that it always will (torch 2.13, reducer.cpp).
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
 
@@ -97,7 +97,7 @@ def _ddp(
             device_ids=[device.index] if device.type == "cuda" else None,
             init_sync=False,  # `load` has sent everything
             bucket_cap_mb=native.bucket_cap_mb,  # torch 2.13 multiplies it by 2**20 and rounds
-            find_unused_parameters=native.find_unused_parameters or bool(native.whole_units),
+            find_unused_parameters=native.find_unused_parameters or bool(native.conditional_modules),
             static_graph=native.static_graph,
             gradient_as_bucket_view=native.gradient_as_bucket_view,
             **{_SYNCS_BUFFERS: native.forward_sync_buffers},

@@ -64,7 +64,7 @@ class DDPAdapter(TorchAdapter):
             unused = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad and parameter.grad is None]
             raise ModelError(
                 f"the last backward reached no gradient of {', '.join(unused) or 'some parameters'}, and DistributedDataParallel then "
-                "reduces none of their bucket; name their class in sharding.whole_units, "
+                "reduces none of their bucket; name their class in sharding.conditional_modules, "
                 "set native.fsdp.find_unused_parameters to true, or "
                 "freeze them before prepare"
             )

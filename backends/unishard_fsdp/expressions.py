@@ -135,11 +135,11 @@ EXPRESSIONS: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "sharding.whole_units": Rule(
+    "sharding.conditional_modules": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "call fully_shard on none of these modules, and set_reduce_scatter_unused_params(True) on the root",
-        when=(When("empty", lambda cfg: not cfg.sharding.whole_units, Fit.EXACT, ""),),
+        when=(When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),),
     ),
     "precision.compute": Rule(
         Fit.EXACT,

@@ -25,7 +25,7 @@ DECIDED: Mapping[str, str] = {
     "mesh.shard": "sharding.strategy and sharding.group_size",
     "units": "sharding.units",
     "min_unit_params": "sharding.min_unit_params",
-    "whole_units": "sharding.whole_units",
+    "conditional_modules": "sharding.conditional_modules",
     "reshard_after_forward": "sharding.reshard_after_forward",
     "mp_policy.param_dtype": "precision.compute",
     "mp_policy.reduce_dtype": "precision.reduce",

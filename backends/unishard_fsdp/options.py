@@ -79,7 +79,7 @@ class FullyShard(_Arguments):
     """Classes of the modules that are gathered together, or `auto`."""
     min_unit_params: int
     """Smaller modules are no unit."""
-    whole_units: list[str]
+    conditional_modules: list[str]
     """Classes of modules that a rank may not use; they belong to the unit around them."""
     reshard_after_forward: bool
     """For units; the root is never resharded after forward, since it is needed first in backward (torch's own default)."""
@@ -103,7 +103,7 @@ class Replicate(_Arguments):
     """`fully_shard` on a mesh of (ranks, 1): whole fp32 parameters on each rank with FSDP2's mixed precision."""
 
     data_parallel: Literal["replicate"]
-    whole_units: list[str]
+    conditional_modules: list[str]
     """Classes of modules that a rank may not use."""
     reshard_after_backward: Timing
     """When the copy in `mp_policy.param_dtype` is freed."""
@@ -118,7 +118,7 @@ class DistributedDataParallel(_Arguments):
     """`torch.nn.parallel.DistributedDataParallel`, with torch's ZeroRedundancyOptimizer or without."""
 
     data_parallel: Literal["DistributedDataParallel"]
-    whole_units: list[str]
+    conditional_modules: list[str]
     """Classes of modules that a rank may not use; DDP then looks for unused parameters after each forward."""
     requires_gradient_sync: Timing
     """`last_micro_batch` is DDP's `no_sync` on all others."""

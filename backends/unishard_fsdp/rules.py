@@ -62,7 +62,7 @@ def _waits(cfg: Config) -> bool:
 
 def _timing(cfg: Config, topology: Topology) -> Native:
     form = form_of(cfg)
-    waits = _waits(cfg) and not (form == "DistributedDataParallel" and cfg.sharding.whole_units)
+    waits = _waits(cfg) and not (form == "DistributedDataParallel" and cfg.sharding.conditional_modules)
     native: Native = {"data_parallel": form, "requires_gradient_sync": _LAST if waits else _EVERY}
     if form != "DistributedDataParallel":
         native["reshard_after_backward"] = _EVERY if cfg.sharding.within_group == "full_shard" else _LAST
@@ -204,13 +204,13 @@ RULES: Mapping[str, Rule] = {
         "",
         _for(("fully_shard",), lambda cfg: {"min_unit_params": cfg.sharding.min_unit_params}),
     ),
-    "sharding.whole_units": Rule(
+    "sharding.conditional_modules": Rule(
         Fit.EXACT,
         "which modules fully_shard is called on",
         "gathered and reduced with the unit around them, or with the root, which is kept from forward to backward",
-        lambda cfg, topology: {"whole_units": cfg.sharding.whole_units},
+        lambda cfg, topology: {"conditional_modules": cfg.sharding.conditional_modules},
         (
-            unless("empty", lambda cfg: not cfg.sharding.whole_units, ""),
+            unless("empty", lambda cfg: not cfg.sharding.conditional_modules, ""),
             When(
                 "DistributedDataParallel",
                 _form("DistributedDataParallel"),

@@ -67,7 +67,7 @@ def test_list(root: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     header, damaged, one, latest, left = cells(result)
     assert header == ["step", "written", "ranks", "backend", "strategy", "size", "state"]
-    assert damaged == ["10", "1 B", "its manifest is damaged"]
+    assert damaged == ["10", "1 B", "manifest is damaged"]
     assert one[0] == "20"
     assert latest[0] == "30"
     assert latest[2:5] == ["2", "fsdp", "full_shard"]
@@ -75,7 +75,7 @@ def test_list(root: Path) -> None:
     assert left == ["40", "1.5 kB", f"incomplete: .tmp-step-00000040-{'0' * 32}"]
     found = json.loads(run("list", root, "--json").stdout)
     assert [(each["step"], each["state"], each["latest"]) for each in found] == [
-        (10, "its manifest is damaged", False),
+        (10, "manifest is damaged", False),
         (20, "complete", False),
         (30, "complete", True),
         (40, "incomplete", False),
@@ -92,7 +92,7 @@ def test_list_of_nothing(tmp_path: Path) -> None:
 def test_a_converted_checkpoint_is_listed(tmp_path: Path) -> None:
     store(tmp_path / "step-00000030", config=None, written="some day")
     assert cells(run("list", tmp_path))[1][:3] == ["30", "some day", "2"]
-    assert "not said; the checkpoint was converted" in run("inspect", tmp_path).stdout
+    assert "unknown (converted checkpoint)" in run("inspect", tmp_path).stdout
 
 
 def test_inspect(root: Path) -> None:
@@ -107,7 +107,7 @@ def test_inspect(root: Path) -> None:
     assert shown["model"] == ["Tiny, 81 parameters, fingerprint 0000000000000000"]
     assert shown["ties"] == ["1"]
     assert shown["optimizer"] == ["AdamW, 2 groups"]
-    assert shown["schedule"] == ["29 updates made"]
+    assert shown["schedule"] == ["29 updates"]
     assert shown["loss scale"] == ["1024, 7 updates since it changed"]
     assert shown["data"] == ["of 2 ranks; the first: {epoch: 1, seen: 640}"]
     assert ["buffers", "1", "3", "3 B", "bool"] in rows
@@ -139,9 +139,9 @@ def test_inspect_a_directory_of_torch(tmp_path: Path) -> None:
     dcp.save({"model": {"a": torch.zeros(3, 4)}, "step": 3}, checkpoint_id=tmp_path, no_dist=True)
     result = run("inspect", tmp_path)
     assert result.exit_code == 0
-    assert "no unishard checkpoint: it has no manifest; `unishard checkpoint convert` makes one of it" in result.stdout
+    assert "make it a unishard checkpoint with `unishard checkpoint convert`" in result.stdout
     assert ["model.a", "[3, 4]", "float32"] in cells(result)
-    assert re.search(r"^step +a pickle, not opened$", result.stdout, re.MULTILINE)
+    assert re.search(r"^step +pickle, not opened$", result.stdout, re.MULTILINE)
     said = json.loads(run("inspect", tmp_path, "--json").stdout)
     assert said["tensors"] == {"model.a": {"shape": [3, 4], "dtype": "float32"}}
     assert said["pickles"] == ["step"]
@@ -152,7 +152,7 @@ def test_verify_what_is_sound(root: Path, options: tuple[str, ...]) -> None:
     result = run("verify", root, *options)
     also = " and 7 tensors" if options else ""
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == f"{root}/step-00000030: sound; 2 files{also} are as they were written\n"
+    assert result.stdout == f"{root}/step-00000030: ok; 2 files{also} match the manifest\n"
 
 
 def test_verify_names_what_is_damaged(root: Path) -> None:
@@ -190,7 +190,7 @@ def test_verify_names_a_manifest(root: Path) -> None:
 def test_diff_of_equals(root: Path) -> None:
     store(root / "b", step=20)
     result = run("diff", root / "step-00000020", root / "b")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "the same: 7 tensors, and everything else\n", "")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "equal: 7 tensors, and all metadata\n", "")
 
 
 def test_diff(root: Path) -> None:
@@ -203,12 +203,12 @@ def test_diff(root: Path) -> None:
     assert cells(result) == [
         ["what", "A", "B"],
         ["world_size", "2", "4"],
-        ["model.mask", "there", "not there"],
+        ["model.mask", "present", "missing"],
         [""],
         ["tensor", "elements that differ", "largest difference", "relative"],
         ["model.scale", "1 of 1", "0.5", "0.167"],
         [""],
-        ["5 of 6 tensors that are in both are the same"],
+        ["5 of 6 common tensors are equal"],
     ]
 
 
@@ -232,7 +232,7 @@ def test_a_wrong_path_is_one_message(command: str, where: str, tmp_path: Path) -
 def test_one_checkpoint_is_no_folder_of_them(root: Path) -> None:
     result = run("list", root / "step-00000030")
     assert result.exit_code == 2
-    assert "is one checkpoint; name the folder that it is in" in result.stderr
+    assert "is a single checkpoint; name its parent directory" in result.stderr
 
 
 @pytest.mark.parametrize(("columns", "drawn"), [(40, False), (200, True)])
@@ -260,4 +260,4 @@ def test_sizes() -> None:
 
 def test_a_root_of_saves(tmp_path: Path) -> None:
     save(tmp_path, 10, b"x")
-    assert run("verify", tmp_path).stdout == f"{tmp_path}/step-00000010: sound; 2 files are as they were written\n"
+    assert run("verify", tmp_path).stdout == f"{tmp_path}/step-00000010: ok; 2 files match the manifest\n"

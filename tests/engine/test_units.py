@@ -69,7 +69,7 @@ def test_named_classes_are_taken_alone() -> None:
 
 
 def test_a_named_class_that_lies_only_inside_another_is_an_error() -> None:
-    with pytest.raises(ModelError, match="every LlamaMLP lies inside another unit; leave it out"):
+    with pytest.raises(ModelError, match="every LlamaMLP lies inside another unit; remove it"):
         names(llama(), units=["LlamaDecoderLayer", "LlamaMLP"])
 
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_tool_has_tensors_and_says_so(tmp_path: Path) ->
     folder = checkpoint(tmp_path / "here", tiny("Llama"), assets=False)
     result = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out")])
     assert result.exit_code == 0
-    assert "there is no config.json, since the checkpoint holds none" in result.stderr
+    assert "no config.json written, because the checkpoint has none" in result.stderr
     assert tensors_in(tmp_path / "out").keys() == stretches_of(tiny("Llama")).keys()
 
 

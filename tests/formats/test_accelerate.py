@@ -334,10 +334,10 @@ def test_offload_and_the_path_that_accelerate_never_passes_on():
     assert idle.fit is Fit.IGNORED
 
 
-def test_layers_with_experts_are_whole_units():
+def test_layers_with_experts_are_conditional_modules():
     document = block(DEEPSPEED, deepspeed_moe_layer_cls_names="MoeBlock,Router")
-    assert config(document).sharding.whole_units == ["MoeBlock", "Router"]
-    assert config(block(document, zero_stage=2)).sharding.whole_units == []
+    assert config(document).sharding.conditional_modules == ["MoeBlock", "Router"]
+    assert config(block(document, zero_stage=2)).sharding.conditional_modules == []
 
 
 def test_a_setting_of_deepspeed_alone_is_kept_where_deepspeed_runs():

@@ -156,7 +156,7 @@ def test_deepspeed_takes_what_accelerate_makes_of_it(folder, deepspeed_config, p
 
 
 def test_layers_with_experts_reach_deepspeed(folder):
-    document = {"backend": "deepspeed", "sharding": {"strategy": "full_shard", "whole_units": ["Moe", "Experts"]}}
+    document = {"backend": "deepspeed", "sharding": {"strategy": "full_shard", "conditional_modules": ["Moe", "Experts"]}}
     with launched(folder, written(document, SIXTEEN).text) as found:
         assert found["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] == "Moe,Experts"
 

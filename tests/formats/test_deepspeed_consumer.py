@@ -50,7 +50,7 @@ def test_strategies_and_formats(strategy, stage, precision):
     "sections",
     [
         {"sharding": "hybrid_shard"},
-        {"sharding": {"strategy": "full_shard", "units": ["Block"], "whole_units": ["Expert"], "reshard_after_forward": False}},
+        {"sharding": {"strategy": "full_shard", "units": ["Block"], "conditional_modules": ["Expert"], "reshard_after_forward": False}},
         {"offload": "cpu"},
         {"offload": {"params": "nvme", "optimizer": "cpu", "nvme_path": "/local", "pin_memory": False}},
         {"precision": {"compute": "fp16", "loss_scale": 512.0}},

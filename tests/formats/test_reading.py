@@ -87,7 +87,7 @@ def test_an_override_decides_what_was_undecided_and_counts_more_than_the_documen
         ("training.micro_batch_size=x", "training.micro_batch_size: must be a whole number of at least 1"),
         ("training.micro=1", "unknown field"),
         ("training", "has no '='"),
-        ("scheduler.name=linear", "scheduler.total_steps: is needed by a linear schedule"),
+        ("scheduler.name=linear", "scheduler.total_steps: is required by a linear schedule"),
     ],
 )
 def test_an_override_that_cannot_be_used(override: str, what: str) -> None:
@@ -110,7 +110,7 @@ def test_what_the_schema_refuses_between_fields_is_refused_at_the_field_it_names
 def test_a_field_that_is_missing_is_the_fault_of_the_section_that_needs_it() -> None:
     reading = put(entry("kind", scheduler__name="linear"), entry("seed", training__seed=1))
     assert list(notes(reading)) == ["kind"]
-    assert "scheduler.total_steps is needed by a linear schedule" in notes(reading)["kind"]
+    assert "scheduler.total_steps is required by a linear schedule" in notes(reading)["kind"]
 
 
 def test_an_assumed_key_yields_where_it_is_as_much_at_fault_as_a_written_one() -> None:

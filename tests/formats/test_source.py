@@ -93,7 +93,7 @@ def test_what_is_nearly_json_is_read_as_yaml_with_a_warning(tmp_path: Path) -> N
         ("", "is empty, and a config is a mapping of keys to values; name another file"),
         ("{% if x %}", "is not YAML: while scanning for the next token"),
         (b"\x00\xff", "is not UTF-8 text (byte 0xff at offset 1); name a YAML file saved as UTF-8"),
-        (b"a" * 2**21, "is larger than 1048576 bytes, which no config is; name a YAML file"),
+        (b"a" * 2**21, "is larger than 1048576 bytes; name a config file"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_one_line_with_its_place(tmp_path: Path, text: str, what: str) -> None:
@@ -109,7 +109,10 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line_with_its_place(tmp_path: 
     [
         ("[" * 3000, "opens more than 100 brackets in each other"),
         ("k:\n" * 20000, "has more than 10000 lines"),
-        ("a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20)), "its aliases written out"),
+        (
+            "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20)),
+            "after expanding its aliases",
+        ),
         ("a: &a [*a]\n", "refers to itself"),
         ("a: 0x" + "f" * 1000, "has more than 400 digits"),
         ("a: !!python/object:os.system x", "has the YAML tag"),
@@ -127,8 +130,8 @@ def test_of_a_yaml_key_that_is_written_twice_the_last_counts_as_in_the_tools_tha
     assert source.data == {"a": 3, "b": {"c": 4}}
     assert source.origins.of("a").line == 3
     assert [str(repeat).partition("config.yaml:")[2] for repeat in source.repeats] == [
-        "3: a: is written twice, first on line 1; keep one of the two",
-        "4: b: is written twice, first on line 2; keep one of the two",
+        "3: a: is a duplicate of line 1; remove one of the two",
+        "4: b: is a duplicate of line 2; remove one of the two",
     ]
     assert "take the last" in source.warnings[0]
 
@@ -136,7 +139,7 @@ def test_of_a_yaml_key_that_is_written_twice_the_last_counts_as_in_the_tools_tha
 def test_unishards_own_file_may_not_say_a_key_twice(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("backend: fsdp\nbackend: deepspeed\n")
-    with pytest.raises(ConfigError, match="2: backend: is written twice, first on line 1"):
+    with pytest.raises(ConfigError, match="2: backend: is a duplicate of line 1"):
         formats.read(path, "unishard")
 
 
@@ -164,7 +167,7 @@ def test_toml(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_names_one_that_is(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no such file; did you mean .*ds_config\.json"):
+    with pytest.raises(ConfigError, match=r"file not found; did you mean .*ds_config\.json"):
         open_source(tmp_path / "ds_confg.json")
     with pytest.raises(ConfigError, match="is a directory"):
         open_source(tmp_path)

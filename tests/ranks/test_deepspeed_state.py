@@ -98,7 +98,7 @@ def prepared(seed, strategy, precision, variety):
         "scheduler": None,
         **SECTIONS.get(variety, {}),
     }
-    sharding = {"strategy": strategy, "whole_units": ["Tower"]} | ({"group_size": 2} if strategy.startswith("hybrid") else {})
+    sharding = {"strategy": strategy, "conditional_modules": ["Tower"]} | ({"group_size": 2} if strategy.startswith("hybrid") else {})
     cfg = config("deepspeed", sharding, **{key: section for key, section in sections.items() if section is not None or key == "optimizer"})
     return unishard.prepare(Model(seed), cfg, optimizer=optimizer) if optimizer else unishard.prepare(Model(seed), cfg)
 

@@ -140,10 +140,13 @@ CASES = [
 REFUSED = {
     ("Linear", "llama"): "needs a model class of transformers, such as LlamaForCausalLM, got 'Linear'; build any other model inside",
     ("AutoModelForCausalLM", "llama"): "got 'AutoModelForCausalLM'",
-    ("LlamaForCausalLM", "base"): "does not hold a LlamaForCausalLM: not in the files: lm_head.weight; load it with the class",
-    ("LlamaModel", "llama"): "does not hold a LlamaModel: in the files alone: lm_head.weight",
-    ("LlamaForCausalLM", "pickled"): "holds pytorch_model.bin and no safetensors, and loading a pickle runs what is in it; convert it",
-    ("LlamaForCausalLM", "nowhere"): "there is no config.json; pass a folder that save_pretrained has written",
+    ("LlamaForCausalLM", "base"): "does not contain a LlamaForCausalLM: missing from the files: lm_head.weight; load it with the class",
+    ("LlamaModel", "llama"): "does not contain a LlamaModel: only in the files: lm_head.weight",
+    (
+        "LlamaForCausalLM",
+        "pickled",
+    ): "contains pytorch_model.bin but no safetensors, and loading a pickle can run code; if you trust it, convert it",
+    ("LlamaForCausalLM", "nowhere"): "config.json not found; pass a directory written by save_pretrained",
     ("MixtralForCausalLM", "mixtral"): "from several tensors or by an operation on them",
 }
 

@@ -42,7 +42,9 @@ class Branching(nn.Module):
 
 def prepared(strategy, precision="fp32", whole=(), **sections):
     torch.manual_seed(5)
-    sharding = (strategy if isinstance(strategy, dict) else {"strategy": strategy}) | ({"whole_units": list(whole)} if whole else {})
+    sharding = (strategy if isinstance(strategy, dict) else {"strategy": strategy}) | (
+        {"conditional_modules": list(whole)} if whole else {}
+    )
     return unishard.prepare(Branching(), config("deepspeed", sharding, precision=precision, optimizer=SGD, **sections))
 
 

@@ -125,8 +125,8 @@ def hybrid_accumulation():
         return refused(train, engine, own_share(4))
 
 
-def whole_units():
-    return refused(unishard.prepare, Branching(), branching("full_shard", whole_units=["Linear"]))
+def conditional_modules():
+    return refused(unishard.prepare, Branching(), branching("full_shard", conditional_modules=["Linear"]))
 
 
 def discard():
@@ -156,7 +156,7 @@ def ddp_buckets():
 SCENARIOS = {
     "late-gradients": late_gradients,
     "hybrid-accumulation": hybrid_accumulation,
-    "whole-units": whole_units,
+    "whole-units": conditional_modules,
     "discard": discard,
     "trainable-dtypes": trainable_dtypes,
     "foreign-backward": foreign_backward,

@@ -32,7 +32,7 @@ def built(kind):
 
 
 def prepared(backend, strategy, kind, whole, **sharding):
-    return unishard.prepare(built(kind), config(backend, {"strategy": strategy, "whole_units": [whole], **sharding}))
+    return unishard.prepare(built(kind), config(backend, {"strategy": strategy, "conditional_modules": [whole], **sharding}))
 
 
 def units(backend, kind, whole, **sharding):
@@ -83,7 +83,7 @@ def infinite(backend, strategy):
     model = built("Pictures")
     with torch.no_grad():
         model.tower.layers[0].up.weight[0, 0] = float("inf")
-    with unishard.prepare(model, config(backend, {"strategy": strategy, "whole_units": ["Tower"]})) as engine:
+    with unishard.prepare(model, config(backend, {"strategy": strategy, "conditional_modules": ["Tower"]})) as engine:
         engine.backward(engine(**batch(picture=False)).loss)
         return engine.step().updated
 
@@ -92,7 +92,7 @@ def checkpointed(backend):
     """Experts behind a router, recomputed in blocks."""
     norms = []
     for asked in ("none", "full"):
-        cfg = config(backend, {"strategy": "full_shard", "whole_units": ["Expert"]}, activation_checkpointing=asked)
+        cfg = config(backend, {"strategy": "full_shard", "conditional_modules": ["Expert"]}, activation_checkpointing=asked)
         with unishard.prepare(built("Mixture"), cfg) as engine:
             for _ in range(3):
                 engine.backward(engine(**batch(picture=False)).loss)
@@ -160,14 +160,16 @@ def refused(strategy):
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 def test_a_class_that_is_not_there_is_refused(strategy):
     raised = error(play(((refused, ("no_shard",)), (refused, ("full_shard",))))[refused, (strategy,)])
-    assert raised.startswith("ModelError: sharding.whole_units: no module of class VisionTower in Pictures; did you mean Tower? Its")
+    assert raised.startswith(
+        "ModelError: sharding.conditional_modules: no module of class VisionTower in Pictures; did you mean Tower? Its"
+    )
 
 
 def test_a_class_is_no_unit_and_a_whole_unit():
-    with pytest.raises(ValueError, match="whole_units: Expert is named in units as well"):
-        config("fsdp", {"strategy": "full_shard", "units": ["Expert"], "whole_units": ["Expert"]})
+    with pytest.raises(ValueError, match="conditional_modules: Expert is also in units"):
+        config("fsdp", {"strategy": "full_shard", "units": ["Expert"], "conditional_modules": ["Expert"]})
 
 
 def test_nothing_inside_a_whole_unit_may_be_named_as_a_unit():
-    with pytest.raises(unishard.ModelError, match="every Expert lies inside another unit; leave it out"):
-        find_units(Mixture(), Sharding(units=["Expert"], whole_units=["Routed"]))
+    with pytest.raises(unishard.ModelError, match="every Expert lies inside another unit; remove it"):
+        find_units(Mixture(), Sharding(units=["Expert"], conditional_modules=["Routed"]))

@@ -29,7 +29,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         sharding |= draw(some(units=st.just("auto") | names, min_unit_params=st.integers(0, 2**40)))
     if strategy in BY_UNITS:
         sharding |= draw(some(reshard_after_forward=st.booleans()))
-    sharding |= draw(some(whole_units=st.lists(st.sampled_from(("Expert", "VisionTower")), max_size=2)))
+    sharding |= draw(some(conditional_modules=st.lists(st.sampled_from(("Expert", "VisionTower")), max_size=2)))
     places = ("none", "cpu", "nvme")
     precision = draw(_precisions())
     offload = {

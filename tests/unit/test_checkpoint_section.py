@@ -54,15 +54,12 @@ NEEDS = "needs a directory to save in; set checkpoint.dir, or remove it"
         ({"every_steps": 5, "on_signal": ["TERM"]}, [f"checkpoint.every_steps: {NEEDS}", f"checkpoint.on_signal: {NEEDS}"]),
         (
             {"dir": "a", "keep_every": 3},
-            [
-                "checkpoint.keep_every: has no meaning without keep_last, which alone deletes checkpoints; "
-                "set checkpoint.keep_last or remove it"
-            ],
+            ["checkpoint.keep_every: is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"],
         ),
         ({"dir": " "}, ["checkpoint.dir: is empty; write a directory, or null for none"]),
         (
             {"dir": "a", "on_signal": ["USR1", "kill"]},
-            ["checkpoint.on_signal: kill is no signal that can be waited for; write one of SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP"],
+            ["checkpoint.on_signal: kill cannot trigger a checkpoint; write one of SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP"],
         ),
         (
             {"dir": "a", "on_signal": "USR1"},

@@ -41,7 +41,7 @@ def test_version() -> None:
 
 def test_backends() -> None:
     header, *lines = run("backends").stdout.splitlines()
-    assert header.split() == ["backend", "brought", "by", "engine", "to", "install"]
+    assert header.split() == ["backend", "package", "engine", "to", "install"]
     assert [line.split()[0] for line in lines] == ["deepspeed", "fsdp"]
     assert all(" ready" in line for line in lines)
 
@@ -57,10 +57,10 @@ def test_docs_check_and_write(config: Path) -> None:
     stale = run("docs", "--check")
     assert stale.exit_code == 1
     assert stale.stderr.splitlines() == [
-        "MAPPING.md: is stale; run `unishard docs` and commit it",
-        "docs/manifest.md: is stale; run `unishard docs` and commit it",
-        "docs/formats.md: is stale; run `unishard docs` and commit it",
-        "docs/schema.md: is stale; run `unishard docs` and commit it",
+        "MAPPING.md: is out of date; run `unishard docs` and commit it",
+        "docs/manifest.md: is out of date; run `unishard docs` and commit it",
+        "docs/formats.md: is out of date; run `unishard docs` and commit it",
+        "docs/schema.md: is out of date; run `unishard docs` and commit it",
     ]
     assert list(config.parent.iterdir()) == [], "--check writes nothing"
     assert run("docs").stdout == "MAPPING.md: written\ndocs/manifest.md: written\ndocs/formats.md: written\ndocs/schema.md: written\n"
@@ -75,7 +75,7 @@ def test_docs_writes_the_generated_part_of_a_page_and_nothing_else_of_it(config:
     refused = run("docs")
     assert (refused.exit_code, refused.stderr.partition(";")[0]) == (1, "docs/engines.md: no generated section")
     page.write_text(f"By hand.\n{BEGIN}\n{END}\nThe rest.\n", encoding="utf-8")
-    assert run("docs", "--check").stderr == "docs/engines.md: is stale; run `unishard docs` and commit it\n"
+    assert run("docs", "--check").stderr == "docs/engines.md: is out of date; run `unishard docs` and commit it\n"
     assert run("docs").stdout == "docs/engines.md: written\n"
     text = page.read_text(encoding="utf-8")
     assert text.startswith("By hand.\n")
@@ -88,13 +88,13 @@ def test_docs_with_a_page_that_is_not_text(config: Path) -> None:
     Path("MAPPING.md").write_bytes(b"\xff\xfe")
     result = run("docs", "--check")
     assert result.exit_code == 1
-    assert "MAPPING.md: is stale; run `unishard docs` and commit it" in result.stderr.splitlines()
+    assert "MAPPING.md: is out of date; run `unishard docs` and commit it" in result.stderr.splitlines()
 
 
 def test_what_the_operating_system_refuses_is_one_message(config: Path) -> None:
     Path("file").touch()
     result = run("docs", "--root", "file")
-    assert (result.exit_code, result.stderr) == (1, "file: cannot be used (File exists); name another file or folder\n")
+    assert (result.exit_code, result.stderr) == (1, "file: cannot be opened (File exists); name another file or directory\n")
 
 
 def test_an_error_of_the_operating_system_that_is_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_output_that_does_not_fit_is_one_message(command: str) -> None:
         f"'{sys.executable}' -m unishard {command} > /dev/full", shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False
     )
     assert result.returncode == 1
-    assert result.stderr == "the output cannot be written (No space left on device); make room, or write it somewhere else\n"
+    assert result.stderr == "cannot write the output (No space left on device); free some space, or write it to another disk\n"
 
 
 def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.Monk
     points = {"broken": EntryPoint("broken", "no_such_module:backend", registry.GROUP), **registry.available()}
     monkeypatch.setattr(registry, "available", lambda: points)
     lines = run("backends").stdout.splitlines()[1:]
-    assert "its translator cannot be imported: No module named 'no_such_module'" in lines[0]
+    assert "import error: No module named 'no_such_module'" in lines[0]
     assert [line.split()[0] for line in lines] == ["broken", "deepspeed", "fsdp"]
 
 
@@ -204,6 +204,6 @@ def test_demo_that_fails_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> No
 def test_demo_into_what_is_no_folder(config: Path) -> None:
     Path("file").touch()
     Path("folder/fsdp.json").mkdir(parents=True)
-    for out, where in (("file", "file: cannot be used (File exists)"), ("folder", "folder/fsdp.json: cannot be used (Is a directory)")):
+    for out, where in (("file", "file: cannot be opened (File exists)"), ("folder", "folder/fsdp.json: cannot be opened (Is a directory)")):
         result = run("demo", "--out", out)
-        assert (result.exit_code, result.stderr) == (1, f"{where}; name another file or folder\n")
+        assert (result.exit_code, result.stderr) == (1, f"{where}; name another file or directory\n")

@@ -27,7 +27,7 @@ def test_yes_asks_nothing_and_writes_a_config_that_loads(config: Path) -> None:
 def test_each_field_stands_below_what_it_is(config: Path) -> None:
     run("init", "--yes", "-o", "c.yaml")
     lines = config.read_text().splitlines()
-    assert "  # Samples that one rank puts through the model at once.\n  micro_batch_size: 1" in config.read_text()
+    assert "  # Samples in one forward on one rank.\n  micro_batch_size: 1" in config.read_text()
     fields = [number for number, line in enumerate(lines) if line and "#" not in line]
     assert all("#" in lines[number - 1] for number in fields)
     assert max(map(len, lines)) <= 120
@@ -44,7 +44,7 @@ def test_a_file_that_is_there_stays_unless_forced(config: Path) -> None:
     config.write_text("mine")
     result = run("init", "--yes", "-o", "c.yaml")
     assert (result.exit_code, config.read_text()) == (1, "mine")
-    assert result.stderr == "c.yaml: is there already; name another file with -o, or replace it with --force\n"
+    assert result.stderr == "c.yaml: exists; name another file with -o, or overwrite it with --force\n"
     assert run("init", "--yes", "--force", "-o", "c.yaml").exit_code == 0
     assert unishard.load(config).backend == "fsdp"
 
@@ -52,7 +52,7 @@ def test_a_file_that_is_there_stays_unless_forced(config: Path) -> None:
 def test_without_a_terminal_it_says_so(config: Path) -> None:
     result = run("init", "-o", "c.yaml", answers="fsdp\n")
     assert (result.exit_code, config.exists()) == (1, False)
-    assert result.stderr.startswith("there is no terminal to ask questions on; give --yes")
+    assert result.stderr.startswith("cannot ask questions without a terminal; add --yes")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_without_a_terminal_it_says_so(config: Path) -> None:
     [
         ("training.sed=1", "unknown field"),
         ("backend=horovod", "no backend named 'horovod'"),
-        ("offload.params=nvme", "offload.nvme_path: is needed by nvme"),
+        ("offload.params=nvme", "offload.nvme_path: is required with nvme"),
     ],
 )
 def test_what_cannot_be_set_writes_nothing(config: Path, change: str, said: str) -> None:
@@ -80,9 +80,9 @@ def test_an_old_config_of_another_tool_answers_what_it_says(config: Path) -> Non
     Path("ds.json").write_text(OLD)
     result = run("init", "--yes", "--from", "ds.json", "-o", "c.yaml")
     assert result.exit_code == 0
-    assert "undecided: training.micro_batch_size comes from " in result.stderr
-    assert "left to the script by the old config: optimizer.lr; 0.001 is taken" in result.stderr
-    with pytest.raises(unishard.ConfigError, match=r"^\S*c\.yaml:\d+: training\.micro_batch_size: needs your decision"):
+    assert "needs input: training.micro_batch_size comes from " in result.stderr
+    assert "not in the existing config: optimizer.lr; using 0.001" in result.stderr
+    with pytest.raises(unishard.ConfigError, match=r"^\S*c\.yaml:\d+: training\.micro_batch_size: needs a value"):
         unishard.load(config)
     assert run("set", "c.yaml", "training.micro_batch_size=2").exit_code == 0
     cfg = unishard.load(config)

@@ -78,7 +78,7 @@ def test_what_is_no_folder_and_what_is_no_format(config: Path) -> None:
     config.write_text("")
     for name in ("c.yaml", "nowhere"):
         result = run("migrate", name)
-        assert (result.exit_code, result.stderr) == (1, f"{name}: is no folder; name the folder of a project\n")
+        assert (result.exit_code, result.stderr) == (1, f"{name}: is not a directory; name the directory of a project\n")
     assert run("migrate", ".", "--to", "nonsense").exit_code == 1
 
 

@@ -105,7 +105,7 @@ def test_a_placeholder_is_decided_one_at_a_time(config: Path) -> None:
         ("training.seed=-1", "override: training.seed: must be a whole number of at least 0"),
         ("training.seed", "'training.seed' has no '='"),
         ("sharding.units=[A", "override: sharding.units: is not YAML"),
-        ("sharding.group_size=2", "override: sharding.group_size: has no meaning with strategy full_shard"),
+        ("sharding.group_size=2", "override: sharding.group_size: is unused with strategy full_shard"),
     ],
 )
 def test_a_mistake_leaves_the_file_alone(config: Path, change: str, said: str) -> None:
@@ -150,13 +150,13 @@ def test_a_value_that_another_one_refers_to_is_left_alone(config: Path) -> None:
     config.write_text(text)
     result = run("set", "c.yaml", "training.gradient_accumulation_steps=2")
     assert (result.exit_code, config.read_text()) == (1, text)
-    assert result.stderr == "c.yaml: is written in a way that cannot be edited in place; change it by hand\n"
+    assert result.stderr == "c.yaml: cannot be edited in place; edit it by hand\n"
 
 
 def test_a_file_that_cannot_be_written(config: Path) -> None:
     result = run("set", "nowhere/c.yaml", "strict=true")
     assert result.exit_code == 1
-    assert "nowhere/c.yaml: no such file" in result.stderr
+    assert "nowhere/c.yaml: file not found" in result.stderr
 
 
 def as_yaml(document: dict) -> str:

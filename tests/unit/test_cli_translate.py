@@ -25,7 +25,7 @@ def test_output_file_is_whole_or_absent(config: Path) -> None:
     result = run("translate", TINY, "--to", "unishard", "-o", "nowhere/new.yaml", "--report", "none")
     assert (result.exit_code, result.stderr) == (
         1,
-        "nowhere/new.yaml: cannot be written (No such file or directory); name a file in a folder that exists and is writable\n",
+        "nowhere/new.yaml: cannot be written (No such file or directory); name a file in an existing, writable directory\n",
     )
     assert [path.name for path in config.parent.iterdir()] == ["new.yaml"], "no draft is left behind"
 
@@ -81,7 +81,7 @@ def test_the_document_goes_to_stdout_and_the_report_to_stderr() -> None:
     header, first, *_, counts = result.stderr.splitlines()
     assert re.split(r"  +", header) == ["where", "key = value", "fit", "becomes", "note"]
     assert re.split(r"  +", first) == [f"{TINY}:2", "backend = fsdp", "exact", "backend"]
-    assert re.match(r"unishard -> unishard: \d+ exact, \d+ equivalent \(--report full shows \d+ more", counts)
+    assert re.match(r"unishard -> unishard: \d+ exact, \d+ equivalent \(--report full adds \d+ defaults of unishard", counts)
 
 
 def test_what_the_document_leaves_out_is_shown_on_demand() -> None:
@@ -139,7 +139,7 @@ def test_approximate_is_reported_and_under_strict_refused_with_2(config: Path) -
     assert strict.stderr.startswith("c.yaml:3: native.deepspeed.vocabulary_size: only deepspeed has this setting")
     assert not Path("new.yaml").exists()
     told = run("translate", "c.yaml", "--to", "unishard", "--strict")
-    assert told.stderr.splitlines()[-1].startswith("nothing is written: strict is on, and something is only approximate (1 above)")
+    assert told.stderr.splitlines()[-1].startswith("nothing written: 1 only approximate, and strict is on")
 
 
 def test_strict_in_the_config_counts_too(config: Path) -> None:
@@ -152,7 +152,7 @@ def test_what_cannot_be_had_is_refused_with_1_at_its_line(config: Path) -> None:
     result = run("translate", "c.yaml", "--to", "unishard", "-o", "new.yaml")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "c.yaml:3  offload.params = nvme" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("nothing is written: what is refused cannot be had (2 above); ")
+    assert result.stderr.splitlines()[-1].startswith("nothing written: 2 refused (no equivalent); ")
     assert not Path("new.yaml").exists()
     quiet = run("translate", "c.yaml", "--to", "unishard", "--report", "none")
     assert quiet.stderr.startswith("c.yaml:3: offload.params: PyTorch")
@@ -171,13 +171,13 @@ def test_groups_that_do_not_fit_the_nodes_are_refused(config: Path) -> None:
     config.write_text("sharding: hybrid_shard\n")
     result = run("translate", "c.yaml", "--to", "unishard", "--report", "none", "--world-size", "4", "--gpus-per-node", "1")
     assert result.exit_code == 1
-    assert result.stderr.startswith("c.yaml: sharding.group_size: is left out, and a node has 1 rank")
+    assert result.stderr.startswith("c.yaml: sharding.group_size: is not set, and a node has 1 rank")
 
 
 def test_nodes_that_are_not_equal_are_a_usage_error() -> None:
     result = run("translate", TINY, "--to", "unishard", "--world-size", "6", "--gpus-per-node", "4")
     assert result.exit_code == 2
-    assert "6 ranks cannot be 4 on each node; give a --world-size that 4 divides" in result.stderr
+    assert "6 ranks do not divide into nodes of 4; give a --world-size that is a multiple of 4" in result.stderr
 
 
 def test_what_is_undecided_is_named_with_how_to_decide_it(config: Path) -> None:
@@ -185,7 +185,7 @@ def test_what_is_undecided_is_named_with_how_to_decide_it(config: Path) -> None:
     result = run("translate", "c.yaml", "--to", "unishard")
     assert result.exit_code == 0
     assert "micro_batch_size: ${training.micro_batch_size}  # needs your decision" in result.stdout
-    assert result.stderr.splitlines()[-2] == "to decide: --set training.micro_batch_size=VALUE"
+    assert result.stderr.splitlines()[-2] == "needs input: --set training.micro_batch_size=VALUE"
     decided = run("translate", "c.yaml", "--to", "unishard", "--set", "training.micro_batch_size=4")
     assert "  micro_batch_size: 4\n" in decided.stdout
     assert "decide" not in decided.stderr
@@ -199,7 +199,7 @@ def test_what_is_undecided_cannot_be_loaded_until_it_is_decided(config: Path, pr
     config.write_text(OPEN)
     with pytest.raises(
         unishard.ConfigError,
-        match=r"micro_batch_size: needs your decision, .*write the value, or give training\.micro_batch_size=\.\.\. as an override",
+        match=r"micro_batch_size: needs a value: .*write the value, or set it with the override training\.micro_batch_size=\.\.\.",
     ):
         prepare(config)
     assert unishard.load(config, ["training.micro_batch_size=4"]).training.micro_batch_size == 4
@@ -207,7 +207,7 @@ def test_what_is_undecided_cannot_be_loaded_until_it_is_decided(config: Path, pr
 
 def test_an_environment_variable_is_still_named_as_one(config: Path) -> None:
     config.write_text("training:\n  micro_batch_size: ${BATCH}\n")
-    with pytest.raises(unishard.ConfigError, match=r"holds \$\{BATCH\}, and environment variables are not expanded"):
+    with pytest.raises(unishard.ConfigError, match=r"contains \$\{BATCH\}, but environment variables are not expanded"):
         unishard.load(config)
 
 
@@ -232,7 +232,7 @@ def test_what_is_no_config_is_one_message(config: Path, content: bytes, said: st
 
 
 def test_a_file_that_is_not_there_and_a_folder(config: Path) -> None:
-    assert "nowhere.yaml: no such file" in run("translate", "nowhere.yaml", "--to", "unishard").stderr
+    assert "nowhere.yaml: file not found" in run("translate", "nowhere.yaml", "--to", "unishard").stderr
     assert ".: is a directory" in run("translate", ".", "--to", "unishard").stderr
 
 

@@ -47,7 +47,7 @@ def test_every_field_has_a_description_and_a_default() -> None:
         section = sections.pop()
         assert section.__doc__
         for name, field in section.model_fields.items():
-            assert field.description, f"{section.__name__}.{name} has no docstring"
+            assert section.descriptions().get(name), f"{section.__name__}.{name} has no docstring"
             assert not field.is_required(), f"{section.__name__}.{name} has no default"
             if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
                 sections.append(field.annotation)

@@ -41,12 +41,12 @@ def test_ranks_that_share_a_copy(sharding: Any, topology: Topology, expected: in
         (
             "hybrid_shard",
             Topology(world_size=6, local_world_size=4),
-            "is left out, and a node has 4 ranks, which does not divide 6 ranks; write one of 2, 3, 6",
+            "is not set, and a node has 4 ranks, which does not divide 6 ranks; write one of 2, 3, 6",
         ),
         (
             "hybrid_shard_grad_op",
             Topology(world_size=2, local_world_size=1),
-            "is left out, and a node has 1 rank, so that nothing would be sharded; write 2 or more, or choose full_shard or no_shard",
+            "is not set, and a node has 1 rank, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard",
         ),
     ],
 )

@@ -29,14 +29,14 @@ BAD: list[tuple[str, str, list[str]]] = [
         "a list",
         "- fsdp\n",
         [
-            "c.yaml:1: holds a list; write 'field: value' lines, such as 'backend: fsdp'",
+            "c.yaml:1: contains a list; write 'field: value' lines, such as 'backend: fsdp'",
         ],
     ),
     (
         "a scalar",
         "fsdp\n",
         [
-            "c.yaml:1: holds a single value; write 'field: value' lines, such as 'backend: fsdp'",
+            "c.yaml:1: contains a single value; write 'field: value' lines, such as 'backend: fsdp'",
         ],
     ),
     (
@@ -92,7 +92,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "control character",
         "backend: \u0001\n",
         [
-            "c.yaml:1: holds the control character #x0001; take it out, or name a YAML file",
+            "c.yaml:1: contains the control character #x0001; remove it, or name a YAML file",
         ],
     ),
     (
@@ -106,22 +106,22 @@ BAD: list[tuple[str, str, list[str]]] = [
         "duplicate keys",
         "backend: fsdp\ntraining:\n  seed: 1\n  seed: 2\nbackend: deepspeed\n",
         [
-            "c.yaml:4: training.seed: is written twice, first on line 3; keep one of the two",
-            "c.yaml:5: backend: is written twice, first on line 1; keep one of the two",
+            "c.yaml:4: training.seed: is a duplicate of line 3; remove one of the two",
+            "c.yaml:5: backend: is a duplicate of line 1; remove one of the two",
         ],
     ),
     (
         "merge key",
         "training:\n  <<: {seed: 1}\n",
         [
-            "c.yaml:2: training.<<: merge keys are not part of YAML 1.2; write the fields out",
+            "c.yaml:2: training.<<: merge keys are not part of YAML 1.2; write out the fields",
         ],
     ),
     (
         "key is a list",
         "? [1, 2]\n: 3\n",
         [
-            "c.yaml:1: has a key that is not text; write 'field: value' lines",
+            "c.yaml:1: has a key that is not a string; write 'field: value' lines",
         ],
     ),
     (
@@ -135,7 +135,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "tag",
         "backend: !engine fsdp\n",
         [
-            "c.yaml:1: backend: has the YAML tag !engine, which has no meaning here; remove it",
+            "c.yaml:1: backend: has the YAML tag !engine, which is not supported; remove it",
         ],
     ),
     (
@@ -149,14 +149,14 @@ BAD: list[tuple[str, str, list[str]]] = [
         "variable",
         "optimizer:\n  lr: ${LR}\n",
         [
-            "c.yaml:2: optimizer.lr: holds ${LR}, and environment variables are not expanded; write the value, or give it as an override",
+            "c.yaml:2: optimizer.lr: contains ${LR}, but environment variables are not expanded; write the value, or set it with an override",
         ],
     ),
     (
         "variable deep in native",
         "native:\n  deepspeed:\n    dump: ['${HOME}/x']\n",
         [
-            "c.yaml:3: native.deepspeed.dump[0]: holds ${HOME}, and environment variables are not expanded; write the value, or give it as an override",
+            "c.yaml:3: native.deepspeed.dump[0]: contains ${HOME}, but environment variables are not expanded; write the value, or set it with an override",
         ],
     ),
     (
@@ -220,7 +220,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "empty section",
         "sharding:\ntraining:\n",
         [
-            "c.yaml:1: sharding: is empty; write fields below it (strategy, group_size, reshard_after_forward, units, min_unit_params, whole_units) or remove it",
+            "c.yaml:1: sharding: is empty; write fields below it (strategy, group_size, reshard_after_forward, units, min_unit_params, conditional_modules) or remove it",
             "c.yaml:2: training: is empty; write fields below it (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, seed) or remove it",
         ],
     ),
@@ -357,7 +357,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "number as strategy",
         "sharding: 1\n",
         [
-            "c.yaml:1: sharding.strategy: a number means different things (Accelerate's 1 is FULL_SHARD, DeepSpeed's 1 is ZeRO-1), got 1; write the name, such as full_shard or zero3",
+            "c.yaml:1: sharding.strategy: a number is ambiguous (1 is FULL_SHARD in Accelerate and ZeRO-1 in DeepSpeed), got 1; write the name, such as full_shard or zero3",
         ],
     ),
     (
@@ -371,14 +371,14 @@ BAD: list[tuple[str, str, list[str]]] = [
         "units of no_shard",
         "sharding:\n  strategy: no_shard\n  units: [A]\n",
         [
-            "c.yaml:3: sharding.units: has no meaning with strategy no_shard, which gathers nothing; remove it or choose full_shard",
+            "c.yaml:3: sharding.units: is unused with strategy no_shard, which gathers nothing; remove it or choose full_shard",
         ],
     ),
     (
         "no total_steps",
         "backend: fsdp\nscheduler: linear\n",
         [
-            "c.yaml:2: scheduler.total_steps: is needed by a linear schedule; write the number of updates",
+            "c.yaml:2: scheduler.total_steps: is required by a linear schedule; write the number of updates",
         ],
     ),
     (
@@ -411,8 +411,8 @@ BAD: list[tuple[str, str, list[str]]] = [
             "c.yaml:1: lr: unknown field; did you mean 'optimizer.lr'?",
             "c.yaml:3: training.seed: must be a whole number of at least 0 and below 4294967296, got -1",
             "c.yaml:4: training.sed: unknown field; did you mean 'seed'?",
-            "c.yaml:7: sharding.strategy: is written twice, first on line 6; keep one of the two",
-            "c.yaml:9: optimizer.eps: holds ${E}, and environment variables are not expanded; write the value, or give it as an override",
+            "c.yaml:7: sharding.strategy: is a duplicate of line 6; remove one of the two",
+            "c.yaml:9: optimizer.eps: contains ${E}, but environment variables are not expanded; write the value, or set it with an override",
             "c.yaml:10: strict: must be true or false, got 'maybe' (text)",
         ],
     ),
@@ -443,8 +443,8 @@ def message(source: object, *overrides: str) -> str:
 
 def test_missing_file_names_a_near_one(folder: Path) -> None:
     (folder / "tiny.yaml").write_text("backend: fsdp")
-    assert message("tiny.yml") == "tiny.yml: no such file; did you mean 'tiny.yaml'?"
-    assert message("nowhere/x.yaml") == "nowhere/x.yaml: no such file; name a YAML file"
+    assert message("tiny.yml") == "tiny.yml: file not found; did you mean 'tiny.yaml'?"
+    assert message("nowhere/x.yaml") == "nowhere/x.yaml: file not found; name a YAML file"
 
 
 def test_directory(folder: Path) -> None:
@@ -459,7 +459,7 @@ def test_binary_file(folder: Path) -> None:
 
 
 def test_file_without_end() -> None:
-    assert message("/dev/zero") == "/dev/zero: is larger than 1048576 bytes, which no config is; name a YAML file"
+    assert message("/dev/zero") == "/dev/zero: is larger than 1048576 bytes; name a config file"
 
 
 def test_nul_in_the_name() -> None:
@@ -467,7 +467,7 @@ def test_nul_in_the_name() -> None:
 
 
 def test_neither_a_path_nor_a_mapping() -> None:
-    accepted = "load takes the path of a YAML file or a mapping such as {'backend': 'fsdp'}"
+    accepted = "load expects the path of a YAML file or a mapping such as {'backend': 'fsdp'}"
     assert message(["backend"]) == f"{accepted}, got [backend] (list)"
     assert message(None) == f"{accepted}, got None"
     assert message(3) == f"{accepted}, got 3 (int)"
@@ -485,7 +485,7 @@ def test_a_number_is_suggested_only_as_yaml_reads_it() -> None:
 
 def test_mapping_has_no_lines() -> None:
     assert message({"training": {"seed": -1}, "sharding": {3: 4}}).splitlines() == [
-        "sharding: has the key 3, which is not text; write the name of a field",
+        "sharding: has the key 3, which is not a string; write the name of a field",
         "training.seed: must be a whole number of at least 0 and below 4294967296, got -1",
     ]
 

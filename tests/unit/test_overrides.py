@@ -16,10 +16,10 @@ BAD = [
     ("training.sed=3", "override: training.sed: unknown field; did you mean 'seed'?"),
     ("lr=3", "override: lr: unknown field; did you mean 'optimizer.lr'?"),
     ("trainig.seed=3", "override: trainig: unknown field; did you mean 'training'?"),
-    ("training.seed.x=3", "override: training.seed: is a single value and has no field 'x'; write seed=value"),
+    ("training.seed.x=3", "override: training.seed: is a single value without a field 'x'; write seed=value"),
     ("training.seed=x", "override: training.seed: must be a whole number of at least 0 and below 4294967296, got 'x' (text)"),
     ("training={seed: 3, sed: 4}", "override: training.sed: unknown field; did you mean 'seed'?"),
-    ("training={seed: 3, seed: 4}", "override: training.seed: is written twice, first on line 1; keep one of the two"),
+    ("training={seed: 3, seed: 4}", "override: training.seed: is a duplicate of line 1; remove one of the two"),
     (
         "sharding.units=[A",
         "override: sharding.units: is not YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream end>'; "
@@ -27,9 +27,9 @@ BAD = [
     ),
     (
         "optimizer.lr=${LR}",
-        "override: optimizer.lr: holds ${LR}, and environment variables are not expanded; write the value, or give it as an override",
+        "override: optimizer.lr: contains ${LR}, but environment variables are not expanded; write the value, or set it with an override",
     ),
-    ("scheduler.name=linear", "override: scheduler.total_steps: is needed by a linear schedule; write the number of updates"),
+    ("scheduler.name=linear", "override: scheduler.total_steps: is required by a linear schedule; write the number of updates"),
 ]
 
 
@@ -46,11 +46,11 @@ EXAMPLE = "write them as overrides=['training.seed=3']"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("training.seed=3", "overrides is a list of changes, got one text; write overrides=['training.seed=3']"),
-        (None, f"overrides is a list of changes, got None; {EXAMPLE}"),
-        (3, f"overrides is a list of changes, got 3 (int); {EXAMPLE}"),
-        ({"training.seed": 3}, f"overrides is a list of changes, got {{training.seed: 3}} (dict); {EXAMPLE}"),
-        (["training.seed=3", 4], f"overrides holds 4 (int), and a change is text; {EXAMPLE}"),
+        ("training.seed=3", "overrides must be a list, got a string; write overrides=['training.seed=3']"),
+        (None, f"overrides must be a list, got None; {EXAMPLE}"),
+        (3, f"overrides must be a list, got 3 (int); {EXAMPLE}"),
+        ({"training.seed": 3}, f"overrides must be a list, got {{training.seed: 3}} (dict); {EXAMPLE}"),
+        (["training.seed=3", 4], f"overrides contains 4 (int), which is not a string; {EXAMPLE}"),
     ],
     ids=str,
 )

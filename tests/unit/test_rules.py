@@ -178,8 +178,7 @@ def test_batch_sizes_must_agree() -> None:
     with pytest.raises(ConfigError) as caught:
         translate(cfg, topology=Topology(world_size=4))
     assert str(caught.value) == (
-        "training.global_batch_size: is 12, but micro_batch_size 2 x gradient_accumulation_steps 3 x 4 ranks is 24; "
-        "write 24 or leave it out"
+        "training.global_batch_size: is 12, but micro_batch_size 2 x gradient_accumulation_steps 3 x 4 ranks is 24; write 24 or remove it"
     )
 
 
@@ -193,5 +192,5 @@ def test_a_backend_that_is_not_installed_is_an_error_at_its_field() -> None:
 
 
 def test_a_path_is_no_config() -> None:
-    with pytest.raises(ConfigError, match=r"a unishard\.Config is needed, got str; load one with unishard\.load\(path\)"):
+    with pytest.raises(ConfigError, match=r"expected a unishard\.Config, got str; load one with unishard\.load\(path\)"):
         translate("configs/llama_tiny.yaml")  # type: ignore[arg-type]

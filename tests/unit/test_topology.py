@@ -50,7 +50,7 @@ def test_plain_python() -> None:
         ({"RANK": "0"}, "the environment variable WORLD_SIZE is not set; start with torchrun, srun or python"),
         ({"WORLD_SIZE": "2"}, "the environment variable RANK is not set; start with torchrun, srun or python"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "the environment variable RANK is 'zero', not a number; start with torchrun, srun or python"),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 of WORLD_SIZE=2; ranks count from 0 to 1"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 is invalid for WORLD_SIZE=2; ranks are 0 to 1"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": ""}, "the environment variable SLURM_NTASKS is '', not a number"),
     ],
 )

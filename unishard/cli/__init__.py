@@ -6,74 +6,111 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from unishard.cli import backends, checkpoint, convert, demo, diff, docs, doctor, explain, export, init, migrate, schema, set_, translate
+from unishard.cli.notes import plain_notes
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Why a write fails; such an error names no file."""
+"""Errors of a failed write that name no file."""
 
+
+_COMMANDS = (
+    "translate",
+    "diff",
+    "explain",
+    "init",
+    "set",
+    "migrate",
+    "schema",
+    "docs",
+    "backends",
+    "doctor",
+    "demo",
+    "export",
+    "checkpoint",
+)
+"""In the order of the help. Each is a module here that holds a function of the same name, or a group called `app`."""
 
 _TROUBLE = {"diff": 2, "checkpoint": 2}
-"""Exit status when something is refused, of commands for which 1 means something else."""
+"""Exit status on an error, for commands where 1 has another meaning."""
 
 
 class Commands(TyperGroup):
-    """Says in one message what unishard, or the operating system, refuses. Anything else is a bug, and shows a traceback."""
+    """The command group. Errors of unishard and the operating system print one message; any other is a bug and prints a traceback."""
 
     _command: str | None = None
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(_COMMANDS)  # type: ignore[assignment]  # built by `get_command`
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and build one command; building all of them takes longer than a translation."""
+        return _built(cmd_name) if cmd_name in _COMMANDS else None
+
     def invoke(self, ctx: Any) -> Any:
-        """Run a command, and remember which one it was."""
+        """Run a command and record its name."""
         try:
             return super().invoke(ctx)
         finally:
             self._command = ctx.invoked_subcommand
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command line; exit with 1 when something is refused, quietly when nobody reads the output any more."""
+        """Run the command line; exit with 1 on an error, silently when the output pipe is closed."""
         try:
             try:
-                return super().main(*args, **kwargs)
+                with plain_notes():
+                    return super().main(*args, **kwargs)
             finally:
                 _flush()
         except (UnishardError, OSError) as error:
             message = _message(error)
             if message is None:
                 raise
-            with contextlib.suppress(OSError):  # standard error may be what cannot be written
+            with contextlib.suppress(OSError):  # stderr may be the stream that failed
                 typer.echo(message, err=True, nl=bool(message))
             raise SystemExit(_TROUBLE.get(self._command or "", 1)) from None
 
 
+def _built(name: str) -> Any:
+    """The command of a name."""
+    word = "set_" if name == "set" else name  # `set` is a builtin
+    module = import_module(f"unishard.cli.{word}")
+    group = getattr(module, "app", None)
+    if group is None:
+        group = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        group.command(name)(getattr(module, word))
+    return typer.main.get_command(group)
+
+
 def _message(error: UnishardError | OSError) -> str | None:
-    """What to say about an error; None for a bug."""
+    """The message for an error; None for a bug."""
     if isinstance(error, UnishardError):
         return str(error)
     if isinstance(error, BrokenPipeError):
         return ""
     if error.filename is not None:
-        return f"{error.filename}: cannot be used ({error.strerror}); name another file or folder"
+        return f"{error.filename}: cannot be opened ({error.strerror}); name another file or directory"
     if error.errno in _NO_ROOM:
-        return f"the output cannot be written ({error.strerror}); make room, or write it somewhere else"
+        return f"cannot write the output ({error.strerror}); free some space, or write it to another disk"
     return None
 
 
 def _flush() -> None:
-    """Write out what is buffered now, while an error can still be told."""
+    """Flush now, while an error can still be reported."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:
-            # The interpreter flushes once more at its end, and would complain in its own way.
+            # The interpreter flushes again at exit and would print its own error.
             with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
             raise
@@ -82,32 +119,13 @@ def _flush() -> None:
 app = typer.Typer(
     name="unishard",
     cls=Commands,
-    help="One config, two real sharding engines, one training loop.",
+    help="One config and one training loop for PyTorch FSDP2 and DeepSpeed ZeRO.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "translate": translate.translate,
-    "diff": diff.diff,
-    "explain": explain.explain,
-    "init": init.init,
-    "set": set_.set_,
-    "migrate": migrate.migrate,
-    "schema": schema.schema,
-    "docs": docs.docs,
-    "backends": backends.backends,
-    "doctor": doctor.doctor,
-    "demo": demo.demo,
-    "export": export.export,
-}
-for name, command in _COMMANDS.items():
-    app.command(name)(command)
-checkpoint.app.command("convert")(convert.convert)
-app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:
@@ -122,9 +140,9 @@ def _version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    """One config, two real sharding engines, one training loop."""
+    """One config and one training loop for PyTorch FSDP2 and DeepSpeed ZeRO."""
 
 
 def main() -> None:
-    """What the script `unishard` and `python -m unishard` run."""
+    """Entry point of `unishard` and `python -m unishard`."""
     app(prog_name="unishard")

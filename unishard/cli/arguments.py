@@ -11,31 +11,31 @@ from unishard.config.topology import Topology
 
 __all__ = ["ConfigFile", "GpusPerNode", "Output", "Overrides", "Ranks", "WorldSize", "topology_of"]
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CFG", help="A YAML file.", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CFG", help="A unishard config (YAML).", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, such as training.seed=1. May be repeated.", show_default=False),
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as training.seed=1. Repeatable.", show_default=False),
 ]
 WorldSize = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")]
 Ranks = Annotated[
-    int | None, typer.Option("--world-size", min=1, metavar="N", help="Number of ranks. [default: what the file says]", show_default=False)
+    int | None, typer.Option("--world-size", min=1, metavar="N", help="Number of ranks. [default: from the file]", show_default=False)
 ]
-GpusPerNode = Annotated[int | None, typer.Option(min=1, metavar="M", help="Ranks on one node. [default: all]", show_default=False)]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there instead of to stdout.", show_default=False)
-]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, metavar="M", help="Ranks per node. [default: all]", show_default=False)]
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file. [default: stdout]", show_default=False)]
 
 
 def topology_of(ranks: int | None, per_node: int | None) -> Topology | None:
-    """The ranks that the command line speaks of; None if it speaks of none.
+    """The topology given on the command line; None if there is none.
 
     Raises:
-        typer.BadParameter: The nodes would not be equal.
+        typer.BadParameter: The ranks do not fill the nodes equally.
     """
     if ranks is None and per_node is None:
         return None
     ranks = ranks or per_node or 1
     per_node = per_node or ranks
     if ranks % per_node:
-        raise typer.BadParameter(f"{ranks} ranks cannot be {per_node} on each node; give a --world-size that {per_node} divides")
+        raise typer.BadParameter(
+            f"{ranks} ranks do not divide into nodes of {per_node}; give a --world-size that is a multiple of {per_node}"
+        )
     return Topology(ranks, per_node)

@@ -1,4 +1,4 @@
-"""`unishard backends`: what is installed, and what is missing."""
+"""`unishard backends`: list installed backends and what is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["backends"]
 def backends() -> None:
     """List the installed backends.
 
-    Who brings each, whether its engine can be imported, and how to install it if not.
+    Shows the package of each, whether its engine can be imported, and how to install it if not.
     """
     from unishard.plugins import registry
 
@@ -22,7 +22,7 @@ def backends() -> None:
         try:
             install = registry.missing(registry.get(name))
         except ImportError as error:
-            rows.append((name, source, f"its translator cannot be imported: {error}", ""))
+            rows.append((name, source, f"import error: {error}", ""))
             continue
         rows.append((name, source, "missing" if install else "ready", install or ""))
-    show(("backend", "brought by", "engine", "to install"), rows, sys.stdout)
+    show(("backend", "package", "engine", "to install"), rows, sys.stdout)

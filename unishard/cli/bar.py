@@ -1,4 +1,4 @@
-"""A progress bar on standard error for long work, where that is a terminal."""
+"""A progress bar on stderr, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["bar"]
 
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how far something has come, and take it away at the end.
+    """Show a progress bar and remove it at the end.
 
     Args:
-        what: What is done.
-        total: Bytes there are.
+        what: Label.
+        total: Total bytes.
 
     Yields:
-        A function that is told how many bytes more have been done.
+        A function that takes the number of bytes processed since the last call.
     """
     if not sys.stderr.isatty():
         yield lambda done: None

@@ -1,4 +1,4 @@
-"""`unishard checkpoint`: what checkpoints there are, what is in one, whether it is sound, and what two have differently."""
+"""`unishard checkpoint`: list, inspect, verify and compare checkpoints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unishard.cli.bar import bar
+from unishard.cli.convert import convert
 from unishard.cli.report import plain, value_of
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.errors import CheckpointError
@@ -23,28 +24,36 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 FOUND = 1
-"""Exit status when something is damaged, or differs; 2 is for trouble."""
+"""Exit status when a checkpoint is damaged or two differ; 2 is for errors."""
 
-app = typer.Typer(help="Inspect, verify and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="List, inspect, verify, compare and convert checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a folder of them: the latest one.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Write it as JSON.")]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest).", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 def list_(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A folder of checkpoints.", show_default=False)], as_json: AsJson = False
+    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A directory of checkpoints.", show_default=False)], as_json: AsJson = False
 ) -> None:
-    """List the checkpoints in a folder.
+    """List the checkpoints in a directory.
 
-    Also what killed runs have left there, and which one is the latest.
+    Marks the latest one, and lists incomplete ones left by killed runs.
     """
     from unishard.checkpoint import finding
 
     if not root.is_dir():
-        raise CheckpointError(f"{root}: there is no such folder; name the one that checkpoints are in")
+        raise CheckpointError(f"{root}: directory not found; name a directory of checkpoints")
     if finding.is_checkpoint(root):
-        raise CheckpointError(f"{root}: is one checkpoint; name the folder that it is in, or see `unishard checkpoint inspect`")
+        raise CheckpointError(f"{root}: is a single checkpoint; name its parent directory, or run `unishard checkpoint inspect`")
     latest = finding.latest(root)
     found = [_listed(each.path, each.step, latest) for each in finding.checkpoints(root)]
     found += [_left_over(root / name) for name in finding.incomplete(root)]
@@ -59,12 +68,12 @@ def list_(
 @app.command()
 def inspect(
     checkpoint: Checkpoint,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Each tensor too: shape, dtype, hash.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also list each tensor: shape, dtype, hash.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is in a checkpoint.
+    """Show the content of a checkpoint.
 
-    Of a directory of torch.distributed.checkpoint that is none of ours, its tensors.
+    For another tool's torch.distributed.checkpoint directory, shows its tensors.
     """
     from unishard.checkpoint import finding, manifest
 
@@ -82,19 +91,19 @@ def inspect(
 @app.command()
 def verify(
     checkpoint: Checkpoint,
-    bits: Annotated[bool, typer.Option("--bits", help="Also read every tensor and take its hash anew.")] = False,
+    bits: Annotated[bool, typer.Option("--bits", help="Also read every tensor and check its hash.")] = False,
 ) -> None:
-    """Say whether a checkpoint is sound.
+    """Check a checkpoint for damage.
 
-    Compares size and checksum of every file with the manifest. Exits with 0 when all are as they were written, with 1 when something
-    is damaged, which is named, and with 2 when there is no checkpoint.
+    Compares the size and checksum of every file with the manifest. Exits with 0 if all match, with 1 and the names of damaged files if
+    not, and with 2 if there is no checkpoint.
     """
     from unishard.checkpoint import finding, manifest, verifying
 
     folder = finding.locate(checkpoint)
     try:
         facts = manifest.read(folder)
-    except CheckpointError as error:  # it is there, so it is damaged
+    except CheckpointError as error:  # it exists, so it is damaged
         typer.echo(str(error))
         raise typer.Exit(FOUND) from None
     with bar("files", sum(file.bytes for file in facts.files.values())) as advance:
@@ -109,18 +118,18 @@ def verify(
     if problems:
         raise typer.Exit(FOUND)
     also = f" and {len(facts.tensors)} tensors" if bits else ""
-    typer.echo(f"{folder}: sound; {len(facts.files)} files{also} are as they were written")
+    typer.echo(f"{folder}: ok; {len(facts.files)} files{also} match the manifest")
 
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them.", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them.", show_default=False)],
+    a: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.", show_default=False)],
 ) -> None:
-    """Show what two checkpoints have differently.
+    """Compare two checkpoints.
 
-    Their steps, ranks, configs and everything else that they say, and their tensors, with the largest differences. Exits with 0 when
-    there is none, with 1 when there is one, and with 2 when a checkpoint cannot be read.
+    Compares their manifests (steps, ranks, configs, ...) and their tensors, with the largest differences. Exits with 0 if they are equal,
+    with 1 if they differ, and with 2 if a checkpoint cannot be read.
     """
     from unishard.checkpoint import comparing, finding
 
@@ -128,10 +137,13 @@ def diff(
     with bar("tensors", comparing.to_read(*folders)) as advance:
         found = comparing.compare(*folders, advance)
     if not any((found.facts, found.only_a, found.only_b, found.forms, found.values)):
-        typer.echo(f"the same: {found.tensors} tensors, and everything else")
+        typer.echo(f"equal: {found.tensors} tensors, and all metadata")
         return
     _show_comparison(found)
     raise typer.Exit(FOUND)
+
+
+app.command("convert")(convert)
 
 
 # -- shown --------------------------------------------------------------------------------------------------------------------
@@ -145,7 +157,7 @@ def _listed(path: Path, step: int, latest: Path | None) -> dict[str, Any]:
     try:
         facts = manifest.read(path)
     except CheckpointError:
-        return entry | {"state": "its manifest is damaged"}
+        return entry | {"state": "manifest is damaged"}
     backend, strategy = place_of(facts)
     return entry | {"written": facts.written, "world_size": facts.world_size, "backend": backend or None, "strategy": strategy or None}
 
@@ -190,7 +202,7 @@ def _show(folder: Path, facts: Manifest, tensors: bool) -> None:
 
 
 def _inspect_other(folder: Path, as_json: bool) -> None:
-    """A directory of torch.distributed.checkpoint without our manifest."""
+    """Show a torch.distributed.checkpoint directory without our manifest."""
     from unishard.checkpoint.tensor_reader import Tensors
 
     found = Tensors(folder)
@@ -201,25 +213,25 @@ def _inspect_other(folder: Path, as_json: bool) -> None:
         typer.echo(json.dumps(said, indent=2))
         return
     typer.echo(
-        f"{folder}: a directory of torch.distributed.checkpoint, but no unishard checkpoint: it has no manifest; "
-        "`unishard checkpoint convert` makes one of it"
+        f"{folder}: a torch.distributed.checkpoint directory without a unishard manifest; "
+        "make it a unishard checkpoint with `unishard checkpoint convert`"
     )
     rows = [(name, str(shape), dtype) for name, (shape, dtype) in forms.items()]
-    _table(("tensor", "shape", "dtype"), [*rows, *((name, "", "a pickle, not opened") for name in sorted(found.others))], apart=True)
+    _table(("tensor", "shape", "dtype"), [*rows, *((name, "", "pickle, not opened") for name in sorted(found.others))], apart=True)
 
 
 def _show_comparison(found: Comparison) -> None:
     facts = [(path, value_of(one), value_of(other)) for path, one, other in (*found.facts, *found.forms)]
-    facts += [(name, "there", "not there") for name in found.only_a] + [(name, "not there", "there") for name in found.only_b]
+    facts += [(name, "present", "missing") for name in found.only_a] + [(name, "missing", "present") for name in found.only_b]
     _table(("what", "A", "B"), facts)
     gaps = [(gap.name, f"{gap.differing:,} of {gap.numel:,}", f"{gap.absolute:.3g}", f"{gap.relative:.3g}") for gap in found.values]
     _table(("tensor", "elements that differ", "largest difference", "relative"), gaps, apart=bool(facts))
     same = found.tensors - len(found.forms) - len(found.values)
-    typer.echo(f"\n{same} of {found.tensors} tensors that are in both are the same")
+    typer.echo(f"\n{same} of {found.tensors} common tensors are equal")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart: bool = False) -> None:
-    """Nothing where there are no rows."""
+    """Print a table, or nothing if there are no rows."""
     if not rows:
         return
     if apart:

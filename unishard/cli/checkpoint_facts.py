@@ -1,4 +1,4 @@
-"""What a manifest says, in a person's words: for `unishard checkpoint list` and `inspect`. Needs no torch."""
+"""Format a manifest for `unishard checkpoint list` and `inspect`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TensorKind", "bytes_of", "facts_of", "groups_of", "kinds_of", "local
 
 
 class TensorKind(NamedTuple):
-    """All tensors of one kind, those that share their elements counted once."""
+    """All tensors of one kind; tied tensors count once."""
 
     name: str
     tensors: int
@@ -27,11 +27,11 @@ class TensorKind(NamedTuple):
     bytes: int
     dtypes: list[str]
     norm: float | None
-    """L2, all of them together, where the manifest says it."""
+    """Their joint L2 norm, if the manifest has it."""
 
 
 def size(count: int) -> str:
-    """Bytes, to three digits: `1.27 GB`."""
+    """Format a number of bytes with three digits: `1.27 GB`."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
@@ -39,7 +39,7 @@ def size(count: int) -> str:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a directory; another process may be deleting them."""
+    """Total bytes of the files in a directory; another process may be deleting them."""
     total = 0
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(FileNotFoundError):
@@ -48,13 +48,13 @@ def size_of(folder: Path) -> int:
 
 
 def bytes_of(facts: TensorFacts) -> int:
-    """Bytes of a tensor: a dtype's name says its bits, but that of bool."""
+    """Bytes of a tensor. A dtype's name contains its bits, except for bool."""
     bits = re.search(r"\d+", facts.dtype)
     return math.prod(facts.shape) * (int(bits[0]) // 8 if bits else 1)
 
 
 def local(written: str) -> str:
-    """When it was written, on this machine's clock."""
+    """The time of writing in this machine's time zone."""
     try:
         return datetime.fromisoformat(written).astimezone().isoformat(sep=" ", timespec="seconds")
     except ValueError:
@@ -62,7 +62,7 @@ def local(written: str) -> str:
 
 
 def place_of(manifest: Manifest) -> tuple[str, str]:
-    """Backend and strategy; empty where the checkpoint was converted."""
+    """Backend and strategy; empty for a converted checkpoint."""
     config = manifest.config or {}
     sharding = config.get("sharding")
     strategy = sharding.get("strategy") if isinstance(sharding, dict) else sharding
@@ -70,7 +70,7 @@ def place_of(manifest: Manifest) -> tuple[str, str]:
 
 
 def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Everything that is no table of its own."""
+    """Yield all facts that are not in a table."""
     backend, strategy = place_of(manifest)
     model, optimizer, schedule, scale = manifest.model, manifest.optimizer, manifest.schedule, manifest.loss_scale
     yield "checkpoint", str(folder)
@@ -79,7 +79,7 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "format", f"{manifest.format} {manifest.version}"
     yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     yield "ranks", str(manifest.world_size)
-    yield "backend", f"{backend}, {strategy}" if backend else "not said; the checkpoint was converted"
+    yield "backend", f"{backend}, {strategy}" if backend else "unknown (converted checkpoint)"
     yield "model", f"{model.class_name}, {model.numel:,} parameters, fingerprint {model.fingerprint}"
     for name, count in (("ties", len(manifest.ties)), ("frozen", len(manifest.frozen)), ("buffers", len(manifest.buffers))):
         if count:
@@ -87,7 +87,7 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     groups = len(optimizer.groups) if optimizer else 0
     yield "optimizer", f"{optimizer.class_name}, {groups} group{'s' if groups != 1 else ''}" if optimizer else "none"
     if schedule:
-        yield "schedule", f"{schedule.updates} updates made"
+        yield "schedule", f"{schedule.updates} updates"
     if scale:
         yield "loss scale", f"{scale.value:g}, {scale.made} updates since it changed"
     if manifest.data:
@@ -97,7 +97,7 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def groups_of(manifest: Manifest) -> list[tuple[str, str, str, str]]:
-    """Each parameter group: its number, how many parameters, the learning rate, the other options."""
+    """Each parameter group: index, number of parameters, learning rate, other options."""
     groups = manifest.optimizer.groups if manifest.optimizer else []
     return [
         (
@@ -115,7 +115,7 @@ def _rate(rate: Any) -> str:
 
 
 def kinds_of(manifest: Manifest) -> list[TensorKind]:
-    """The tensors, counted by kind."""
+    """Count the tensors by kind."""
     kinds: dict[str, list[TensorFacts]] = defaultdict(list)
     for name, facts in manifest.tensors.items():
         if keys.parameter_of(name) not in manifest.ties:

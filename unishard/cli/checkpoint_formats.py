@@ -1,4 +1,4 @@
-"""What to say where a command that takes unishard's own files is given one of another tool."""
+"""The error when a command for unishard files gets another tool's config."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["own_file"]
 
 @contextmanager
 def own_file(path: Path) -> Iterator[None]:
-    """Turn the many mistakes that another tool's config is full of into one that says what it is.
+    """Replace the errors of another tool's config by one that names the tool.
 
     Raises:
-        ConfigError: As inside, or that the file is of another tool.
+        ConfigError: As inside, or because the file is another tool's.
     """
     try:
         yield
@@ -25,11 +25,11 @@ def own_file(path: Path) -> Iterator[None]:
         if tool is None:
             raise
         advice = f"translate it first: unishard translate {path} --to unishard -o cfg.yaml"
-        raise ConfigError([Problem("", f"is a config of {tool}, and this command takes unishard's own; {advice}", str(path))]) from error
+        raise ConfigError([Problem("", f"is a config of {tool}, but this command needs a unishard config; {advice}", str(path))]) from error
 
 
 def _tool_of(path: Path) -> str | None:
-    """The format of a file that is another tool's, half of whose keys or more our config does not have; None for all others."""
+    """The format of another tool's file, if our schema lacks at least half of its keys; None otherwise."""
     from unishard.config import Config
     from unishard.formats import catalog
     from unishard.formats.source import open_source

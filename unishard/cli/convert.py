@@ -1,4 +1,4 @@
-"""`unishard checkpoint convert`: a checkpoint of another tool as one of unishard, and back."""
+"""`unishard checkpoint convert`: convert checkpoints of other tools to unishard's, and back."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["convert"]
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SRC", help="A checkpoint of any tool, or a folder of unishard's: the latest.", show_default=False),
+        typer.Argument(metavar="SRC", help="A checkpoint of any tool, or a directory of unishard's (uses the latest).", show_default=False),
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A folder that does not exist yet.", show_default=False)],
-    from_: Annotated[str | None, typer.Option("--from", metavar="FORMAT", help="Its format. [default: recognised]")] = None,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.", show_default=False)],
+    from_: Annotated[str | None, typer.Option("--from", metavar="FORMAT", help="Format of SRC. [default: detected]")] = None,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="The format to write.")] = "unishard",
 ) -> None:
     """Convert a checkpoint of another tool, optimizer state included.
 
-    Needs one process, no GPU and no model. Reads unishard, deepspeed, accelerate and dcp (a directory of torch.distributed.checkpoint);
-    writes unishard, deepspeed-universal and dcp. Says on stderr what is left behind. DST appears when it is complete, or not at all.
+    Runs in one process, without a GPU or the model. Reads unishard, deepspeed, accelerate and dcp (a torch.distributed.checkpoint
+    directory); writes unishard, deepspeed-universal and dcp. Reports on stderr what was not converted. DST only appears once complete.
     """
     from unishard.checkpoint.converting import convert as run
 

@@ -1,4 +1,4 @@
-"""`unishard demo`: the same tiny Llama on both engines."""
+"""`unishard demo`: train the same tiny Llama on both engines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["demo"]
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the curves and the figures go.")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory for curves and figures.")] = Path("demo-out"),
     world_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")] = 2,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Number of updates.")] = 60,
 ) -> None:
     """Train a tiny Llama on each engine.
 
-    One script and one config in which one word changes; the two loss curves are compared.
+    Runs one script with one config, changing only the backend, and compares the loss curves.
     """
     from unishard.demo import run_demo
 

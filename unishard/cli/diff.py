@@ -1,4 +1,4 @@
-"""`unishard diff`: what two configs of any tools mean differently."""
+"""`unishard diff`: compare the meaning of two configs of any tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["diff"]
 
 DIFFERENT = 1
-"""Exit status when the two mean something else, as with diff(1), which has 2 for trouble."""
+"""Exit status when they differ, as in diff(1), where 2 means an error."""
 
 Document = typer.Argument(help="A config of any tool.", show_default=False)
 
@@ -25,13 +25,13 @@ Document = typer.Argument(help="A config of any tool.", show_default=False)
 def diff(
     a: Annotated[Path, Document],
     b: Annotated[Path, Document],
-    from_a: Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of A. [default: recognised]")] = None,
-    from_b: Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of B. [default: recognised]")] = None,
+    from_a: Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of A. [default: detected]")] = None,
+    from_b: Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of B. [default: detected]")] = None,
 ) -> None:
-    """Show what two configs mean differently.
+    """Compare the meaning of two configs.
 
-    They may be of different tools. Exits with 0 when they mean the same training, with 1 when they do not, and with 2 when one of
-    them cannot be read.
+    They may be of different tools. Exits with 0 if they describe same training, with 1 if they differ, and with 2 if one cannot be
+    read.
     """
     from unishard import formats
 
@@ -42,7 +42,7 @@ def diff(
         for entry in refused:
             typer.echo(f"not compared: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
     if not found:
-        typer.echo("the same training")
+        typer.echo("same training")
         return
     names = [f"{side} ({reading.format})" for side, reading in zip("AB", readings, strict=True)]
     if is_narrow(3, sys.stdout):

@@ -1,4 +1,4 @@
-"""`unishard docs`: writes the pages that are generated from the schema and the rules."""
+"""`unishard docs`: write the pages generated from the schema and the rules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["docs"]
 
 
 def docs(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 when a page is stale.")] = False,
-    root: Annotated[Path, typer.Option(metavar="DIR", help="The checkout.")] = Path(),
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if a page is out of date.")] = False,
+    root: Annotated[Path, typer.Option(metavar="DIR", help="Root of the checkout.")] = Path(),
 ) -> None:
     """Write the generated pages.
 
-    MAPPING.md from the backends' rules, docs/formats.md from the tables of the formats, docs/schema.md from the schema,
-    docs/manifest.md from that of checkpoints; in docs/engines.md the private names that rare cases need.
+    MAPPING.md from the backends' rules, docs/formats.md from the formats' tables, docs/schema.md from the config schema,
+    docs/manifest.md from the manifest schema, and in docs/engines.md the table of private names.
     """
     from unishard.reference.pages import pages, sections
 
@@ -33,5 +33,5 @@ def docs(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     if check and stale:
-        raise UnishardError("\n".join(f"{name}: is stale; run `unishard docs` and commit it" for name in stale))
+        raise UnishardError("\n".join(f"{name}: is out of date; run `unishard docs` and commit it" for name in stale))
     typer.echo("\n".join(f"{name}: written" for name in stale) or "up to date")

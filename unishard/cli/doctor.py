@@ -1,4 +1,4 @@
-"""`unishard doctor`: whether this environment can train, and what to do where it cannot."""
+"""`unishard doctor`: check whether this environment can train, and how to fix it if not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _COLUMNS = ("status", "what", "found", "to do")
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write it as JSON.")] = False) -> None:
     """Check this environment.
 
-    Versions and whether they were tested, the engines, the private names that rare cases need, accelerators and the launcher's
-    variables. Exits with 1 when something keeps training from running; imports the engines that are installed.
+    Checks versions and whether they were tested, the engines, the private names that workarounds need, accelerators, and the
+    launcher's variables. Imports the installed engines. Exits with 1 if training cannot run.
     """
     from unishard.doctor import Status, examine, worst
 

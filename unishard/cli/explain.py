@@ -1,4 +1,4 @@
-"""`unishard explain`: every effective value, where it came from, and what it becomes on every installed backend."""
+"""`unishard explain`: show every value, its origin, and its translation for every installed backend."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _COLUMNS = ("field", "value", "from")
 def explain(
     config: ConfigFile,
     backend: Annotated[
-        str | None, typer.Argument(metavar="[BACKEND]", help="One backend alone (see `unishard backends`).", show_default=False)
+        str | None, typer.Argument(metavar="[BACKEND]", help="Show only this backend (see `unishard backends`).", show_default=False)
     ] = None,
     native: Annotated[
-        bool, typer.Option("--native", help="Print the JSON that `prepare` hands to the engine. [default backend: the config's]")
+        bool, typer.Option("--native", help="Print the JSON that `prepare` passes to the engine. [default backend: from the config]")
     ] = False,
     set_: Overrides = None,
     world_size: WorldSize = 1,
     gpus_per_node: GpusPerNode = None,
 ) -> None:
-    """Show every value and what it becomes.
+    """Show every value and its translation.
 
-    Each field of the config: its value, where it came from, and what it becomes on each installed backend.
+    For each field of the config: its value, its origin, and what it becomes on each installed backend.
     """
     from unishard.loading import read
 
@@ -91,7 +91,7 @@ def _show_tables(rows: Sequence[Row], names: Sequence[str]) -> None:
 
 
 def _lines(row: Row, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A field on each backend: what it becomes, and below it how that differs."""
+    """Yield a field's translation for each backend, with its note below."""
     for name in names:
         if image := row.images.get(name):
             yield name, _becomes(image)

@@ -1,4 +1,4 @@
-"""`unishard export`: the weights of a checkpoint as Hugging Face lays them out."""
+"""`unishard export`: write a checkpoint's weights in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["export"]
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a folder of them: then its latest.", show_default=False)
+        Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest).", show_default=False)
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Empty, or not there yet.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory, empty or new.", show_default=False)],
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16. [default: what the model's config names, else fp32]", show_default=False),
+        typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16. [default: from the model's config, else fp32]", show_default=False),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of one file.")] = "5GB",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Take the tokenizer from there. [default: the checkpoint's, if any]", show_default=False),
+        typer.Option(metavar="DIR", help="Directory of the tokenizer. [default: the checkpoint's, if any]", show_default=False),
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Take the model's config.json from there, for a converted checkpoint.", show_default=False),
+        typer.Option(metavar="DIR", help="Directory of the model's config.json, for a converted checkpoint.", show_default=False),
     ] = None,
 ) -> None:
     """Write a checkpoint's weights in Hugging Face layout.
 
-    Safetensors with config.json, generation_config.json and the tokenizer, or the adapters of PEFT, whichever engine trained
-    them. It runs in one process, needs no GPU, and holds only small blocks in memory.
+    Writes safetensors with config.json, generation_config.json and the tokenizer, or PEFT adapters, from either engine. Runs in
+    one process, without a GPU, and keeps only small blocks in memory.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -60,4 +60,6 @@ def export(
     word = str(layout.dtype).removeprefix("torch.")
     typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {size(layout.size)} in {word}, from {folder}")
     if layout.bare:
-        typer.echo("there is no config.json, since the checkpoint holds none; name the folder that has the model's: --model DIR", err=True)
+        typer.echo(
+            "no config.json written, because the checkpoint has none; add --model DIR, the directory with the model's config.json", err=True
+        )

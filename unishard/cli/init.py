@@ -1,4 +1,4 @@
-"""`unishard init`: asks what a config needs, and writes it with a comment at each field."""
+"""`unishard init`: ask for the values of a config and write it with comments."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["init"]
 
 
 def init(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the config goes.")] = Path("unishard.yaml"),
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing, and take what would be proposed.")] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file.")] = Path("unishard.yaml"),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept all proposed values.")] = False,
     from_: Annotated[
         Path | None, typer.Option("--from", metavar="OLD", help="Start from a config of any tool.", show_default=False)
     ] = None,
     set_: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a new config, question by question.
 
-    Each field that is written has a comment. With --from, an old config of any tool answers what it says.
+    Each field gets a comment. With --from, an existing config of any tool supplies values.
     """
     if output.exists() and not force:
-        raise UnishardError(f"{output}: is there already; name another file with -o, or replace it with --force")
+        raise UnishardError(f"{output}: exists; name another file with -o, or overwrite it with --force")
     if not yes and not sys.stdin.isatty():
-        raise UnishardError("there is no terminal to ask questions on; give --yes to take what would be proposed, and --set for the rest")
+        raise UnishardError("cannot ask questions without a terminal; add --yes to accept the proposed values, and --set for others")
     from unishard.formats.wizard import Draft
 
     draft = _started(from_, [change for change in set_ or () if change.startswith("backend=")]) if from_ else Draft()
@@ -53,24 +53,24 @@ def init(
     save(output, draft.text)
     typer.echo(f"{output}: written")
     for path, who in draft.undecided.items():
-        typer.echo(f"undecided: {path} comes from {who}; decide it with: unishard set {output} {path}=VALUE", err=True)
+        typer.echo(f"needs input: {path} comes from {who}; run: unishard set {output} {path}=VALUE", err=True)
 
 
 def _started(old: Path, changes: list[str]) -> Draft:
-    """A draft from an old config; says what of it cannot be taken over."""
+    """Make a draft from an existing config; report what cannot be used."""
     from unishard import formats
     from unishard.formats.wizard import Draft
 
     reading = formats.translate(old, "unishard", overrides=changes).reading
     for entry in reading.entries:
         if entry.meaning.fit == "unsupported":
-            typer.echo(f"not taken over: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
+            typer.echo(f"not used: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
     return Draft.of(reading)
 
 
 def _take(draft: Draft, question: Question) -> None:
     if question.path in draft.left:
-        typer.echo(f"left to the script by the old config: {question.path}; {shown(draft.proposal(question.path))} is taken", err=True)
+        typer.echo(f"not in the existing config: {question.path}; using {shown(draft.proposal(question.path))}", err=True)
     draft.answer([_change(draft, question)])
 
 
@@ -81,13 +81,13 @@ def _change(draft: Draft, question: Question) -> str:
 
 
 def _ask(draft: Draft, question: Question) -> None:
-    """Ask until the answer can be used."""
+    """Ask until the answer is valid."""
     from unishard.formats.wizard import offered
 
     words = offered(question.path)
     text = question.text + (f" ({', '.join(words)})" if words else "")
     if who := draft.undecided.get(question.path):
-        text += f" [the old config leaves it to {who}]"
+        text += f" [in the existing config, it comes from {who}]"
     default = _change(draft, question).partition("=")[2]
     while True:
         said = typer.prompt(text, default=default)

@@ -1,4 +1,4 @@
-"""`unishard migrate`: which configs a project has, what each is, and what it would become."""
+"""`unishard migrate`: find a project's configs and check how each would translate."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _OUTCOMES = {0: "translates", 1: "refused", 2: "approximate"}
 
 
 class MigrateForm(StrEnum):
-    """How what was found is written."""
+    """Output format."""
 
     TEXT = "text"
     JSON = "json"
 
 
 def migrate(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A project.", show_default=False)],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="What they would become.")] = "unishard",
-    report: Annotated[MigrateForm, typer.Option(help="Form of what is printed.")] = MigrateForm.TEXT,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Root directory of a project.", show_default=False)],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="Target format.")] = "unishard",
+    report: Annotated[MigrateForm, typer.Option(help="Output format.")] = MigrateForm.TEXT,
 ) -> None:
     """Find the configs of a project.
 
-    What each is, and what it would become. Nothing is written. Virtual environments, node_modules, .git, and files above 1 MiB are
-    passed over.
+    Shows the format of each and how it would translate. Writes nothing. Skips virtual environments, node_modules, .git, and files above
+    1 MiB.
     """
     from unishard.formats import catalog
     from unishard.formats.surveying import FoundConfig, UnreadableConfig, survey
 
     if not folder.is_dir():
-        raise UnishardError(f"{folder}: is no folder; name the folder of a project")
+        raise UnishardError(f"{folder}: is not a directory; name the directory of a project")
     catalog.get(to)
     seen = list(survey(folder, to))
     configs = [one for one in seen if isinstance(one, FoundConfig)]

@@ -1,4 +1,4 @@
-"""The report of a translation: a table on a terminal, aligned text in a pipe, JSON for programs, Markdown for a pull request."""
+"""Write a translation report: a table on a terminal, aligned text in a pipe, JSON, or Markdown."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 __all__ = ["ReportForm", "plain", "value_of", "write_report"]
 
 _ORDER = (Fit.EXACT, Fit.EQUIVALENT, Fit.IGNORED, Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
-"""What needs attention stands last, where the eye is when the command has ended."""
+"""What needs attention comes last, next to the prompt."""
 _LOUD = frozenset({Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED})
 _LONGEST = 60
 
 
 class ReportForm(StrEnum):
-    """How the report is written."""
+    """Form of the report."""
 
     TEXT = "text"
-    """Each key of the file; of what its tool assumes, only what needs attention."""
+    """Each key of the file, and those tool defaults that need attention."""
     FULL = "full"
-    """Also everything that its tool assumes."""
+    """Also all tool defaults."""
     JSON = "json"
-    """All of it as one object."""
+    """Everything as one JSON object."""
     MARKDOWN = "markdown"
-    """As text, for a pull request."""
+    """As text, in Markdown."""
     NONE = "none"
 
 
 def write_report(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
-    """Write the report of a translation to a stream."""
+    """Write a translation report to a stream."""
     match form:
         case ReportForm.JSON:
             file.write(json.dumps(_object(outcome), indent=2) + "\n")
@@ -56,13 +56,13 @@ def _sorted(outcome: Outcome, *, full: bool) -> list[Item]:
 
 
 def _counts_of(items: Sequence[Item]) -> str:
-    """How many there are of each fit: `4 exact, 1 unsupported`."""
+    """Count the fits: `4 exact, 1 unsupported`."""
     counts = [(fit, sum(item.fit is fit for item in items)) for fit in _ORDER]
     return ", ".join(f"{count} {fit}" for fit, count in counts if count) or "no keys"
 
 
 def value_of(value: Any) -> str:
-    """A value in one short line."""
+    """Format a value on one short line."""
     text = bare(value)
     if not text.isprintable() or not text:
         text = repr(text)
@@ -126,7 +126,7 @@ def _text(text: str, style: str) -> Text:
 
 
 def _becomes(item: Item) -> Text:
-    """What says it there, and below it how that differs."""
+    """The translated key, with the note below."""
     cell = _text(item.becomes, "")
     if item.note:
         cell.append("\n" if item.becomes else "")
@@ -135,15 +135,15 @@ def _becomes(item: Item) -> Text:
 
 
 def _pressing(outcome: Outcome) -> dict[str, str]:
-    """The fields that still need a decision, and who knows each."""
+    """Fields that need input, and where each value comes from."""
     return {path: undecided.who for path, undecided in outcome.reading.undecided.items()}
 
 
 def _closing(outcome: Outcome, hidden: int) -> list[str]:
-    """The last lines: what to decide, and how many there are of each fit."""
+    """The last lines: the fields that need input, and the counts."""
     open_ = _pressing(outcome)
-    lines = [f"to decide: {' '.join(f'--set {path}=VALUE' for path in open_)}"] if open_ else []
-    more = f" (--report full shows {hidden} more that {outcome.reading.format} assumes)" if hidden else ""
+    lines = [f"needs input: {' '.join(f'--set {path}=VALUE' for path in open_)}"] if open_ else []
+    more = f" (--report full adds {hidden} defaults of {outcome.reading.format})" if hidden else ""
     return [*lines, f"{outcome.reading.format} -> {outcome.to}: {_counts_of(outcome.items)}{more}"]
 
 
@@ -162,7 +162,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it; a date, or a number that is not finite, becomes text."""
+    """Convert a value to JSON; dates and non-finite numbers become strings."""
     match value:
         case Mapping():
             return {str(key): plain(item) for key, item in value.items()}
@@ -190,7 +190,7 @@ def _markdown(outcome: Outcome) -> str:
 
 
 def _code(text: str) -> str:
-    """Text that Markdown shows as it is, also in a table."""
+    """Format text as Markdown code, also inside a table."""
     if not text:
         return ""
     fence = "``" if "`" in text else "`"

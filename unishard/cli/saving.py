@@ -1,4 +1,4 @@
-"""Writes a file that a command makes: whole or not at all."""
+"""Write a command's output file atomically."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["save"]
 
 
 def save(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a pipe or a device cannot be exchanged and is written to as it is.
+    """Write a file atomically; a pipe or a device is written directly.
 
     Raises:
-        UnishardError: It cannot be written.
+        UnishardError: The file cannot be written.
     """
     try:
         try:
@@ -28,11 +28,11 @@ def save(path: Path, text: str) -> None:
         else:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UnishardError(f"{path}: cannot be written ({error.strerror}); name a file in a folder that exists and is writable") from None
+        raise UnishardError(f"{path}: cannot be written ({error.strerror}); name a file in an existing, writable directory") from None
 
 
 def _replace(path: Path, text: str, mode: int) -> None:
-    """Put a file in the place of another, or of none, in one step."""
+    """Replace or create a file atomically."""
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""`unishard schema`: the JSON Schema of the config, for editors."""
+"""`unishard schema`: print the config's JSON Schema, for editors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["schema"]
 
 
 def schema() -> None:
-    """Print the JSON Schema, for editors."""
+    """Print the config's JSON Schema, for editors."""
     from unishard.reference.json_schema import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))

@@ -1,4 +1,4 @@
-"""`unishard set`: changes fields in a unishard file, and nothing else in it."""
+"""`unishard set`: edit fields of a unishard file in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["set_"]
 
 def set_(
     config: ConfigFile,
-    changes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE...", help="Such as training.seed=1.", show_default=False)],
+    changes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE...", help="For example training.seed=1.", show_default=False)],
 ) -> None:
-    """Change fields in a unishard file.
+    """Edit fields of a unishard file in place.
 
-    Comments, order and quotes stay as they are. The file is left alone if what would come out has a mistake.
+    Keeps comments, order and quotes. Does not change the file if the result would be invalid.
     """
     from unishard.loading.editing import edit
 

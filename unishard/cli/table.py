@@ -1,4 +1,4 @@
-"""What people read: drawn on a terminal, plain aligned columns everywhere else."""
+"""Tables: drawn on a terminal, plain aligned columns elsewhere."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FIT_STYLES = {
     "warn": "yellow",
     "fail": "bold red",
 }
-"""Of a cell or a line by its first word, up to a colon."""
+"""Style of a cell or line, by its first word up to a colon."""
 _READABLE = 25
-"""Columns of a terminal that a column of a table needs, on average."""
+"""Average width of a readable table column, in characters."""
 
 Block = tuple[str, Sequence[tuple[str, str]]]
-"""A heading, and below it lines, each with a label."""
+"""A heading and labeled lines below it."""
 
 
 def is_narrow(columns: int, file: TextIO) -> bool:
-    """Whether a stream is a terminal too narrow for a table with so many columns."""
+    """Whether a stream is a terminal too narrow for a table with this many columns."""
     if not file.isatty():
         return False
     from rich.console import Console
@@ -49,7 +49,7 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) ->
 
 
 def show_blocks(blocks: Iterable[Block], file: TextIO) -> None:
-    """Write headings with indented lines below them to a terminal, wrapped at its width."""
+    """Write blocks to a terminal, wrapped at its width."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -60,7 +60,7 @@ def show_blocks(blocks: Iterable[Block], file: TextIO) -> None:
         console.print(Text(heading, style="bold", overflow="fold"))
         grid = Table.grid("label", "text", padding=(0, 2, 0, 0))
         for label, text in lines:
-            grid.add_row(Text(label), _coloured(text))
+            grid.add_row(Text(label), _colored(text))
         if lines:
             console.print(Padding(grid, (0, 0, 0, 2), expand=False))
 
@@ -75,11 +75,11 @@ def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -
     for at, name in enumerate(columns):
         table.add_column(name, overflow="fold", no_wrap=at == 0 and whole)
     for row in rows:
-        table.add_row(*map(_coloured, row))
+        table.add_row(*map(_colored, row))
     console.print(table)
 
 
-def _coloured(cell: str) -> Text:
+def _colored(cell: str) -> Text:
     from rich.text import Text
 
     return Text(cell, style=FIT_STYLES.get(cell.partition(":")[0], ""), overflow="fold")

@@ -1,14 +1,16 @@
-"""`unishard translate`: a config of any tool as one of another, and a report on stderr of what became of each key."""
+"""`unishard translate`: translate a config of any tool into another's, with a report on stderr."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topology_of
+from unishard.cli.notes import collected
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.saving import save
 from unishard.errors import ConfigError, Problem
@@ -20,33 +22,35 @@ if TYPE_CHECKING:
 __all__ = ["translate"]
 
 APPROXIMATE = 2
-"""Exit status under `--strict` when something is only approximate."""
+"""Exit status under `--strict` when a key is only approximate."""
 _REASONS = {
-    1: (Fit.UNSUPPORTED, "what is refused cannot be had", "do what its note says, or remove the key"),
-    APPROXIMATE: (Fit.APPROXIMATE, "strict is on, and something is only approximate", "change it, or go without strict"),
+    1: (Fit.UNSUPPORTED, "refused (no equivalent)", "do what the note says, or remove the key"),
+    APPROXIMATE: (Fit.APPROXIMATE, "only approximate, and strict is on", "change the key, or turn strict off"),
 }
 
 
 def translate(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML.", show_default=False)],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="The format to write.", show_default=False)],
-    from_: Annotated[str | None, typer.Option("--from", metavar="FORMAT", help="Its format. [default: recognised]")] = None,
+    from_: Annotated[str | None, typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]")] = None,
     output: Output = None,
     world_size: Ranks = None,
     gpus_per_node: GpusPerNode = None,
     set_: Overrides = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 and write nothing when something is only approximate.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 and write nothing if a key is only approximate.")] = False,
     report: Annotated[ReportForm, typer.Option(help="Form of the report on stderr.")] = ReportForm.TEXT,
 ) -> None:
     """Translate a config of any tool into the format of another.
 
-    The document goes to stdout, and the report to stderr: what became of each key. Formats: unishard, deepspeed, accelerate, hf,
-    lightning, axolotl, composer, torchtitan. Exits with 1, and writes nothing, when a key cannot be had.
+    Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf, lightning, axolotl,
+    composer, torchtitan. Exits with 1 and writes nothing if a key has no equivalent.
     """
     from unishard import formats
 
     topology = topology_of(world_size, gpus_per_node)
-    outcome = formats.translate(source, to, from_=from_, overrides=set_ or (), topology=topology)
+    with collected() as notes:
+        outcome = formats.translate(source, to, from_=from_, overrides=set_ or (), topology=topology)
+    outcome = replace(outcome, warnings=(*outcome.warnings, *notes))
     write_report(outcome, report, sys.stderr)
     status = outcome.status(strict=strict or outcome.reading.config.strict)
     if status:
@@ -60,7 +64,7 @@ def translate(
 
 
 def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
-    """Why nothing is written, if the report has not said it."""
+    """Say why nothing is written, unless the report did."""
     fit, why, instead = _REASONS[status]
     found = outcome.of(fit)
     match form:
@@ -69,4 +73,4 @@ def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
             problems = [Problem(item.key, item.note or why, f"{name}:{item.line}" if item.line else name) for item in found]
             typer.echo(ConfigError(problems), err=True)
         case ReportForm.TEXT | ReportForm.FULL:
-            typer.echo(f"nothing is written: {why} ({len(found)} above); {instead}", err=True)
+            typer.echo(f"nothing written: {len(found)} {why}; {instead}", err=True)

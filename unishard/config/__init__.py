@@ -1,6 +1,6 @@
 """The schema: one tree of frozen sections that every backend understands.
 
-No field exists that does nothing, and none is spelt in one engine's dialect.
+Every field does something, and no field is named after one engine's setting.
 """
 
 from __future__ import annotations
@@ -52,34 +52,34 @@ class Config(Section):
     backend: Annotated[str, BeforeValidator(_lower)] = Field(default="fsdp")
     """The engine: `fsdp` (PyTorch), `deepspeed`, or any installed plugin. Changing this word changes nothing else."""
     sharding: Sharding = Field(default_factory=Sharding)
-    """What is partitioned between the ranks."""
+    """What is sharded across the ranks."""
     precision: Precision = Field(default_factory=Precision)
-    """Number formats."""
+    """Dtypes."""
     offload: Offload = Field(default_factory=Offload)
-    """What lives in host memory."""
+    """What is kept in host memory or on NVMe."""
     activation_checkpointing: ActivationCheckpointing = Field(default="none")
-    """Which modules keep their inputs alone and run their forward again in backward, which saves memory and costs time.
+    """Which modules keep only their inputs and rerun their forward in backward. It saves memory and costs time.
 
-    `full`: each of the model's repeated blocks. `selective`: the same, but the results of matrix products with weights, of
-    convolutions and of fused attention are kept, so that only cheap operations run again. A list of class names: the modules of these
-    classes. Random numbers are drawn again alike, so losses do not change.
+    `full`: each of the model's repeated blocks. `selective`: the same, but the outputs of matrix products with weights, of
+    convolutions and of fused attention are kept, so only cheap operations are recomputed. A list of class names: the modules of these
+    classes. The random state is restored before a recomputation, so losses do not change.
     """
     training: Training = Field(default_factory=Training)
     """The loop."""
     optimizer: Optimizer = Field(default_factory=Optimizer)
     """The optimizer."""
     scheduler: Scheduler = Field(default_factory=Scheduler)
-    """The learning rate over time."""
+    """The learning rate schedule."""
     communication: Communication = Field(default_factory=Communication)
-    """Collectives."""
+    """Bucket sizes, prefetch, overlap and checks of collectives."""
     compile: Compile = Field(default_factory=Compile)
     """`torch.compile`."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """What is saved, when and where."""
     strict: bool = Field(default=False)
-    """Whether an approximation is an error instead of a line in the report."""
+    """Whether an approximate translation is an error instead of a line in the report."""
     native: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Settings of one engine that have no field here, by backend: `native: {deepspeed: {...}}`. Merged last into what that
+    """Settings of one engine that have no field here, keyed by backend: `native: {deepspeed: {...}}`. Merged last into what that
     backend generates, validated by it, and listed in the report."""
 
     @model_validator(mode="after")
@@ -93,12 +93,12 @@ class Config(Section):
             what = f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"
             problems.append(("offload.params", what))
         if self.precision.compute == "fp16" and self.training.nonfinite == "ignore":
-            problems.append(("training.nonfinite", "ignore would make updates with overflown fp16 gradients; write skip or raise"))
+            problems.append(("training.nonfinite", "ignore would apply fp16 gradients that overflowed; write skip or raise"))
         if within_group != "full_shard" and "prefetch_bucket_size" in self.communication.model_fields_set:
             problems.append(
                 (
                     "communication.prefetch_bucket_size",
-                    f"has no meaning with {strategy}, which gathers nothing ahead; remove it or choose full_shard",
+                    f"is unused with {strategy}, which does not prefetch; remove it or choose full_shard",
                 )
             )
         if self.activation_checkpointing == []:
@@ -108,10 +108,10 @@ class Config(Section):
 
 
 def expect_config(value: object) -> None:
-    """Check what a caller passes where a config is wanted.
+    """Check that an argument is a config.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is not.
     """
     if not isinstance(value, Config):
-        raise ConfigError([Problem("", f"a unishard.Config is needed, got {type(value).__name__}; load one with unishard.load(path)")])
+        raise ConfigError([Problem("", f"expected a unishard.Config, got {type(value).__name__}; load one with unishard.load(path)")])

@@ -1,4 +1,4 @@
-"""What is computed twice to save memory, and what is compiled."""
+"""Activation checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ActivationCheckpointing = Annotated[Word | list[str], BeforeValidator(_lower)]
 
 
 class Compile(Section):
-    """`torch.compile`, in place: no module or parameter changes its name."""
+    """`torch.compile`, in place: names of modules and parameters do not change."""
 
     shorthand: ClassVar[tuple[str, ...]] = ("mode",)
 
     mode: Annotated[Literal["none", "per_block", "full"], BeforeValidator(_lower), Spellings()] = Field(default="none")
-    """`per_block` compiles each of the model's repeated blocks, which share their code, so that it is compiled once; `full`
-    compiles the whole model, with a graph break wherever the engine gathers a unit."""
+    """`per_block` compiles the model's repeated blocks; their common code is compiled once. `full` compiles the whole model, with a
+    graph break wherever the engine gathers a unit."""
     backend: str = Field(default="inductor")
-    """torch.compile's backend: `inductor` makes kernels (on the CPU it needs a C++ compiler), `aot_eager` and `eager` only
-    trace, which helps to find what cannot be traced."""
+    """torch.compile's backend: `inductor` generates kernels (on the CPU it needs a C++ compiler); `aot_eager` and `eager` only
+    trace, which helps to find graph breaks."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.mode == "none" and "backend" in self.model_fields_set:
-            refuse([("backend", "has no meaning when nothing is compiled; remove it or set compile.mode to per_block")])
+            refuse([("backend", "is unused: nothing is compiled; remove it or set compile.mode to per_block")])
         return self

@@ -1,4 +1,4 @@
-"""Which spellings of a word a field takes, for editors."""
+"""Accepted spellings of a field's values, for editors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Spellings"]
 
 @dataclass(frozen=True, slots=True)
 class Spellings:
-    """Marks a field whose words are taken in any case, and the other words that its validator knows.
+    """Marks a field whose values are case-insensitive, and the aliases that its validator accepts.
 
-    It changes the JSON Schema alone, so that an editor offers the canonical words and underlines none that is accepted.
+    It only changes the JSON Schema: an editor offers the canonical values and does not flag an accepted alias.
     """
 
     aliases: tuple[str, ...] = ()
@@ -26,5 +26,5 @@ class Spellings:
 
 
 def _any_case(word: str) -> str:
-    """A pattern for a word; JSON Schema's patterns have no flag for it."""
+    """A case-insensitive pattern for a word; JSON Schema has no flag for it."""
     return "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else f"[{letter}]" for letter in word)

@@ -1,4 +1,4 @@
-"""Sizes and timing of collectives. None of these changes the maths."""
+"""Sizes and timing of collectives. No field here changes the results."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ __all__ = ["Communication"]
 
 
 class Communication(Section):
-    """Sizes and timing of collectives. None of these changes the maths."""
+    """Sizes and timing of collectives. No field here changes the results."""
 
     reduce_bucket_size: int = Field(default=25_000_000, ge=1)
-    """Elements of gradient that are reduced in one collective, where the engine uses buckets."""
+    """Gradient elements reduced in one collective, on engines that use buckets."""
     prefetch_bucket_size: int = Field(default=50_000_000, ge=0)
-    """Elements of parameter that may be gathered ahead of their use (`full_shard`); 0 for no prefetch."""
+    """Parameter elements that may be gathered before they are used (`full_shard`); 0 disables prefetching."""
     overlap: bool = Field(default=True)
-    """Whether gradients are reduced while backward goes on, where the engine leaves the choice."""
+    """Whether gradients are reduced during backward, where the engine has this option."""
     desync_check: bool = Field(default=True)
-    """Whether the ranks compare notes before an engine's collective calls, in the first ten updates and in every tenth, so that
-    different calls are one error that names who is where, and no hang."""
+    """Whether to check that all ranks make the same collective calls, in the first ten updates and in every tenth after them. On a
+    mismatch, every rank raises an error that names each rank's call, instead of hanging."""
     desync_timeout: float = Field(default=10.0, gt=0, le=1800)
-    """Seconds within which that error comes. A rank that is only late, outside unishard, is named in a warning after them and
-    waited for."""
+    """Seconds until that error is raised. A rank that is late outside unishard is named in a warning instead, and waited for."""

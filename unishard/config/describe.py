@@ -1,4 +1,4 @@
-"""Types and values of the schema in a person's words, for error messages and for the reference."""
+"""Describe the schema's types and values in error messages and in the reference."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NUMBERS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbe
 
 
 def expected(field: FieldInfo) -> str:
-    """What a field takes, such as "a whole number of at least 1, or null"."""
+    """Describe what a field accepts, such as "a whole number of at least 1, or null"."""
     return type_in_words(field.annotation, field.metadata)
 
 
 def type_in_words(kind: Any, metadata: Iterable[Any] = (), *, plural: bool = False) -> str:
-    """A type annotation in words; `metadata` holds its bounds."""
+    """Describe a type annotation; `metadata` contains its bounds."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return type_in_words(args[0], [*_flat(args[1:]), *metadata], plural=plural)
@@ -74,7 +74,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 
 def choices(kind: Any) -> list[str]:
-    """The words that a type offers, such as ``["none", "cpu"]``; empty when it offers none."""
+    """The literal values of a type, such as ``["none", "cpu"]``; empty if it has none."""
     if get_origin(kind) is Literal:
         return [str(arg) for arg in get_args(kind)]
     if get_origin(kind) in (Union, types.UnionType, Annotated):
@@ -83,7 +83,7 @@ def choices(kind: Any) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as it would stand in YAML, cut when it is long."""
+    """Format a value as in YAML, truncated if it is long."""
     match value:
         case None:
             text = "null"
@@ -103,5 +103,5 @@ def shown(value: Any) -> str:
 
 
 def bare(value: Any) -> str:
-    """A value as it would stand in YAML, text without quotes."""
+    """Format a value as in YAML, strings without quotes."""
     return value if isinstance(value, str) else shown(value)

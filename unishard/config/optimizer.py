@@ -1,4 +1,4 @@
-"""The optimizer, and which parameters it treats differently."""
+"""The optimizer and its parameter groups."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _pattern(value: str) -> str:
     except re.error as error:
         raise PydanticCustomError(
             "pattern",
-            "holds {value}, which is no regular expression ({error}); write a part of a parameter's name",
+            "contains {value}, which is not a regular expression ({error}); write a substring of a parameter's name",
             {"value": repr(value), "error": str(error)},
         ) from None
     if not value:
-        raise PydanticCustomError("pattern", "holds an empty pattern, which matches everything; write a part of a parameter's name")
+        raise PydanticCustomError("pattern", "contains an empty pattern, which matches everything; write a substring of a parameter's name")
     return value
 
 
@@ -49,7 +49,7 @@ _BELONGS = {
     "momentum": ("sgd",),
     "nesterov": ("sgd",),
 }
-"""Fields that not every optimizer has, and which do."""
+"""Fields that only some optimizers have, and those optimizers."""
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "betas": {"lion": (0.9, 0.99)},
@@ -59,19 +59,19 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _default(field: str, otherwise: Any) -> Callable[[dict[str, Any]], Any]:
-    """The default of the optimizer that is named, which is that of its own library."""
+    """The default in the library of the named optimizer."""
     return lambda given: _DEFAULTS[field].get(given.get("name", ""), otherwise)
 
 
 class ParameterGroup(Section):
-    """Parameters that are trained with another learning rate or weight decay."""
+    """Parameters with their own learning rate or weight decay."""
 
     params: list[Pattern] = Field(default_factory=list)
-    """Which parameters: patterns as in `no_decay`. The first section with a pattern that matches a parameter takes it."""
+    """Which parameters: patterns as in `no_decay`. A parameter belongs to the first group with a matching pattern."""
     lr: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Their learning rate, before the schedule; `null` for `optimizer.lr`."""
     weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Their weight decay, also of those that `no_decay` matches; `null` for what they would have without this section."""
+    """Their weight decay, which overrides `no_decay`; `null` for the value that they have without this group."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -79,19 +79,19 @@ class ParameterGroup(Section):
         if not self.params:
             problems.append(("params", "is empty; name at least one pattern, such as embed"))
         if self.lr is None and self.weight_decay is None:
-            problems.append(("lr", "is not there, and weight_decay is neither, so nothing differs in this group; write one of them"))
+            problems.append(("lr", "and weight_decay are both missing, so the group changes nothing; write one of them"))
         refuse(problems)
         return self
 
 
 class Optimizer(Section):
-    """The torch optimizer that `prepare` builds, unless it is given one, or a factory."""
+    """The torch optimizer that `prepare` builds when it is not given an optimizer or a factory."""
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
     name: Annotated[Literal["adamw", "adam", "sgd", "adagrad", "lion"], BeforeValidator(_lower), Spellings()] = Field(default="adamw")
     """`adamw` (decoupled weight decay), `adam` (weight decay added to the gradient), `sgd` and `adagrad` are torch's, fused where
-    torch can; `lion` is that of the package lion-pytorch (the extra `optimizers`)."""
+    torch supports it; `lion` comes from the package lion-pytorch (the extra `optimizers`)."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Learning rate, before the schedule."""
     betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair)] = Field(default_factory=_default("betas", (0.9, 0.999)))
@@ -103,14 +103,14 @@ class Optimizer(Section):
     momentum: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """SGD's momentum factor."""
     nesterov: bool = Field(default=False)
-    """Whether SGD's momentum is Nesterov's."""
+    """Whether SGD uses Nesterov momentum."""
     weight_decay: float = Field(default_factory=_default("weight_decay", 0.0), ge=0, allow_inf_nan=False)
-    """Weight decay of every trainable parameter that nothing below exempts; by default 0.01 with `adamw`, else 0."""
+    """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw`, else 0."""
     no_decay: list[Pattern] = Field(default_factory=list)
-    """Parameters without weight decay: regular expressions, each looked for anywhere in a parameter's name (`re.search`), such as
+    """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`), such as
     `[bias, norm]`. One that matches no trainable parameter is an error."""
     groups: list[ParameterGroup] = Field(default_factory=list)
-    """Parameters with a learning rate or weight decay of their own: `[{params: [embed], lr: 1e-4}]`. The schedule multiplies the rate
+    """Parameters with their own learning rate or weight decay: `[{params: [embed], lr: 1e-4}]`. The schedule multiplies the rate
     of each group."""
 
     @model_validator(mode="after")
@@ -129,4 +129,4 @@ class Optimizer(Section):
         if self.name == "lion" and not all(rate is None or rate > 0 for rate in (self.lr, *(group.lr for group in self.groups))):
             yield "lr", "must be above 0 with lion; write a positive rate, or freeze the parameters"
         if self.no_decay and not self.weight_decay:
-            yield "no_decay", "has no meaning without weight decay; set optimizer.weight_decay or remove it"
+            yield "no_decay", "is unused without weight decay; set optimizer.weight_decay or remove it"

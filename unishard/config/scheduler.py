@@ -1,4 +1,4 @@
-"""The learning rate over time."""
+"""The learning rate schedule."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ def _lower(value: Any) -> Any:
 
 
 class Scheduler(Section):
-    """The learning rate over time. It moves once for each real update, on any number of ranks."""
+    """The learning rate schedule. It advances once per update that is not skipped, on any number of ranks."""
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
     name: Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_lower), Spellings()] = Field(default="constant")
-    """Shape after the warm-up: stay, fall in a straight line, or fall along half a cosine."""
+    """Shape after the warm-up: constant, linear decay, or cosine decay."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the rate climbs; update i uses i / warmup_steps of the way (as transformers' schedules)."""
+    """Updates over which the rate rises; update i uses i / warmup_steps of the range, as in transformers."""
     warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(_lower), Spellings()] = Field(default="linear")
-    """How it climbs: in a straight line, or along a logarithm, fast at first (`log`: update i uses ln(i + 1) / ln(warmup_steps) of the
-    way, as DeepSpeed's schedules)."""
+    """How it rises: linearly, or logarithmically, fast at first (`log`: update i uses ln(i + 1) / ln(warmup_steps) of the range, as in
+    DeepSpeed)."""
     warmup_start_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where the climb begins, as a part of `optimizer.lr`."""
+    """Rate at the start of the warm-up, as a fraction of `optimizer.lr`."""
     delay_steps: int = Field(default=0, ge=0)
-    """Updates that the schedule waits at its first rate before it begins. DeepSpeed's `WarmupLR` and `WarmupDecayLR` wait for one."""
+    """Updates at the first rate before the schedule begins. DeepSpeed's `WarmupLR` and `WarmupDecayLR` wait for one."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Updates until the end of the fall, warm-up included, not counting `delay_steps`; needed by `linear` and `cosine`."""
+    """Updates until the end of the decay, including warm-up, excluding `delay_steps`; required by `linear` and `cosine`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where the fall ends, as a part of `optimizer.lr`."""
+    """Rate at the end of the decay, as a fraction of `optimizer.lr`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems: list[tuple[str, str]] = []
         if self.name == "constant":
             problems += [
-                (field, "has no meaning with a constant schedule; remove it or choose linear or cosine")
+                (field, "is unused with a constant schedule; remove it or choose linear or cosine")
                 for field in ("total_steps", "min_lr_ratio")
                 if field in self.model_fields_set and getattr(self, field) is not None
             ]
         elif self.total_steps is None:
-            problems.append(("total_steps", f"is needed by a {self.name} schedule; write the number of updates"))
+            problems.append(("total_steps", f"is required by a {self.name} schedule; write the number of updates"))
         elif self.warmup_steps >= self.total_steps:
             problems.append(("warmup_steps", f"must be smaller than total_steps ({self.total_steps}), got {self.warmup_steps}"))
         if not self.warmup_steps:
             problems += [
-                (field, "has no meaning without a warm-up; remove it or set scheduler.warmup_steps")
+                (field, "is unused without a warm-up; remove it or set scheduler.warmup_steps")
                 for field in ("warmup_type", "warmup_start_ratio")
                 if field in self.model_fields_set
             ]
         elif self.warmup_steps == 1 and self.warmup_type == "log":
             problems.append(("warmup_type", "log needs a warm-up of at least 2 updates; set scheduler.warmup_steps to 2 or write linear"))
         if self.name == "constant" and not self.warmup_steps and "delay_steps" in self.model_fields_set:
-            problems.append(("delay_steps", "has no meaning with a constant rate; remove it or set scheduler.warmup_steps"))
+            problems.append(("delay_steps", "is unused with a constant rate; remove it or set scheduler.warmup_steps"))
         refuse(problems)
         return self

@@ -1,42 +1,90 @@
-"""What every section of the config has in common: strictness, frozenness, shorthands and how errors name their field."""
+"""Base class of the config's sections: strict, frozen, with shorthands and errors that name their field."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, ClassVar, NoReturn, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ModelWrapValidatorHandler, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
-__all__ = ["CROSS_FIELD", "Section", "items_of", "leaves", "refuse", "value_at"]
+from unishard.errors import RenamedFieldWarning
+
+__all__ = ["CROSS_FIELD", "Section", "items_of", "leaves", "refuse", "renamed_note", "value_at"]
 
 CROSS_FIELD = "cross_field"
 
 
 class Section(BaseModel):
-    """A part of the config. The docstring under a field is its description everywhere: help, MAPPING.md and JSON Schema."""
+    """A section of the config. The docstring under a field is its description in the docs, the JSON Schema and `unishard init`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    # Validators are built, and docstrings read, when they are first needed: doing both at import takes longer than a translation.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     shorthand: ClassVar[tuple[str, ...]] = ()
-    """The fields that a bare value stands for: ``sharding: full_shard`` means ``sharding: {strategy: full_shard}``."""
+    """The fields that a plain value sets: ``sharding: full_shard`` means ``sharding: {strategy: full_shard}``."""
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Old names of fields, which are accepted for one release, and the new ones."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """A bare value as the fields that it stands for; anything else as it is."""
+        """Expand a plain value to the fields that it sets; return anything else unchanged."""
         if not cls.shorthand or value is None or isinstance(value, Mapping | cls):
             return value
         return dict.fromkeys(cls.shorthand, value)
 
+    @classmethod
+    def descriptions(cls) -> Mapping[str, str]:
+        """The docstring under each field."""
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        pairs = pairwise(body.body if isinstance(body, ast.ClassDef) else ())
+        return {
+            field.target.id: inspect.cleandoc(str(text.value.value))
+            for field, text in pairs
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id in cls.model_fields
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in cls.descriptions().items():
+            properties[name]["description"] = text
+        return schema
+
     @model_validator(mode="wrap")
     @classmethod
     def _expand_shorthand(cls, value: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        return handler(cls.expand(value))
+        value = cls.expand(value)
+        return handler(cls._current(value) if cls.renamed and isinstance(value, Mapping) else value)
+
+    @classmethod
+    def _current(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The fields under their current names; warns about an old one."""
+        for old, new in cls.renamed.items():
+            if old in value:
+                if new in value:
+                    refuse([(old, f"is the old name of {new}, which is set too; remove {old}")])
+                warnings.warn(f"{cls.__name__}: {renamed_note(old, new)}", RenamedFieldWarning, stacklevel=2)
+                value = {new if key == old else key: item for key, item in value.items()}
+        return value
+
+
+def renamed_note(old: str, new: str) -> str:
+    """The warning for a field given under its old name."""
+    return f"{old} was renamed to {new}; use the new name, the next release rejects the old one"
 
 
 def refuse(problems: Iterable[tuple[str, str]]) -> None:
-    """Raise all ``(field, what; what instead)`` at once from a validator; do nothing when there are none."""
+    """Raise all ``(field, what; what instead)`` from a validator at once; do nothing for an empty list."""
     found = list(problems)
     if found:
         _refuse(found)
@@ -58,7 +106,7 @@ def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def items_of(kind: Any) -> type[Section] | None:
-    """The section that a list holds many of; None for every other type."""
+    """The section type of a list's items; None for any other type."""
     (item,) = get_args(kind) if get_origin(kind) is list else (None,)
     return item if isinstance(item, type) and issubclass(item, Section) else None
 

@@ -1,4 +1,4 @@
-"""How many ranks share one copy of the training state. Imports no engine and no torch."""
+"""The number of ranks that share one copy of the training state. Imports neither torch nor an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_groups", "shard_group_size"]
 
 
 def shard_group_size(cfg: Config, topology: Topology) -> int:
-    """Ranks that share one copy: one with `no_shard`, a group with the hybrid strategies, all of them otherwise."""
+    """The number of ranks that share one copy: 1 for `no_shard`, the group size for hybrid strategies, else all."""
     if cfg.sharding.strategy == "no_shard":
         return 1
     if not cfg.sharding.hybrid:
@@ -19,15 +19,15 @@ def shard_group_size(cfg: Config, topology: Topology) -> int:
 
 
 def check_groups(cfg: Config, topology: Topology) -> None:
-    """Check that the groups of a hybrid strategy fit the ranks.
+    """Check that the groups of a hybrid strategy fit the topology.
 
     Raises:
-        ConfigError: `sharding.group_size`, given or taken from the node, does not divide the ranks, or a group is a single rank.
+        ConfigError: `sharding.group_size`, or its default from the node, does not divide the ranks, or is 1.
     """
     if not cfg.sharding.hybrid:
         return
     world, size = topology.world_size, shard_group_size(cfg, topology)
-    said = f"is {size}" if cfg.sharding.group_size else f"is left out, and a node has {size} rank{'s' if size > 1 else ''}"
+    said = f"is {size}" if cfg.sharding.group_size else f"is not set, and a node has {size} rank{'s' if size > 1 else ''}"
     if world % size:
         fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
         instead = f"write one of {', '.join(fitting)}" if fitting else "choose full_shard"
@@ -36,5 +36,5 @@ def check_groups(cfg: Config, topology: Topology) -> None:
         )
     if size == 1 < world:
         raise ConfigError(
-            [Problem("sharding.group_size", f"{said}, so that nothing would be sharded; write 2 or more, or choose full_shard or no_shard")]
+            [Problem("sharding.group_size", f"{said}, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard")]
         )

@@ -1,7 +1,8 @@
-"""What is partitioned between the ranks, and in which units."""
+"""What is sharded across the ranks, and in which units."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -28,7 +29,7 @@ def _strategy(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         raise PydanticCustomError(
             "bare_integer",
-            "a number means different things (Accelerate's 1 is FULL_SHARD, DeepSpeed's 1 is ZeRO-1), got {value}; "
+            "a number is ambiguous (1 is FULL_SHARD in Accelerate and ZeRO-1 in DeepSpeed), got {value}; "
             "write the name, such as full_shard or zero3",
             {"value": value},
         )
@@ -46,43 +47,44 @@ Strategy = Annotated[
 
 
 class Sharding(Section):
-    """What is partitioned between the ranks, and in which units."""
+    """What is sharded across the ranks, and in which units."""
 
     shorthand: ClassVar[tuple[str, ...]] = ("strategy",)
+    renamed: ClassVar[Mapping[str, str]] = {"whole_units": "conditional_modules"}
 
     strategy: Strategy = Field(default="full_shard")
-    """What each rank keeps only a part of.
+    """What is sharded.
 
-    `no_shard`: nothing, every rank holds the whole training state (DDP, ZeRO-0). `shard_optimizer`: fp32 masters and
+    `no_shard`: nothing; every rank holds the whole training state (DDP, ZeRO-0). `shard_optimizer`: fp32 master weights and
     optimizer state (ZeRO-1). `shard_grad_op`: also gradients, reduced on every micro-batch (ZeRO-2). `full_shard`: also
     parameters, gathered unit by unit (FSDP FULL_SHARD, ZeRO-3). `hybrid_shard` and `hybrid_shard_grad_op`: `full_shard` and
-    `shard_grad_op` within groups of `group_size` ranks, each of which holds a whole copy (FSDP HYBRID_SHARD, MiCS). FSDP's
+    `shard_grad_op` within groups of `group_size` ranks, replicated across groups (FSDP HYBRID_SHARD, MiCS). FSDP's
     enum names, `ddp`, `hsdp` and `zero0` to `zero3` are accepted in any case.
     """
     group_size: int | None = Field(default=None, ge=2)
-    """Ranks that share one copy (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks. Ranks in a
-    row form a group. `null` for the ranks of one node. Where one group holds all ranks, nothing is replicated."""
+    """Ranks in one sharding group (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks. Consecutive
+    ranks form a group. `null` for the ranks of one node. A group of all ranks means no replication."""
     reshard_after_forward: bool = Field(default=True)
-    """Whether a unit's parameters are dropped after its forward and gathered again for its backward (`full_shard`
-    and `hybrid_shard` only). `false` trades memory for half of the all-gathers."""
+    """Whether a unit's parameters are freed after its forward and gathered again for its backward (`full_shard`
+    and `hybrid_shard` only). `false` halves the all-gathers and needs more memory."""
     units: Literal["auto"] | list[str] = Field(default="auto")
     """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the model's
     repeated blocks (`_no_split_modules` of a Hugging Face model)."""
     min_unit_params: int = Field(default=0, ge=0)
-    """Modules with fewer parameters than this (a count) are no unit of their own."""
-    whole_units: list[str] = Field(default_factory=list)
-    """Classes of modules that some rank may leave out in a micro-batch, wholly or in part: experts behind a router, a tower for
-    images. Neither they nor anything inside them is a unit: they are gathered and reduced with the unit around them, or with the
-    root where there is none, and a rank that does not use one of their parameters adds zeros to the average."""
+    """Modules with fewer parameters than this are not units."""
+    conditional_modules: list[str] = Field(default_factory=list)
+    """Classes of modules that a rank may skip in a micro-batch, entirely or partly, such as experts behind a router or an image
+    tower. Neither they nor modules inside them are units: they are gathered and reduced with the enclosing unit, or with the root
+    if there is none. A rank that does not use one of their parameters contributes zeros to the average."""
 
     @property
     def within_group(self) -> str:
-        """The strategy among the ranks that share one copy: `full_shard` for `hybrid_shard`, itself for one that is not hybrid."""
+        """The strategy within a sharding group: `full_shard` for `hybrid_shard`, itself for one that is not hybrid."""
         return _WITHIN_GROUP.get(self.strategy, self.strategy)
 
     @property
     def hybrid(self) -> bool:
-        """Whether groups of ranks hold a copy each."""
+        """Whether each group of ranks holds a copy."""
         return self.strategy in _WITHIN_GROUP
 
     @model_validator(mode="after")
@@ -91,22 +93,25 @@ class Sharding(Section):
         problems: list[tuple[str, str]] = []
         if self.strategy == "no_shard":
             problems += [
-                (field, "has no meaning with strategy no_shard, which gathers nothing; remove it or choose full_shard")
+                (field, "is unused with strategy no_shard, which gathers nothing; remove it or choose full_shard")
                 for field in ("units", "min_unit_params")
                 if field in given
             ]
         if not self.hybrid and self.group_size is not None:
             problems.append(
-                ("group_size", f"has no meaning with strategy {self.strategy}, which has no groups; remove it or choose hybrid_shard")
+                ("group_size", f"is unused with strategy {self.strategy}, which has no groups; remove it or choose hybrid_shard")
             )
         if self.within_group != "full_shard" and "reshard_after_forward" in given:
-            problems.append(("reshard_after_forward", f"has no meaning with strategy {self.strategy}; remove it or choose full_shard"))
+            problems.append(("reshard_after_forward", f"is unused with strategy {self.strategy}; remove it or choose full_shard"))
         if self.units == []:
             problems.append(("units", "is empty; name at least one class or write auto"))
         if self.units != "auto":
             problems += [
-                ("whole_units", f"{name} is named in units as well, and a whole unit is no unit of its own; remove it from one of the two")
-                for name in self.whole_units
+                (
+                    "conditional_modules",
+                    f"{name} is also in units, but a conditional module cannot be a unit; remove it from one of the two",
+                )
+                for name in self.conditional_modules
                 if name in self.units
             ]
         refuse(problems)

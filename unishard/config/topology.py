@@ -1,6 +1,6 @@
-"""How many ranks there are and which one this is, read from the launcher's environment.
+"""The number of ranks and this process's rank, from the launcher's environment.
 
-This is the only reader of the launcher's variables. Nothing else in unishard is configured through the environment.
+Only this module reads the launcher's variables. Nothing else in unishard is configured through the environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Topology", "first_host", "rendezvous"]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Place of this process among all processes of the run."""
+    """The position of this process in the run."""
 
     world_size: int = 1
     """Number of ranks in the whole run."""
@@ -28,7 +28,7 @@ class Topology:
     local_rank: int = 0
     """This process on its node, from 0 to ``local_world_size - 1``."""
     launcher: str = "python"
-    """Who started the process: ``torchrun``, ``srun`` or ``python`` (a plain script, one rank)."""
+    """What started the process: ``torchrun``, ``srun`` or ``python`` (a plain script, one rank)."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Topology:
@@ -44,9 +44,7 @@ class Topology:
         if "RANK" in environ or "WORLD_SIZE" in environ:
             rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
             if not 0 <= rank < world:
-                raise ConfigError(
-                    [Problem("", f"the environment says RANK={rank} of WORLD_SIZE={world}; ranks count from 0 to {world - 1}")]
-                )
+                raise ConfigError([Problem("", f"RANK={rank} is invalid for WORLD_SIZE={world}; ranks are 0 to {world - 1}")])
             return cls(
                 world_size=world,
                 local_world_size=_number(environ, "LOCAL_WORLD_SIZE", default=world),
@@ -69,21 +67,19 @@ class Topology:
 
 
 def rendezvous(topology: Topology, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Where the ranks meet, as the `init_method` of `torch.distributed.init_process_group`; None where there is one rank.
+    """The `init_method` for `torch.distributed.init_process_group`; None for a single rank.
 
-    torchrun says it in `MASTER_ADDR` and `MASTER_PORT`. Under srun, where a job script need not set them, it is the step's
-    first host and a port made of the job's number.
+    torchrun sets `MASTER_ADDR` and `MASTER_PORT`. Under srun, where a job script need not set them, it is the step's
+    first host and a port derived from the job ID.
 
     Raises:
-        ConfigError: The launcher's environment does not say it.
+        ConfigError: The launcher's variables are incomplete.
     """
     match topology.launcher:
         case "torchrun":
             if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]:
                 said = f"RANK and WORLD_SIZE are set, but not {' and '.join(absent)}"
-                raise ConfigError(
-                    [Problem("", f"the environment is a launcher's only in part: {said}; start with torchrun, srun or python")]
-                )
+                raise ConfigError([Problem("", f"the launcher's variables are incomplete: {said}; start with torchrun, srun or python")])
             return "env://"
         case "srun":
             hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"

@@ -1,4 +1,4 @@
-"""From a model and a config to a running engine."""
+"""Prepare a model: build its engine from a config."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from unishard.plugins.translate import translate
 __all__ = ["prepare"]
 
 _prepared: WeakSet[nn.Module] = WeakSet()
-"""Models that have been sharded in place, which cannot be done twice."""
+"""Models that were sharded in place; this is possible only once."""
 
 _SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
-"""The strategies that leave something to shard where there are no gradients and no optimizer state."""
+"""The strategies that shard parameters, so that they also apply to inference."""
 
 
 def prepare(
@@ -49,37 +49,38 @@ def prepare(
 ) -> Engine:
     """Shard a model over all ranks and build its engine. Collective: call it on every rank with the same arguments.
 
-    Starts the process group from torchrun's or srun's environment, or as a group of one. Parameters and buffers of rank 0
-    are sent to all ranks first. Afterwards torch's random numbers are seeded with `training.seed` plus the rank, if it trains.
+    Starts the process group from torchrun's or srun's environment, or a group of one rank. Parameters and buffers are first
+    broadcast from rank 0. With `train=True`, torch is seeded with `training.seed` plus the rank afterwards.
 
-    Any number of models can be prepared in one process, in any order, each with a config of its own.
+    Any number of models can be prepared in one process, in any order, each with its own config.
 
     Args:
         model: Any module, on any device, in fp32, bf16 or fp16: full, or as `unishard.init` or `unishard.from_pretrained` leaves it.
-            It is sharded in place; its trainable parameters are cast to `precision.master` before.
+            It is sharded in place, after its trainable parameters are cast to `precision.master`.
         cfg: What to run.
-        optimizer: Left out, the config's `optimizer` section decides; else that section must be absent. Either an optimizer made
-            from the model's own parameters and not stepped yet: it keeps its groups and options, and is moved to the sharded
-            parameters, so that only the engine steps it from then on. Or a function that builds one from the trainable
-            parameters it is given, all of them. Where parameters are sharded it sees shards of them, so its update must work
-            element by element, as those of SGD and the Adam family do.
-        scheduler: Left out, the config's `scheduler` section decides; else that section must be absent. Either a scheduler of torch or
-            transformers, made on the `optimizer` that is passed, or a function from the optimizer to one. The engine steps it.
-        train: False for a model that is only evaluated, such as a frozen teacher. It has no optimizer: its parameters are frozen and
-            held only in `precision.compute`, sharded under full_shard, else in full on each rank; it is put in evaluation mode, its
-            forward builds no graph unless one of its inputs needs a gradient, and `backward` and `step` are refused. What the config
-            says about the optimizer and the loop is not used.
+        optimizer: By default, the config's `optimizer` section is used; if this is given, the config must have no such section.
+            Either an optimizer that was made from the model's parameters and has not stepped yet: it keeps its groups and options
+            and is moved to the sharded parameters, and from then on only the engine steps it. Or a function that builds one from
+            all trainable parameters. It may get shards of parameters, so its update must be element-wise, as in SGD and the Adam
+            family.
+        scheduler: By default, the config's `scheduler` section is used; if this is given, the config must have no such section.
+            Either a scheduler of torch or transformers on the `optimizer` that is passed, or a function that builds one from the
+            optimizer. The engine steps it.
+        train: False for inference, for example with a frozen teacher. There is no optimizer. Parameters are frozen and kept only in
+            `precision.compute`, sharded under full_shard, else replicated. The model is put in evaluation mode, its forward builds
+            a graph only if an input requires a gradient, and `backward` and `step` raise an error. The config's optimizer and loop
+            settings are ignored.
 
     Returns:
         The engine. Use it as a context manager or call `close()`.
 
     Raises:
         BackendError: The backend is unknown, or its packages are not installed.
-        ConfigError: The config cannot be honoured on this backend or this number of ranks, or has an optimizer or a scheduler
-            beside the one that is passed, or the latter would not train the model as asked.
-        ModelError: The model cannot be sharded as asked.
+        ConfigError: The backend or the number of ranks does not support the config, the config has an optimizer or scheduler
+            in addition to the one passed, or the one passed would not train the model as configured.
+        ModelError: The model cannot be sharded as configured.
         RankMismatchError: Ranks hold different configs, models or optimizers.
-        EngineMismatchError: What the backend built is not what was asked.
+        EngineMismatchError: The backend's engine does not match the config.
     """
     expect_config(cfg)
     topology = process_group.ensure(Topology.from_environment())
@@ -151,7 +152,7 @@ def _plan(
     if not isinstance(model, nn.Module):
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     if model in _prepared:
-        raise ModelError(f"this {type(model).__name__} has been prepared before; build the model anew and prepare it once")
+        raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
     facts = facts_of(model, cfg.sharding, train=train)
     materialization.check(model)
     units = units_of(model, cfg.sharding)
@@ -160,7 +161,7 @@ def _plan(
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     given = [name for name, value in (("optimizer", optimizer), ("scheduler", scheduler)) if value is not None]
     if given and not train:
-        raise ConfigError([Problem(name, "was given to prepare with train=False, which updates nothing; remove it") for name in given])
+        raise ConfigError([Problem(name, "was passed to prepare with train=False, which does no updates; remove it") for name in given])
     replicated = not train and cfg.sharding.strategy not in _SHARDS_PARAMETERS
     return _Plan(facts, units, recomputed if train else [], compiled, recipe, replicated, translation)
 

@@ -18,6 +18,7 @@ from unishard.loading.document import Document
 from unishard.loading.origins import OVERRIDE, Origins
 from unishard.loading.overrides import override
 from unishard.loading.placeholders import STAND_INS
+from unishard.loading.renamed import current_change
 from unishard.loading.validation import dotted, findings_of
 from unishard.mapping.entries import Entry, Undecided
 from unishard.mapping.rules import Fit
@@ -68,7 +69,7 @@ def assemble(
     Raises:
         ConfigError: An override cannot be used.
     """
-    found, overrides = _without_contradictions(entries), tuple(overrides)
+    found, overrides = _without_contradictions(entries), tuple(map(current_change, overrides))
     idle: frozenset[str] = frozenset()
     while True:
         fields = _fields(found)

@@ -1,4 +1,4 @@
-"""From a YAML file, or a mapping, and overrides to a `Config`; every mistake at once, with its line."""
+"""Load a `Config` from YAML or a mapping plus overrides; report all errors at once, with their lines."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.loading.document import Document, from_file, from_mapping
 from unishard.loading.origins import Origin, Origins
 from unishard.loading.overrides import override
+from unishard.loading.renamed import current_change, current_names
 from unishard.loading.validation import Finding, dotted, findings_of
 
 __all__ = ["Origin", "Origins", "load", "read", "settle"]
@@ -23,32 +24,33 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     """Load a config from a YAML 1.2 file or a mapping.
 
     Args:
-        source: Path of a YAML file, or what such a file would hold.
-        overrides: Changes on top, such as `["training.micro_batch_size=4", "sharding.units=[A, B]"]`. The value is YAML;
-            the last one counts.
+        source: Path of a YAML file, or its content as a mapping.
+        overrides: Overrides such as `["training.micro_batch_size=4", "sharding.units=[A, B]"]`. The value is YAML;
+            the last one wins.
 
     Returns:
-        The config, checked.
+        The validated config.
 
     Raises:
-        ConfigError: The file cannot be read, or values in it cannot be used. Lists every problem with `file:line`.
+        ConfigError: The file cannot be read, or has invalid values. Lists every problem with `file:line`.
     """
     return read(source, overrides)[0]
 
 
 def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
-    """As `load`, with the place that each value came from."""
+    """Load a config together with the origin of each value."""
     return settle(_open(source), overrides)
 
 
 def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origins]:
-    """The config that a document and changes on top of it come to.
+    """Validate a document with overrides.
 
     Raises:
-        ConfigError: Values in it cannot be used. Lists every problem.
+        ConfigError: It has invalid values. Lists every problem.
     """
+    document.data = current_names(document.data, document.origins)
     findings = list(document.findings)
-    for text in _changes(overrides):
+    for text in map(current_change, _changes(overrides)):
         wrong = list(override(document, text))
         keys = tuple(text.partition("=")[0].strip().split("."))
         findings = [found for found in findings if wrong or not found.of_value or found.path[: len(keys)] != keys] + wrong
@@ -68,19 +70,19 @@ def _open(source: str | Path | Mapping[str, Any]) -> Document:
         return from_mapping(source)
     if isinstance(source, str | Path):
         return from_file(Path(source))
-    raise _argument(f"load takes the path of a YAML file or a mapping such as {{'backend': 'fsdp'}}, got {_kind(source)}")
+    raise _argument(f"load expects the path of a YAML file or a mapping such as {{'backend': 'fsdp'}}, got {_kind(source)}")
 
 
 def _changes(overrides: Sequence[str]) -> list[str]:
     if isinstance(overrides, str):
-        raise _argument(f"overrides is a list of changes, got one text; write overrides=[{overrides!r}]")
+        raise _argument(f"overrides must be a list, got a string; write overrides=[{overrides!r}]")
     example = "write them as overrides=['training.seed=3']"
     if isinstance(overrides, Mapping) or not isinstance(overrides, Iterable):
-        raise _argument(f"overrides is a list of changes, got {_kind(overrides)}; {example}")
+        raise _argument(f"overrides must be a list, got {_kind(overrides)}; {example}")
     changes = list(overrides)
     for change in changes:
         if not isinstance(change, str):
-            raise _argument(f"overrides holds {shown(change)} ({type(change).__name__}), and a change is text; {example}")
+            raise _argument(f"overrides contains {shown(change)} ({type(change).__name__}), which is not a string; {example}")
     return changes
 
 

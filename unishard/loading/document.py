@@ -1,6 +1,6 @@
-"""Reads a YAML file into plain data, with the line of every key.
+"""Read a YAML file into plain data with the line of every key.
 
-ruamel.yaml speaks YAML 1.2, where `no` is text and `1e-5` a number. Only its parser is used: the values are built here,
+ruamel.yaml implements YAML 1.2, where `no` is a string and `1e-5` a number. Only its parser is used: the values are built here,
 because its constructors stop at the first duplicate key and turn dates into objects.
 """
 
@@ -45,24 +45,24 @@ _ADVICE = {
 
 @dataclass(slots=True)
 class Document:
-    """What a config says, before the schema sees it."""
+    """The content of a config file before validation."""
 
     data: Any
     origins: Origins
     findings: list[Finding] = field(default_factory=list)
     repeats: list[Finding] = field(default_factory=list)
-    """Keys of another tool's file that are written twice, of which its reader takes the last."""
+    """Duplicate keys in another tool's file; its reader takes the last one."""
 
 
 def from_mapping(source: Mapping[str, Any]) -> Document:
-    """A document that was never text."""
+    """Make a document from a mapping."""
     document = Document(None, Origins(Origin("")))
     document.data = _plain(source, (), document.findings)
     return document
 
 
 def from_file(path: Path) -> Document:
-    """A document in a YAML file.
+    """Read a document from a YAML file.
 
     Raises:
         ConfigError: The file cannot be read, or is not a YAML mapping.
@@ -72,24 +72,24 @@ def from_file(path: Path) -> Document:
         raise _whole(path, "is empty; write at least 'backend: fsdp'")
     if not isinstance(document.data, dict):
         kind = "a list" if isinstance(document.data, list) else "a single value"
-        raise _whole(path, f"holds {kind}; write 'field: value' lines, such as 'backend: fsdp'", line=1)
+        raise _whole(path, f"contains {kind}; write 'field: value' lines, such as 'backend: fsdp'", line=1)
     return document
 
 
 def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
-    """A document in YAML; its data may be any value.
+    """Parse a document from YAML; its data may be any value.
 
     Args:
-        text: YAML, or JSON, which YAML 1.2 holds.
-        name: Of the file, for messages.
-        foreign: Whether it is another tool's, which may merge mappings (`<<`) and hold variables.
+        text: YAML, or JSON, which is a subset of YAML 1.2.
+        name: Name of the file, for messages.
+        foreign: Whether it is another tool's file, which may merge mappings (`<<`) and contain variables.
 
     Raises:
         ConfigError: The text is not YAML.
     """
     document = Document(None, Origins(Origin(name, 1)))
     yaml = YAML(typ="safe", pure=True)
-    yaml.composer.warn_double_anchors = False  # YAML lets an anchor be given anew
+    yaml.composer.warn_double_anchors = False  # YAML allows redefining an anchor
     try:
         node = yaml.compose(text)
         if node is not None:
@@ -98,7 +98,7 @@ def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
         raise _broken(error, name) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise _whole(name, f"holds the control character #x{error.character:04x}; take it out, or name a YAML file", line) from None
+        raise _whole(name, f"contains the control character #x{error.character:04x}; remove it, or name a YAML file", line) from None
     except RecursionError:
         raise _whole(name, "is nested too deeply; the schema has two levels") from None
     return document
@@ -108,11 +108,11 @@ def text_of(path: Path) -> str:
     """The text of a config file.
 
     Raises:
-        ConfigError: There is none, or it is no text.
+        ConfigError: The file does not exist or is not text.
     """
     content = _bytes(path)
     if len(content) > _LARGEST:
-        raise _whole(path, f"is larger than {_LARGEST} bytes, which no config is; name a YAML file")
+        raise _whole(path, f"is larger than {_LARGEST} bytes; name a config file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -127,7 +127,7 @@ def _bytes(path: Path) -> bytes:
     except FileNotFoundError:
         near = get_close_matches(path.name, (p.name for kind in ("*.y*ml", "*.json", "*.toml") for p in path.parent.glob(kind)), 1)
         hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "name a YAML file"
-        raise _whole(path, f"no such file; {hint}") from None
+        raise _whole(path, f"file not found; {hint}") from None
     except IsADirectoryError:
         raise _whole(path, "is a directory; name a YAML file in it") from None
     except OSError as error:
@@ -150,7 +150,7 @@ def _broken(error: MarkedYAMLError, name: str) -> ConfigError:
 
 
 class _Builder:
-    """Builds plain values from YAML's nodes and notes their lines."""
+    """Builds plain values from YAML nodes and records their lines."""
 
     def __init__(self, yaml: YAML, name: str, document: Document, foreign: bool) -> None:
         self._constructor = yaml.constructor
@@ -161,7 +161,7 @@ class _Builder:
     def build(self, node: Node, keys: Keys) -> Any:
         self._built += 1
         if self._built > _MOST_NODES:  # a few lines of aliases to aliases can mean billions of values
-            raise _whole(self._name, f"holds more than {_MOST_NODES} values, its aliases written out; name another file")
+            raise _whole(self._name, f"contains more than {_MOST_NODES} values after expanding its aliases; name another file")
         if any(node is other for other in self._open):
             return self._find(keys, "refers to itself; write the value", node)
         self._open.append(node)
@@ -181,21 +181,21 @@ class _Builder:
         merged: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
-                self._find(keys, "has a key that is not text; write 'field: value' lines", key_node)
+                self._find(keys, "has a key that is not a string; write 'field: value' lines", key_node)
                 continue
             key, here = key_node.value, (*keys, key_node.value)
             if key_node.tag == f"{_TAG}merge" and self._foreign:
                 merged |= self._merged(value_node, keys)
             elif key_node.tag == f"{_TAG}merge":
-                self._find(here, "merge keys are not part of YAML 1.2; write the fields out", key_node)
+                self._find(here, "merge keys are not part of YAML 1.2; write out the fields", key_node)
             elif key in found and self._foreign:
                 first = self._document.origins.of(here).line
-                what = f"is written twice, first on line {first}; keep one of the two"
+                what = f"is a duplicate of line {first}; remove one of the two"
                 self._document.repeats.append(Finding(here, what, self._place(key_node)))
                 self._document.origins.put(here, self._place(key_node))
                 found[key] = self.build(value_node, here)
             elif key in found:
-                self._find(here, f"is written twice, first on line {self._document.origins.of(here).line}; keep one of the two", key_node)
+                self._find(here, f"is a duplicate of line {self._document.origins.of(here).line}; remove one of the two", key_node)
             else:
                 if key in merged:
                     self._document.origins.put(here, self._place(key_node))
@@ -204,7 +204,7 @@ class _Builder:
         return merged | found
 
     def _merged(self, node: Node, keys: Keys) -> dict[str, Any]:
-        """What a merge key brings; of several mappings the first counts."""
+        """The fields of a merge key; the first of several mappings wins."""
         parts = node.value if isinstance(node, SequenceNode) else [node]
         found = [self.build(part, keys) for part in reversed(parts)]
         return {key: value for part in found if isinstance(part, dict) for key, value in part.items()}
@@ -223,7 +223,7 @@ class _Builder:
         return value if self._foreign else _checked(value, keys, self._document.findings, self._place(node))
 
     def _tagged(self, node: Node, keys: Keys) -> None:
-        self._find(keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!')}, which has no meaning here; remove it", node)
+        self._find(keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!')}, which is not supported; remove it", node)
 
     def _find(self, keys: Keys, what: str, node: Node) -> None:
         self._document.findings.append(Finding(keys, what, self._place(node)))
@@ -233,11 +233,11 @@ class _Builder:
 
 
 def _plain(value: Any, keys: Keys, findings: list[Finding]) -> Any:
-    """A copy of a caller's mapping, so that overrides do not write into it."""
+    """Copy a caller's mapping, so that overrides do not change it."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                findings.append(Finding(keys, f"has the key {key!r}, which is not text; write the name of a field"))
+                findings.append(Finding(keys, f"has the key {key!r}, which is not a string; write the name of a field"))
         return {key: _plain(item, (*keys, key), findings) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, list | tuple):
         return [_plain(item, (*keys, index), findings) for index, item in enumerate(value)]
@@ -245,7 +245,7 @@ def _plain(value: Any, keys: Keys, findings: list[Finding]) -> Any:
 
 
 def _checked(value: Any, keys: Keys, findings: list[Finding], place: Origin | None = None) -> Any:
-    """The value; notes what no field may hold."""
+    """Return the value; record what no field may contain."""
     if isinstance(value, str) and (variable := _VARIABLE.search(value)):
         findings.append(Finding(keys, _undecided(value, keys) or _expanded(variable.group()), place, of_value=True))
     if isinstance(value, float) and not math.isfinite(value):
@@ -254,14 +254,14 @@ def _checked(value: Any, keys: Keys, findings: list[Finding], place: Origin | No
 
 
 def _expanded(name: str) -> str:
-    return f"holds {name}, and environment variables are not expanded; write the value, or give it as an override"
+    return f"contains {name}, but environment variables are not expanded; write the value, or set it with an override"
 
 
 def _undecided(value: str, keys: Keys) -> str:
-    """What to say of a field that `unishard translate` left to be decided, as `${training.micro_batch_size}`; empty for any other text."""
+    """The message for a placeholder that `unishard translate` left, such as `${training.micro_batch_size}`; empty for other strings."""
     path = ".".join(map(str, keys))
     if value != f"${{{path}}}":
         return ""
     return (
-        f"needs your decision, as the config that this was translated from left it open; write the value, or give {path}=... as an override"
+        f"needs a value: the config that this was translated from does not set it; write the value, or set it with the override {path}=..."
     )

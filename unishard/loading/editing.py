@@ -1,6 +1,6 @@
-"""Changes fields in the text of a unishard file and leaves every other character alone: comments, order, quotes, blank lines.
+"""Edit fields in the text of a unishard file; keep comments, order, quotes and blank lines.
 
-ruamel.yaml says where each value stands; only those places are written anew. What comes out is read again and must mean what was asked.
+ruamel.yaml gives the position of each value; only the changed ones are rewritten. The result is parsed again and compared with the request.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.loading import settle
 from unishard.loading.document import from_file, from_text, text_of
 from unishard.loading.placeholders import STAND_INS, undecided_in
+from unishard.loading.renamed import current_change
 from unishard.loading.validation import dotted
 
 __all__ = ["check_text", "edit"]
@@ -27,7 +28,7 @@ _FIELDS = dict(leaves(Config))
 
 
 class _Splice(NamedTuple):
-    """A place in the text, and what to put there."""
+    """A range of the text and its replacement."""
 
     start: int
     end: int
@@ -35,16 +36,17 @@ class _Splice(NamedTuple):
 
 
 def edit(path: Path, changes: Sequence[str]) -> str:
-    """The text of a unishard file with changes.
+    """Apply changes to the text of a unishard file.
 
     Args:
         path: A YAML file.
         changes: Such as `sharding.strategy=full_shard`; the value is YAML.
 
     Raises:
-        ConfigError: The file or a change has mistakes, which are all listed, or the file is written in a way that cannot be edited.
+        ConfigError: The file or a change has errors, which are all listed, or the file cannot be edited in place.
     """
-    from_file(path)  # what is no mapping is said first
+    from_file(path)  # first refuse what is not a mapping
+    changes = [current_change(change) for change in changes]
     whole = text_of(path)
     text = whole.replace("\r\n", "\n")
     wanted = check_text(text, str(path), changes)
@@ -52,15 +54,15 @@ def edit(path: Path, changes: Sequence[str]) -> str:
         field, _, value = change.partition("=")
         text = _with(text, field.strip().split("."), _inline(value.strip()))
     if _meaning(text, str(path)) != wanted:
-        raise ConfigError([Problem("", "is written in a way that cannot be edited in place; change it by hand", str(path))])
+        raise ConfigError([Problem("", "cannot be edited in place; edit it by hand", str(path))])
     return text.replace("\n", "\r\n") if "\r\n" in whole else text
 
 
 def check_text(text: str, name: str, changes: Sequence[str] = ()) -> Config:
-    """What a unishard file says, where a placeholder such as `${optimizer.lr}` may still stand for a value to be decided.
+    """Validate a unishard file that may contain placeholders such as `${optimizer.lr}`.
 
     Raises:
-        ConfigError: It, or a change on top, has mistakes.
+        ConfigError: The file or an override has errors.
     """
     document = from_text(text, name)
     changed = {change.partition("=")[0].strip() for change in changes}
@@ -85,7 +87,7 @@ def _meaning(text: str, name: str) -> Config | None:
 
 
 def _inline(value: str) -> str:
-    """A value as it can stand behind a key on one line."""
+    """Write a value on one line."""
     node = YAML().compose(value)
     if "\n" in value or (isinstance(node, MappingNode) and not node.flow_style):
         return json.dumps(from_text(value, "override").data, ensure_ascii=False)
@@ -93,7 +95,7 @@ def _inline(value: str) -> str:
 
 
 def _with(text: str, keys: Sequence[str], value: str) -> str:
-    """The text with one field changed."""
+    """Change one field in the text."""
     for splice in sorted(_splices(text, keys, value), reverse=True):
         text = text[: splice.start] + splice.text + text[splice.end :]
     return text
@@ -104,11 +106,14 @@ def _splices(text: str, keys: Sequence[str], value: str) -> Iterator[_Splice]:
     step = _step(node)
     kind: type[Section] | None = Config
     for depth, name in enumerate(keys, start=1):
-        pair = next((pair for pair in node.value if pair[0].value == name), None)
+        old = [old for old, new in kind.renamed.items() if new == name] if kind is not None else []
+        pair = next((pair for pair in node.value if pair[0].value in (name, *old)), None)
         if pair is None:
             yield _added(text, node, kind, keys[depth - 1 :], value, step)
             return
         key, inner = pair
+        if key.value != name:
+            yield _Splice(key.start_mark.index, key.end_mark.index, name)
         kind = _section(kind, name)
         if depth == len(keys):
             yield _replaced(text, key, inner, value)
@@ -124,18 +129,18 @@ def _section(kind: type[Section] | None, name: str) -> type[Section] | None:
 
 
 def _step(root: Node) -> int:
-    """By how much the file indents."""
+    """The file's indentation step."""
     inner = [value for _, value in root.value if isinstance(value, MappingNode) and not value.flow_style and value.value]
     return inner[0].start_mark.column if inner else 2
 
 
 def _flows(node: Node) -> bool:
-    """Whether it is a single value, or in brackets."""
+    """Whether it is a scalar or in flow style."""
     return isinstance(node, ScalarNode) or bool(getattr(node, "flow_style", False))
 
 
 def _end(node: Node) -> int:
-    """Where what is written ends, without the comments and the blank lines below it."""
+    """The end of a node, without the comments and blank lines after it."""
     if _flows(node) or not node.value:
         return int(node.end_mark.index)
     last = node.value[-1]
@@ -152,7 +157,7 @@ def _colon(text: str, key: Node) -> int:
 
 
 class _Short(NamedTuple):
-    """A single value where a section can be."""
+    """A plain value in place of a section."""
 
     above: MappingNode
     key: Node
@@ -167,17 +172,17 @@ def _replaced(text: str, key: Node, node: Node, value: str) -> _Splice:
 
 
 def _is_empty(node: Node) -> bool:
-    """Whether nothing is written, which means null."""
+    """Whether the value is empty, which means null."""
     return bool(node.start_mark.index == node.end_mark.index)
 
 
 def _value_end(text: str, key: Node, node: Node) -> int:
-    """Where a value ends; one that is not written is said to stand before the next key."""
+    """The end of a value; ruamel.yaml places an empty value before the next key."""
     return _colon(text, key) if _is_empty(node) else _end(node)
 
 
 def _expanded(text: str, short: _Short, keys: Sequence[str], value: str, step: int) -> Iterator[_Splice]:
-    """What a field below a short form takes: `sharding: full_shard` becomes a section if it must."""
+    """Set a field below a shorthand: `sharding: full_shard` becomes a section if necessary."""
     key, node = short.key, short.node
     names = short.kind.shorthand if short.kind is not None else ()
     if list(names) == list(keys):
@@ -204,7 +209,7 @@ def _nested_flow(keys: Sequence[str], value: str) -> str:
 
 
 def _added(text: str, node: MappingNode, kind: type[Section] | None, keys: Sequence[str], value: str, step: int) -> _Splice:
-    """A field that the file does not have yet, beside those that stand before it in the schema."""
+    """Add a field after the fields that precede it in the schema."""
     if node.flow_style:
         said = f"{keys[0]}: {_nested_flow(keys[1:], value)}"
         at = _end(node.value[-1][1]) if node.value else node.start_mark.index + 1
@@ -222,7 +227,7 @@ def _added(text: str, node: MappingNode, kind: type[Section] | None, keys: Seque
 
 
 def _before(node: MappingNode, kind: type[Section] | None, name: str) -> Node | None:
-    """The value after which a new field goes; None for the first place."""
+    """The value after which to insert a new field; None to insert it first."""
     order: list[str] = list(kind.model_fields) if kind is not None else []
     if name not in order:
         order = [*(key.value for key, _ in node.value), name]

@@ -1,4 +1,4 @@
-"""Remembers where each value of a config was written."""
+"""Where each value of a config was set."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from unishard.errors import ConfigError, Problem
 __all__ = ["OVERRIDE", "Keys", "Origin", "Origins"]
 
 Keys = tuple[str | int, ...]
-"""Path of a value: keys of mappings and positions in lists, outermost first."""
+"""Path of a value: mapping keys and list indexes, outermost first."""
 
 
 class Origin(NamedTuple):
-    """Where a value was written."""
+    """Where a value was set."""
 
     source: str
-    """Name of the file, `override`, or empty for a mapping."""
+    """File name, `override`, or empty for a mapping."""
     line: int | None = None
-    """Line in the file, from 1."""
+    """Line number, from 1."""
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
     @property
     def order(self) -> float:
-        """Sorts by line; what has none comes last."""
+        """Sort key: the line; places without a line come last."""
         return math.inf if self.line is None else self.line
 
 
@@ -35,30 +35,30 @@ OVERRIDE = Origin("override")
 
 
 class Origins:
-    """The place of each value; one that was not written has the place of the section around it."""
+    """The place of each value; a value that was not set has the place of its section."""
 
     def __init__(self, whole: Origin) -> None:
         self._places: dict[Keys, Origin] = {(): whole}
 
     def put(self, keys: Keys, place: Origin) -> None:
-        """Note where a value was written, and forget what it replaces."""
+        """Record where a value was set, and drop what it replaces."""
         for known in [known for known in self._places if known[: len(keys)] == keys]:
             del self._places[known]
         self._places[keys] = place
 
     def add(self, keys: Keys, place: Origin) -> None:
-        """Note where a value was first written."""
+        """Record where a value was first set."""
         self._places.setdefault(keys, place)
 
     def of(self, path: Keys | str) -> Origin:
-        """Where the value at a path was written, or the nearest one around it."""
+        """Where the value at a path was set, or else its closest section."""
         keys: Keys = tuple(path.split(".")) if isinstance(path, str) else path
         while keys not in self._places:
             keys = keys[:-1]
         return self._places[keys]
 
     def describe(self, cfg: Config, path: str) -> str:
-        """Where a leaf of the config got its value from: `file:line`, `override`, `given` (by a mapping) or `default`."""
+        """The origin of a field's value: `file:line`, `override`, `given` (by a mapping) or `default`."""
         section: object = cfg
         for name in path.split("."):
             if name not in section.model_fields_set:  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ class Origins:
         return str(self.of(path)) or "given"
 
     def locate(self, error: ConfigError) -> ConfigError:
-        """The same error, each problem with the place of its field."""
+        """Add the place of its field to each problem of an error."""
         return type(error)(
             [
                 problem if problem.where or not problem.path else Problem(problem.path, problem.what, str(self.of(problem.path)))

@@ -1,4 +1,4 @@
-"""Changes on top of a config: ``training.micro_batch_size=4``."""
+"""Overrides such as ``training.micro_batch_size=4``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["override"]
 
 
 def override(document: Document, text: str) -> Iterator[Finding]:
-    """Write ``a.b=value`` into a document; yields what is wrong with it, and then changes nothing."""
+    """Apply ``a.b=value`` to a document; if it is invalid, yield the errors and change nothing."""
     path, equals, written = text.partition("=")
     keys: Keys = tuple(path.strip().split("."))
     if not equals:
@@ -36,7 +36,7 @@ def override(document: Document, text: str) -> Iterator[Finding]:
 
 
 def _misplaced(keys: Keys) -> Finding | None:
-    """Whether no field has this path."""
+    """The error if no field has this path."""
     section: type[Section] = Config
     for depth, name in enumerate(keys):
         field = section.model_fields.get(str(name))
@@ -46,7 +46,7 @@ def _misplaced(keys: Keys) -> Finding | None:
             section = field.annotation
             continue
         if depth + 1 < len(keys) and "dict" not in str(field.annotation):
-            return Finding(keys[: depth + 1], f"is a single value and has no field {keys[depth + 1]!r}; write {name}=value", OVERRIDE)
+            return Finding(keys[: depth + 1], f"is a single value without a field {keys[depth + 1]!r}; write {name}=value", OVERRIDE)
         return None
     return None
 
@@ -63,7 +63,7 @@ def _write(document: Document, keys: Keys, value: object) -> None:
             inner = {}
             document.origins.add(keys[: depth + 1], OVERRIDE)
         if not isinstance(inner, dict):
-            return  # the file's own mistake, which the schema reports
+            return  # an error in the file, which the schema reports
         node[name] = inner
         node = inner
     node[keys[-1]] = value

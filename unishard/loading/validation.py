@@ -1,4 +1,4 @@
-"""What is wrong with a document, in a person's words instead of the validator's."""
+"""Turn the validator's errors into messages for people."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ _ELSEWHERE = {
     "cpu_offload": "offload",
     "engine": "backend",
 }
-"""What other tools call a field, and where it is here."""
+"""Other tools' names of fields, and the fields here."""
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong, and where."""
+    """An error and its place."""
 
     path: Keys
     what: str
     place: Origin | None = None
-    """Where it was written; None for the place of its path."""
+    """Where it is; None for the place of its path."""
     of_value: bool = False
-    """Whether the value alone is at fault, so that an override of it mends it."""
+    """Whether only the value is wrong, so that an override fixes it."""
 
 
 def dotted(path: Keys) -> str:
-    """A path as people write it: ``sharding.units[0]``."""
+    """Format a path as ``sharding.units[0]``."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
 def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
-    """One finding for each field that the schema refuses."""
+    """Yield one finding for each field that the schema rejects."""
     seen = set()
     for raw in error.errors(include_url=False):
         if raw["type"] == CROSS_FIELD:
@@ -74,9 +74,10 @@ def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
                 yield Finding((*raw["loc"], *name.split(".")), what)
             continue
         if raw["type"] == "default_factory_not_called":
-            continue  # a default that depends on a field beside it, which has a finding of its own
+            continue  # a default that depends on another field, which has its own finding
         path, kind = _resolve(raw["loc"])
-        if path in seen:
+        # A default that depends on another field, which has its own finding.
+        if path in seen or raw["type"] == "default_factory_not_called":
             continue
         seen.add(path)
         if kind is None:
@@ -88,7 +89,7 @@ def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
 
 
 def _resolve(loc: Keys) -> tuple[Keys, FieldInfo | type[Section] | None]:
-    """The path of the field that a location of the validator lies in, and the field, the section, or None if there is none."""
+    """Resolve a validator location to the path of its field, and to the field, the section, or None if there is none."""
     section: type[Section] = Config
     depth = 0
     while depth < len(loc):
@@ -106,7 +107,7 @@ def _resolve(loc: Keys) -> tuple[Keys, FieldInfo | type[Section] | None]:
 
 
 def _given(data: Any, path: Keys) -> Any:
-    """What the document holds at a path, shorthands expanded."""
+    """The document's value at a path, with shorthands expanded."""
     section: Any = Config
     for name in path:
         data = data[name]
@@ -139,7 +140,7 @@ def _got(value: Any, *, words: bool = False) -> str:
 
 
 def _hint(field: FieldInfo, value: Any) -> str:
-    """What to write instead, when the intention can be read."""
+    """A suggestion, if the intended value can be guessed."""
     if isinstance(value, str):
         near = get_close_matches(value.lower(), choices(field.annotation), 1, _CLOSE)
         if near:
@@ -156,7 +157,7 @@ def _hint(field: FieldInfo, value: Any) -> str:
 
 
 def _readings(value: Any) -> Iterator[tuple[Any, str]]:
-    """What a value may have been meant to be."""
+    """Yield values that may have been meant, with advice."""
     match value:
         case None:
             yield "none", "write none"
@@ -171,7 +172,7 @@ def _readings(value: Any) -> Iterator[tuple[Any, str]]:
                     continue
                 if not math.isfinite(meant):
                     continue
-                # Python reads digits of every script as numbers, YAML only ASCII's.
+                # Python accepts digits of every script as numbers, YAML only ASCII digits.
                 yield meant, f"write {word} without quotes" if _in_yaml(word) == meant else f"write {shown(meant)}"
             if word in ("true", "yes", "on"):
                 yield True, "write true"
@@ -187,7 +188,7 @@ def _in_yaml(word: str) -> Any:
 
 
 def unknown(section: Keys, name: str) -> str:
-    """That a section has no such field, and which one may be meant."""
+    """The message for an unknown field, with the closest match."""
     kind: Any = Config
     for key in section:
         if not isinstance(key, int):

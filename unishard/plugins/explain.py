@@ -1,4 +1,4 @@
-"""Every effective value of a config: what it is, where it came from, and what it becomes on each backend."""
+"""Explain each value of a config: its origin, and its translation for each backend."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["Image", "Row", "explain"]
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What one field becomes on one backend."""
+    """The translation of one field for one backend."""
 
     fit: Fit
     native: str
-    """The settings that are written, such as `zero_optimization.stage = 3`; where none are, who honours the field."""
+    """The settings written, such as `zero_optimization.stage = 3`; if there are none, what implements the field."""
     note: str
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One field, or one value that is computed."""
+    """One field, or one computed value."""
 
     path: str
     value: Any
@@ -41,10 +41,10 @@ class Row:
 
 
 def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> list[Row]:
-    """Explain a config on every installed backend, in the order of the schema.
+    """Explain a config for every installed backend, in schema order.
 
     Raises:
-        ConfigError: The config contradicts the number of ranks, or a backend refuses a key of `native`.
+        ConfigError: The config contradicts the number of ranks, or a backend rejects a key of `native`.
     """
     topology = topology or Topology()
     computed = {"training.global_batch_size": check_batch(cfg, topology.world_size)}

@@ -1,4 +1,4 @@
-"""Finds backends by the entry points of the group `unishard.backends`, ours and anyone else's alike."""
+"""Find backends by the entry point group `unishard.backends`, both built-in and third-party."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = "unishard.backends"
 
 @cache
 def available() -> dict[str, EntryPoint]:
-    """The installed backends by name, none of them imported yet.
+    """The installed backends by name, without importing them.
 
     Raises:
         BackendError: Two distributions offer the same name.
@@ -42,7 +42,7 @@ def select(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in points:
         other = found.setdefault(point.name, point)
-        # An editable install beside a wheel, or a path listed twice, shows the same entry point again.
+        # An editable install beside a wheel, or a duplicate path, yields the same entry point twice.
         if (_distribution(other), other.value) != (_distribution(point), point.value):
             raise BackendError(
                 f"backend {point.name!r} is offered twice: {other.value} by {_distribution(other)} and {point.value} by "
@@ -56,7 +56,7 @@ def _distribution(point: EntryPoint) -> str:
 
 
 def _checkout() -> list[EntryPoint]:
-    """The same table from `pyproject.toml`, so that a bare checkout works with nothing installed."""
+    """The entry points in `pyproject.toml`, so that a checkout works without installation."""
     root = Path(__file__).resolve().parent.parent
     project = root / "pyproject.toml"
     if not project.is_file():
@@ -68,7 +68,7 @@ def _checkout() -> list[EntryPoint]:
 
 @cache
 def get(name: str) -> Backend:
-    """The backend of this name. Imports its translator, not its engine.
+    """The backend with this name. Imports its translator, not its engine.
 
     Raises:
         BackendError: There is no such backend.
@@ -83,6 +83,6 @@ def get(name: str) -> Backend:
 
 
 def missing(backend: Backend) -> str | None:
-    """How to install what `prepare` needs and this environment lacks; None when all is there."""
+    """The command that installs what `prepare` lacks; None if nothing is missing."""
     extras = [extra for package, extra in backend.requires.items() if find_spec(package) is None]
     return f"pip install 'unishard[{','.join(dict.fromkeys(extras))}]'" if extras else None

@@ -1,4 +1,4 @@
-"""Which versions were tested: of Python, and of the packages that decide how a backend trains. Imports no engine."""
+"""Tested versions of Python and of the packages that backends depend on. Imports no engine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from unishard.plugins.backend import Backend
 __all__ = ["PYTHONS", "is_tested", "span", "tested", "warn_if_untested"]
 
 PYTHONS = ("3.11", "3.12", "3.13")
-"""Versions of Python that were tested, oldest first; older ones than the first are refused by pip."""
+"""Tested versions of Python, oldest first; pip refuses older ones."""
 
 _logger = logging.getLogger("unishard")
 _said: set[str] = set()
-"""What this process has warned of, so that a second model does not repeat it."""
+"""Warnings already logged in this process, so that a second model does not repeat them."""
 
 
 def is_tested(version: str, versions: Iterable[str]) -> bool:
-    """Whether a version begins with one of those that were tested, number by number: 2.11.1 with 2.11, but not 2.1."""
+    """Whether a version starts with a tested one, number by number: 2.11.1 matches 2.11 but not 2.1."""
     numbers = version.partition("+")[0].split(".")
     return any(numbers[: len(prefix)] == prefix for prefix in (one.split(".") for one in versions))
 
 
 def tested(backends: Iterable[Backend]) -> dict[str, tuple[str, ...]]:
-    """The versions of each package that every one of these backends that names it was tested on, oldest first."""
+    """For each package, the versions tested with every backend that needs it, oldest first."""
     found: dict[str, tuple[str, ...]] = {}
     for backend in backends:
         for package, versions in backend.tested.items():
@@ -34,7 +34,7 @@ def tested(backends: Iterable[Backend]) -> dict[str, tuple[str, ...]]:
 
 
 def span(versions: Sequence[str]) -> str:
-    """Tested versions in a few words: `2.11 to 2.13`, or each of them where some between are missing."""
+    """Format versions as a range (`2.11 to 2.13`), or as a list if there are gaps."""
     last = [int(version.rpartition(".")[2]) for version in versions]
     if len(versions) > 1 and last == list(range(last[0], last[0] + len(last))):
         return f"{versions[0]} to {versions[-1]}"
@@ -42,7 +42,7 @@ def span(versions: Sequence[str]) -> str:
 
 
 def warn_if_untested(backend: Backend, rank: int) -> None:
-    """Log one line on rank 0 if a package that decides how a backend trains has a version that was not tested."""
+    """Log one line on rank 0 if a package of the backend has an untested version."""
     odd = [
         f"{package} {version} was not tested with backend {backend.name} (tested: {span(versions)})"
         for package, versions in backend.tested.items()
@@ -51,4 +51,4 @@ def warn_if_untested(backend: Backend, rank: int) -> None:
     message = "; ".join(odd)
     if message and rank == 0 and message not in _said:
         _said.add(message)
-        _logger.warning("%s; `unishard doctor` checks what it needs of this environment", message)
+        _logger.warning("%s; run `unishard doctor` to check this environment", message)

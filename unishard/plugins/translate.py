@@ -1,4 +1,4 @@
-"""From a config to one engine's own config, checked against the number of ranks. Imports no engine and no torch."""
+"""Translate a config to an engine's native config, checked against the topology. Imports neither torch nor an engine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["check_batch", "translate"]
 
 
 def translate(cfg: Config, *, backend: str | None = None, topology: Topology | None = None) -> Translation:
-    """Translate a config into an engine's own.
+    """Translate a config to an engine's native config.
 
     Args:
         cfg: What to run.
-        backend: The engine; left out, `cfg.backend`.
-        topology: The ranks; left out, one.
+        backend: The engine; by default `cfg.backend`.
+        topology: The ranks; by default one.
 
     Returns:
-        The native config and the report, one line for each field. Fields that are not supported stand in the report;
+        The native config and the report, one line for each field. Unsupported fields are listed in the report;
         `Translation.check` turns them into an error.
 
     Raises:
-        BackendError: There is no backend of the name that was passed.
-        ConfigError: The config names no installed backend, its batch sizes contradict each other, its groups do not fit the
-            ranks, or `native` holds a key that the backend refuses.
+        BackendError: There is no backend with that name.
+        ConfigError: The config's backend is not installed, its batch sizes contradict each other, its groups do not fit the
+            ranks, or the backend rejects a key of `native`.
     """
     expect_config(cfg)
     topology = topology or Topology()
@@ -58,7 +58,7 @@ def check_batch(cfg: Config, world_size: int) -> int:
     """The global batch size on this number of ranks.
 
     Raises:
-        ConfigError: The config states another one.
+        ConfigError: The config sets another one.
     """
     training = cfg.training
     product = training.micro_batch_size * training.gradient_accumulation_steps * world_size
@@ -68,7 +68,7 @@ def check_batch(cfg: Config, world_size: int) -> int:
                 Problem(
                     "training.global_batch_size",
                     f"is {training.global_batch_size}, but micro_batch_size {training.micro_batch_size} x gradient_accumulation_steps "
-                    f"{training.gradient_accumulation_steps} x {world_size} ranks is {product}; write {product} or leave it out",
+                    f"{training.gradient_accumulation_steps} x {world_size} ranks is {product}; write {product} or remove it",
                 )
             ]
         )

@@ -1,4 +1,4 @@
-"""docs/formats.md: what each key of another tool's config means, and how each tool says a field. From the tables that translate."""
+"""Generate docs/formats.md from the mapping tables: each tool's keys, and how each tool expresses a field."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ __all__ = ["formats", "formats_page", "overview"]
 _TOP = """\
 # Configs of other tools, key by key
 
-What each key of another tool's config means in the words of a unishard config, and how that tool says each field of it.
-`unishard translate` reads with the first kind of table and writes with the second; no pair of formats has code of its own.
+For each tool: what its keys mean in a unishard config, and how it expresses each field of a unishard config.
+`unishard translate` reads with the first kind of table and writes with the second; there is no code for single pairs of formats.
 [translate.md](translate.md) shows how to use it.
 
-- **exact**: it means the same there.
+- **exact**: it means the same.
 - **equivalent**: same maths to rounding; other collectives or memory, or unishard's loop does it around the engine.
 - **approximate**: same purpose, another trade-off; the note says how it differs. An error under `--strict`.
-- **ignored**: left out, and nothing is lost: it concerns a launcher, a log, time or memory alone, or is off.
-- **needs input**: needs your decision: only the training script knows it, or must do it; where nothing says it, it is left out.
-- **unsupported**: cannot be had; the note says why, and what instead.
+- **ignored**: omitted without effect on training: a launcher, logging, speed or memory setting, or one that is off.
+- **needs input**: needs your input: only the training script has the value or can do it; omitted if you give none.
+- **unsupported**: no equivalent; the note gives the reason and the alternative.
 
-A fit is that of the usual case; a value can fare worse or better, and the report of a translation says so. "if absent" is the value
-that the tool assumes where its config is silent and that must be said to keep its meaning. A row that begins with "if" is an exception to
-the row above it.
+Verdicts are for the usual case; the report of a translation shows the fit for the actual value. "If absent" is the tool's default
+where it differs from unishard's and must be written out. A row that begins with "if" is an exception to the row above it.
 """
-_HANDED_ON = "Keys that it hands on to an engine stand in the section of that engine's arguments."
-_WRAPPED = "What a training script without unishard hands to the engine, and what the formats above wrap."
+_HANDED_ON = "Keys that it passes to an engine are listed under that engine's arguments."
+_WRAPPED = "What a training script without unishard passes to the engine, and what the formats above wrap."
 
 
 def formats() -> list[Format]:
-    """Those that describe another tool's files."""
+    """The formats of other tools."""
     return [format_ for format_ in map(catalog.get, catalog.NAMES) if format_.keys or format_.expressions]
 
 
 def overview(backends: Sequence[Backend]) -> str:
-    """A table with a row for each section of the page: how many keys and fields come to which fit as a rule."""
+    """A table with the usual fits of each section's keys and fields."""
     rows = [
         (
             f"[{section.title}](docs/formats.md#{_anchor(section.title)})",
@@ -55,7 +54,7 @@ def overview(backends: Sequence[Backend]) -> str:
         )
         for section in _sections(backends)
     ]
-    return table(("Format", "Tool", "Its keys", "How it says the config's fields"), rows)
+    return table(("Format", "Tool", "Its keys", "The config's fields in it"), rows)
 
 
 def _counts(fits: Iterable[Fit]) -> str:
@@ -65,7 +64,7 @@ def _counts(fits: Iterable[Fit]) -> str:
 
 def _sections(backends: Sequence[Backend]) -> list[_Section]:
     own = [
-        _Section(format_.name, format_.tool, format_.keys, format_.expressions, f"As {format_.tool} reads it. {_HANDED_ON}")
+        _Section(format_.name, format_.tool, format_.keys, format_.expressions, f"As read by {format_.tool}. {_HANDED_ON}")
         for format_ in formats()
     ]
     return own + [
@@ -74,7 +73,7 @@ def _sections(backends: Sequence[Backend]) -> list[_Section]:
 
 
 def formats_page(backends: Sequence[Backend], generated: str) -> str:
-    """The page, with a section for each format and one for each engine's own arguments."""
+    """The page, with a section for each format and for each engine's arguments."""
     sections = _sections(backends)
     contents = "\n".join(f"- {_links(section)}" for section in sections)
     parts = [generated, _TOP.rstrip(), "## Contents", contents, *(part for section in sections for part in _parts(section))]
@@ -92,10 +91,10 @@ class _Section(NamedTuple):
 
     @property
     def tables(self) -> list[tuple[str, str]]:
-        """Those that it has, each with its heading."""
+        """Its tables with their headings."""
         keys = table(("Key", "Decides", "Fit", "If absent", "Note"), _keys(self.keys))
-        fields = table(("Field", "Fit", "Said by", "Note"), _fields(self.expressions))
-        found = ((self.keys, "what its keys mean", keys), (self.expressions, "how it says each field", fields))
+        fields = table(("Field", "Fit", "Written as", "Note"), _fields(self.expressions))
+        found = ((self.keys, "what its keys mean", keys), (self.expressions, "how it writes each field", fields))
         return [(f"{self.title}: {what}", rows) for there, what, rows in found if there]
 
 
@@ -113,12 +112,12 @@ def _links(section: _Section) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """What GitHub makes of a heading."""
+    """GitHub's anchor for a heading."""
     return heading.lower().replace(":", "").replace(" ", "-")
 
 
 def _keys(keys: Mapping[str, Key]) -> Iterator[tuple[str, ...]]:
-    """A row for each key; keys of which the same is to be said share one."""
+    """Yield a row for each key; keys with equal cells share one."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, key in keys.items():
         silent = "" if key.silent is NOTHING else code(key.silent)

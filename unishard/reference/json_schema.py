@@ -10,7 +10,7 @@ __all__ = ["json_schema"]
 
 
 def json_schema() -> dict[str, Any]:
-    """What a config file may hold, shorthands such as `sharding: full_shard` included."""
+    """The JSON Schema of a config file, including shorthands such as `sharding: full_shard`."""
     schema = Config.model_json_schema()
     definitions = schema["$defs"]
     for name, field in Config.model_fields.items():

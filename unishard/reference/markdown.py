@@ -1,4 +1,4 @@
-"""Tables and values as the generated pages show them."""
+"""Markdown tables and values of the generated pages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["code", "table"]
 
 
 def code(value: Any) -> str:
-    """A value between backticks."""
+    """Format a value as inline code."""
     return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of cells below a header."""
+    """Format a table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
 

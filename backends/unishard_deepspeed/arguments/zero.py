@@ -178,7 +178,7 @@ def _hpz_of(cfg: Config, topology: Topology) -> Native:
 
 
 def _units_of(cfg: Config, topology: Topology) -> Native:
-    classes = [*(cfg.sharding.units if cfg.sharding.units != "auto" else ()), *cfg.sharding.whole_units]
+    classes = [*(cfg.sharding.units if cfg.sharding.units != "auto" else ()), *cfg.sharding.conditional_modules]
     return fields.zero(leaf_module={"classes": classes}) if _three(cfg) and classes else {}
 
 
@@ -233,12 +233,12 @@ EXPRESSIONS: Mapping[str, Rule] = {
         "DeepSpeed chooses its units otherwise; about time and memory alone",
         when=(When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),),
     ),
-    "sharding.whole_units": Rule(
+    "sharding.conditional_modules": Rule(
         Fit.EQUIVALENT,
         "zero_optimization.leaf_module.classes",
         "gathered whole, and a rank that does not use one adds zeros",
         when=(
-            When("empty", lambda cfg: not cfg.sharding.whole_units, Fit.EXACT, ""),
+            When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),
             When("strategy is not full_shard", lambda cfg: not _three(cfg), Fit.EQUIVALENT, "unused parameters are reduced as zeros"),
         ),
     ),

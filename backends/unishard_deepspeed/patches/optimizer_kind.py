@@ -57,7 +57,7 @@ def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: 
         return
     if kind == "stage-3" and units:
         PATCHES["leaf-gradients"].require()
-    if cfg.sharding.whole_units:
+    if cfg.sharding.conditional_modules:
         require("whole-units", kind)
     if cfg.training.nonfinite == "ignore" or (fp16 and kind == "stage-0"):
         require("nonfinite", kind)

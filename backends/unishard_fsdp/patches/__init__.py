@@ -53,7 +53,7 @@ PATCHES = by_name(
     ),
     Patch(
         name="whole-units",
-        case="sharding.whole_units with a sharded strategy",
+        case="sharding.conditional_modules with a sharded strategy",
         names=(
             *_GROUPS,
             f"{_GROUP}post_backward",
@@ -67,7 +67,7 @@ PATCHES = by_name(
         ),
         versions=_RUN,
         link=f"{_SOURCE}/_fsdp_state.py#L395",
-        instead="use every module in every forward and remove sharding.whole_units, or choose backend deepspeed",
+        instead="use every module in every forward and remove sharding.conditional_modules, or choose backend deepspeed",
     ),
     Patch(
         name="discard",

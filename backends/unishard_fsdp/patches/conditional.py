@@ -1,4 +1,4 @@
-"""Modules that a rank may leave out (`sharding.whole_units`): every rank reduces the same parameters in the same order."""
+"""Modules that a rank may leave out (`sharding.conditional_modules`): every rank reduces the same parameters in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads transformers models so that no rank ever holds a whole one: safetensors are read tensor by tensor, when `prepare` shards."""
+"""Load transformers models without a full copy on any rank: `prepare` reads safetensors tensor by tensor."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> nn.Module:
-    """A transformers model whose parameters are read from safetensors when `prepare` shards them. Collective.
+    """Load a transformers model whose parameters `prepare` reads from safetensors. Collective.
 
-    Until then its parameters are on the meta device, on every rank; its buffers have their data. `prepare` lets rank 0 read one
-    unit (on DeepSpeed one parameter) after the other and sends it, so every rank needs the files' index and rank 0 the files.
-    Parameters are fp32 whatever the files hold, since those that are trained become the master weights; `prepare(train=False)`
-    casts them to `precision.compute`. Names in the files are changed as `cls.from_pretrained` would; ties are those of the config.
+    Until then parameters are on the meta device on every rank; buffers have their data. `prepare` reads and broadcasts one unit
+    (on DeepSpeed one parameter) at a time from rank 0, so every rank needs the index and rank 0 the files. Parameters are fp32
+    whatever the files' dtype, because they become the master weights; `prepare(train=False)` casts them to `precision.compute`.
+    Names are mapped as in `cls.from_pretrained`; tied weights follow the config.
 
     Args:
-        cls: A class of transformers with a head or without, such as `LlamaForCausalLM`; not an Auto class.
-        path: Folder with `config.json` and `model.safetensors`, or several files and their index, as `save_pretrained` writes.
-        cfg: What will run.
-        kwargs: Changes of the model's config, such as `attn_implementation="eager"`.
+        cls: A transformers model class such as `LlamaForCausalLM`; not an Auto class.
+        path: Directory with `config.json` and `model.safetensors`, or several files and their index, as `save_pretrained` writes.
+        cfg: The config that `prepare` will get.
+        kwargs: Overrides of the model's config, such as `attn_implementation="eager"`.
 
     Returns:
-        The model, in evaluation mode as `cls.from_pretrained` leaves it: call `engine.train()`.
+        The model, in evaluation mode like after `cls.from_pretrained`: call `engine.train()`.
 
     Raises:
-        ConfigError: `cfg` is no config.
-        ModelError: `cls` is no such class, there are no safetensors, tensors are missing, left over or of another shape, or the
-            class makes its parameters from several tensors of its files.
+        ConfigError: `cfg` is not a config.
+        ModelError: `cls` is not such a class, there are no safetensors, tensors are missing, unexpected or have another shape, or
+            transformers converts several tensors of the files into one parameter.
     """
     expect_config(cfg)
     process_group.ensure(Topology.from_environment())
@@ -76,7 +76,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
 
 
 def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The model without data, its weights tied."""
+    """The model without data, with tied weights."""
     try:
         from transformers import PreTrainedModel
         from transformers.initialization import no_init_weights
@@ -85,17 +85,17 @@ def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ModelError(
             f"from_pretrained needs a model class of transformers, such as LlamaForCausalLM, got {getattr(cls, '__name__', cls)!r}; build "
-            "any other model inside unishard.init(cfg), loading its weights there on rank 0"
+            "any other model inside unishard.init(cfg), and load its weights there on rank 0"
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder}: there is no config.json; pass a folder that save_pretrained has written")
+        raise ModelError(f"{folder}: config.json not found; pass a directory written by save_pretrained")
     built: Any = cls
     config = built.config_class.from_pretrained(folder, **kwargs)
     named = config.dtype
-    # Made in fp32, whatever format the config names: that of the files. Buffers are then as in training from scratch.
+    # Built in fp32, whatever dtype (that of the files) the config names, so buffers are as in training from scratch.
     with without_data(), no_init_weights():
         model: Any = built._from_config(config, dtype=torch.float32)
-    # As cls.from_pretrained leaves them: an export without a dtype has that of the files, and their tokenizer.
+    # As after cls.from_pretrained: an export without a dtype uses that of the files, and their tokenizer.
     model.config.dtype = named
     model.config._name_or_path = model.name_or_path = str(folder)
     model.tie_weights()
@@ -110,7 +110,7 @@ def _files(folder: Path) -> dict[str, str]:
         files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
         absent = sorted({name for name in files.values() if not (folder / name).is_file()})
         if absent:
-            raise ModelError(f"{folder}: the index names {', '.join(absent)}, which is not there; copy the whole folder")
+            raise ModelError(f"{folder}: {', '.join(absent)} is in the index but missing; copy the whole directory")
         return files
     if (folder / _SINGLE).is_file():
         with safe_open(folder / _SINGLE, framework="pt") as file:
@@ -118,10 +118,10 @@ def _files(folder: Path) -> dict[str, str]:
     pickles = sorted(found.name for found in folder.glob("*.bin"))
     if pickles:
         raise ModelError(
-            f"{folder} holds {', '.join(pickles[:3])} and no safetensors, and loading a pickle runs what is in it; convert it once where "
-            "you trust it: cls.from_pretrained(path).save_pretrained(other_path)"
+            f"{folder} contains {', '.join(pickles[:3])} but no safetensors, and loading a pickle can run code; if you trust it, convert "
+            "it once: cls.from_pretrained(path).save_pretrained(other_path)"
         )
-    raise ModelError(f"{folder}: there is neither {_SINGLE} nor {_INDEX}; pass a folder that save_pretrained has written")
+    raise ModelError(f"{folder}: neither {_SINGLE} nor {_INDEX} found; pass a directory written by save_pretrained")
 
 
 def _shapes(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
@@ -135,7 +135,7 @@ def _shapes(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]
 
 
 def _sources(model: Any, keys: Iterable[str], folder: Path) -> dict[str, str]:
-    """The tensor in the files for each name in the model, by transformers' own rules; names that it passes over are left out."""
+    """Map names in the model to tensors in the files by transformers' rules, without those that it ignores."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -154,7 +154,7 @@ def _sources(model: Any, keys: Iterable[str], folder: Path) -> dict[str, str]:
             name, converted = rename(key, [], [])
         if converted is not None and name in state:
             raise ModelError(
-                f"{folder}: transformers makes {name} of {type(model).__name__} from several tensors or by an operation on them ({key}); "
+                f"{folder}: transformers makes {name} of {type(model).__name__} from several tensors ({key}); "
                 "load it inside unishard.init(cfg) with cls.from_pretrained, which needs the whole model on rank 0"
             )
         if name in state or not any(re.search(pattern, name) for pattern in ignored):
@@ -163,7 +163,7 @@ def _sources(model: Any, keys: Iterable[str], folder: Path) -> dict[str, str]:
 
 
 def _ignored(model: Any) -> list[str]:
-    """Names that a file may have and nobody needs (transformers 5.23, modeling_utils.py, _adjust_missing_and_unexpected_keys)."""
+    """Names in a file that transformers ignores (transformers 5.23, modeling_utils.py, _adjust_missing_and_unexpected_keys)."""
     return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
 
 
@@ -171,13 +171,13 @@ def _refuse_gaps(model: nn.Module, folder: Path, missing: list[str], unexpected:
     allowed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     problems = [
         f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-        for what, names in (("not in the files", missing), ("in the files alone", unexpected))
+        for what, names in (("missing from the files", missing), ("only in the files", unexpected))
         if names
     ]
     if problems:
-        note = " (transformers would initialise some of them anew)" if missing and allowed else ""
+        note = " (transformers would initialize some of them)" if missing and allowed else ""
         raise ModelError(
-            f"{folder} does not hold a {type(model).__name__}: {'; '.join(problems)}{note}; load it with the class that saved it, or, "
+            f"{folder} does not contain a {type(model).__name__}: {'; '.join(problems)}{note}; load it with the class that saved it, or, "
             "for a new head, inside unishard.init(cfg) with cls.from_pretrained, which needs the whole model on rank 0"
         )
 

@@ -1,4 +1,4 @@
-"""Builds models without a full copy on each rank."""
+"""Build models without a full copy on each rank."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["init", "without_data"]
 
 @contextmanager
 def init(cfg: Config) -> Iterator[None]:
-    """Models built inside have their data on rank 0 alone, until `prepare` sends it to every rank. Collective.
+    """Build models whose data exists only on rank 0 until `prepare` distributes it. Collective.
 
-    On rank 0 nothing changes: the model is initialised as it would be without this, from the same random numbers, on the CPU. On
-    the other ranks parameters are put on the meta device as soon as a module takes them; buffers have their data everywhere.
-    `prepare` then sends and shards unit by unit. Under full_shard no rank but rank 0 ever holds the model, and rank 0 drops what
-    it has sent: all ranks together hold it once, and beside it one unit (on DeepSpeed one parameter) each.
+    On rank 0 nothing changes: the model is initialized on the CPU as usual, with the same random numbers. On the other ranks
+    parameters go to the meta device when a module registers them; buffers keep their data. `prepare` then broadcasts and shards
+    unit by unit. Under full_shard only rank 0 ever holds the whole model, and it frees what it has sent: all ranks together hold
+    one copy, plus one unit (on DeepSpeed one parameter) per rank.
 
     Any number of models may be built inside, and prepared in any order.
 
     Args:
-        cfg: What will run.
+        cfg: The config that `prepare` will get.
 
     Raises:
-        ConfigError: `cfg` is no config.
+        ConfigError: `cfg` is not a config.
     """
     expect_config(cfg)
     if process_group.ensure(Topology.from_environment()).rank == 0:
@@ -44,15 +44,15 @@ def init(cfg: Config) -> Iterator[None]:
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Parameters of modules built inside are on the meta device; buffers are not."""
+    """Put parameters of modules built inside on the meta device, but not buffers."""
     handle = register_module_parameter_registration_hook(_drop)
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
         if "meta" in str(error):
             error.add_note(
-                "Inside unishard.init only rank 0 has the data of parameters, and this model's constructor reads it; build the model "
-                "outside, whole on each rank"
+                "Inside unishard.init only rank 0 has parameter data, but this model's constructor reads it; build the model "
+                "outside, with a full copy on each rank"
             )
         raise
     finally:
@@ -60,6 +60,6 @@ def without_data() -> Iterator[None]:
 
 
 def _drop(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    # In place, so that a parameter that is given to two modules stays one.
+    # In place, so that a parameter shared by two modules stays shared.
     if parameter is not None and not parameter.is_meta:
         become(parameter, torch.empty_like(parameter, device="meta"))

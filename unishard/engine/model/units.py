@@ -61,7 +61,7 @@ def units_of(model: nn.Module, cfg: Sharding) -> ModelUnits:
     """
     conditional = find_conditional(model, cfg)
     if cfg.strategy == "no_shard":
-        return ModelUnits((), find_units(model, Sharding(whole_units=cfg.whole_units)), conditional)
+        return ModelUnits((), find_units(model, Sharding(conditional_modules=cfg.conditional_modules)), conditional)
     gathered = find_units(model, cfg)
     return ModelUnits(gathered, gathered, conditional)
 
@@ -78,14 +78,14 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     """
     whole = find_conditional(model, cfg)
     if cfg.units == "auto":
-        found = [*_outermost(model, _block_classes(model), "sharding.units", set(cfg.whole_units))]
+        found = [*_outermost(model, _block_classes(model), "sharding.units", set(cfg.conditional_modules))]
         inside = {id(part) for unit in (*found, *whole) for part in unit.module.modules()}
         found += [
             Unit(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and id(module) not in inside
         ]
     else:
         _require_present(model, set(cfg.units), "sharding.units")
-        found = [*_outermost(model, set(cfg.units), "sharding.units", set(cfg.whole_units))]
+        found = [*_outermost(model, set(cfg.units), "sharding.units", set(cfg.conditional_modules))]
     shared = _names_of_each_parameter(model)
     own = [unit for unit in _in_order(model, found) if not _ties_outside(unit, shared)]
     if cfg.units != "auto":
@@ -98,12 +98,12 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
 
 
 def find_conditional(model: nn.Module, cfg: Sharding) -> list[Unit]:
-    """The modules that `whole_units` names: those that some rank may leave out.
+    """The modules that `conditional_modules` names: those that some rank may leave out.
 
     Raises:
         ModelError: A named class matches no module; lists the candidates.
     """
-    return find_classes(model, cfg.whole_units, "sharding.whole_units")
+    return find_classes(model, cfg.conditional_modules, "sharding.conditional_modules")
 
 
 def find_classes(model: nn.Module, classes: Iterable[str], field: str) -> list[Unit]:
@@ -220,5 +220,5 @@ def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) ->
                 "name the class around both, or leave it out"
             )
         raise ModelError(
-            f"sharding.units: every {name} lies inside another unit; leave it out, or the class around it (in units or in whole_units)"
+            f"sharding.units: every {name} lies inside another unit; remove it, or the class around it (in units or conditional_modules)"
         )

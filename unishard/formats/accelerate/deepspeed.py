@@ -118,7 +118,7 @@ def experts(path: Path, value: Any, stage: Any) -> Entry:
     if value is None or str(stage) != "3":
         return dropped(path, value, "nothing is gathered below stage 3, so that it changes nothing")
     try:
-        return Entry(path, value, Meaning(fields={"sharding.whole_units": listed(value)}))
+        return Entry(path, value, Meaning(fields={"sharding.conditional_modules": listed(value)}))
     except Unreadable as error:
         return refused(path, value, str(error))
 

@@ -111,13 +111,15 @@ _SHARDING: Mapping[str, Rule] = {
         "ZeRO gathers parameter by parameter: the same maths", lambda cfg: cfg.sharding.units == "auto", "auto", Fit.EQUIVALENT
     ),
     "sharding.min_unit_params": none("ZeRO has no units", lambda cfg: not cfg.sharding.min_unit_params, "0"),
-    "sharding.whole_units": Rule(
+    "sharding.conditional_modules": Rule(
         Fit.EXACT,
         "deepspeed_config.deepspeed_moe_layer_cls_names",
         "",
-        lambda cfg, topology: _inline(deepspeed_moe_layer_cls_names=",".join(cfg.sharding.whole_units)) if cfg.sharding.whole_units else {},
+        lambda cfg, topology: (
+            _inline(deepspeed_moe_layer_cls_names=",".join(cfg.sharding.conditional_modules)) if cfg.sharding.conditional_modules else {}
+        ),
         (
-            When("empty", lambda cfg: not cfg.sharding.whole_units, Fit.EXACT, ""),
+            When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),
             When("not full_shard", lambda cfg: cfg.sharding.strategy != "full_shard", Fit.EXACT, "nothing is gathered"),
         ),
     ),

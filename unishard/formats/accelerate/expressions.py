@@ -127,9 +127,9 @@ _SHARDING: Mapping[str, Rule] = {
         "FSDP cuts at any module of this size, and has no smallest size beside class names; the same maths with other units",
         when=(When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),),
     ),
-    "sharding.whole_units": none(
+    "sharding.conditional_modules": none(
         "Accelerate gathers them with the unit around them, but adds no zeros for a parameter that a rank does not use; use them all",
-        lambda cfg: not cfg.sharding.whole_units,
+        lambda cfg: not cfg.sharding.conditional_modules,
         "empty",
         Fit.APPROXIMATE,
     ),

@@ -147,11 +147,11 @@ EXPRESSIONS: Mapping[str, Rule] = {
         "the same maths with smaller units",
         when=(unless("0", lambda cfg: not cfg.sharding.min_unit_params),),
     ),
-    "sharding.whole_units": Rule(
+    "sharding.conditional_modules": Rule(
         Fit.NEEDS_INPUT,
         "fsdp_wrap_fn of the model",
         "let it say false for modules of these classes",
-        when=(unless("empty", lambda cfg: not cfg.sharding.whole_units),),
+        when=(unless("empty", lambda cfg: not cfg.sharding.conditional_modules),),
     ),
     "precision.compute": Rule(
         Fit.EQUIVALENT,

@@ -173,12 +173,12 @@ FSDP: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "sharding.whole_units": Rule(
+    "sharding.conditional_modules": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "name none of these classes in auto_wrap_policy; a rank that leaves one out must still use its parameters, times zero",
         when=(
-            When("empty", lambda cfg: not cfg.sharding.whole_units, Fit.EXACT, ""),
+            When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),
             When("no_shard", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "DDPStrategy needs find_unused_parameters=True for them"),
         ),
     ),

@@ -136,7 +136,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
         "the same maths with smaller units",
         when=(unless("0", lambda cfg: not cfg.sharding.min_unit_params),),
     ),
-    "sharding.whole_units": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.whole_units, "empty"),
+    "sharding.conditional_modules": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.conditional_modules, "empty"),
     "precision.compute": Rule(
         Fit.EXACT,
         "training.mixed_precision_param",

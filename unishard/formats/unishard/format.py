@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
 from unishard.loading.document import from_mapping
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
+from unishard.loading.renamed import current_names
 from unishard.loading.validation import dotted, findings_of
 from unishard.mapping.entries import Entry, Key, Meaning, Path, Undecided
 from unishard.mapping.express import Expressed, FieldResult
@@ -45,6 +47,7 @@ class UnishardFormat:
         """
         if source.repeats:
             raise ConfigError(source.repeats)
+        source = replace(source, data=current_names(source.data, source.origins))
         undecided = dict(_placeholders(source.data))
         config = _checked(source, undecided)
         written = list(_written(source.data, config, undecided))

@@ -29,7 +29,7 @@ def described(document: Mapping[str, Any], undecided: Mapping[str, str]) -> str:
 
 
 def _lines(section: type[Section], document: Mapping[str, Any], undecided: Mapping[str, str], prefix: str) -> Iterator[str]:
-    indent = "  " * prefix.count(".")
+    indent, descriptions = "  " * prefix.count("."), section.descriptions()
     for name, field in section.model_fields.items():
         if name not in document:
             continue
@@ -37,7 +37,7 @@ def _lines(section: type[Section], document: Mapping[str, Any], undecided: Mappi
         inner = kind if isinstance(kind, type) and issubclass(kind, Section) else None
         if not prefix:
             yield ""
-        yield from _comment(inspect.getdoc(inner) if inner else field.description, indent)
+        yield from _comment(inspect.getdoc(inner) if inner else descriptions[name], indent)
         if inner:
             yield f"{indent}{name}:"
             yield from _lines(inner, document[name], undecided, f"{prefix}{name}.")

@@ -127,13 +127,13 @@ FEATURES = (
     Feature(
         "routed_experts",
         "ranks route their samples to different experts, which are conditional modules",
-        {"sharding": {"whole_units": ["Expert"]}},
+        {"sharding": {"conditional_modules": ["Expert"]}},
         models={"mixture": TestModel(_mixture, _sample)},
     ),
     Feature(
         "skipped_tower",
         "some ranks, and in some steps all ranks, skip a tower, which is a conditional module",
-        {"sharding": {"whole_units": ["Tower"]}},
+        {"sharding": {"conditional_modules": ["Tower"]}},
         models={"pictures": TestModel(_pictures, _sample)},
     ),
 )

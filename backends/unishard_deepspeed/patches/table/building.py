@@ -7,7 +7,7 @@ from unishard_deepspeed.patches.table.classes import BF16, ENGINE, INIT, OFFLOAD
 
 __all__ = ["BUILDING"]
 
-_NOT_WHOLE = "leave sharding.whole_units empty, or install a tested DeepSpeed"
+_NOT_WHOLE = "leave sharding.conditional_modules empty, or install a tested DeepSpeed"
 _NOT_HYBRID = "choose full_shard or shard_grad_op, or install a tested DeepSpeed"
 
 BUILDING = (
@@ -95,7 +95,7 @@ BUILDING = (
     ),
     Patch(
         name="whole-units-bf16-stage-1",
-        case="sharding.whole_units with shard_optimizer in bf16",
+        case="sharding.conditional_modules with shard_optimizer in bf16",
         names=of(BF16, "get_grads_for_norm", "bf16_groups", "fp32_groups_has_gradients"),
         versions=RUN,
         link=SOURCE["bf16-stage-1"],
@@ -103,7 +103,7 @@ BUILDING = (
     ),
     Patch(
         name="whole-units-stages-1-2",
-        case="sharding.whole_units with shard_optimizer or shard_grad_op",
+        case="sharding.conditional_modules with shard_optimizer or shard_grad_op",
         names=(
             *of(STAGES_1_2, "create_gradient_handling_hooks", "_grad_acc_hooks", "bit16_groups", "partition_gradients"),
             *of(STAGES_1_2, "independent_gradient_partition_epilogue", "reduce_gradients"),
@@ -115,7 +115,7 @@ BUILDING = (
     ),
     Patch(
         name="whole-units-stage-3",
-        case="sharding.whole_units with full_shard",
+        case="sharding.conditional_modules with full_shard",
         names=(
             *of(STAGE_3, "create_reduce_and_remove_grad_hooks", "_grad_acc_hooks", "independent_gradient_partition_epilogue"),
             *of(STAGE_3, "reduce_ready_partitions_and_remove_grads", "parameter_offload"),
