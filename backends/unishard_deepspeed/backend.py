@@ -16,8 +16,7 @@ from unishard.mapping.rules import Rule
 from unishard.patches import Patch
 from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import arguments
-from unishard_deepspeed.constants import CONSTANTS
-from unishard_deepspeed.keys import check, fit
+from unishard_deepspeed.keys import CONSTANTS, check, fit
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.rules import RULES
 

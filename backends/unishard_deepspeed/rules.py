@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from unishard.mapping.rules import SAVING, Fit, Rule, When, loop, unless
+from collections.abc import Mapping
+
+from unishard.mapping.loop_rules import NOT_FP16, complete
+from unishard.mapping.rules import Fit, Rule, When, loop, unless
 from unishard_deepspeed import fields
-from unishard_deepspeed.loop_rules import LOOP
 
 __all__ = ["RULES"]
 
-_NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
+_GROUPS = Rule(Fit.EXACT, "groups of the client optimizer", "ZeRO flattens each group by itself; no partition mixes two")
 _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parameters"
 
 
-_BETWEEN = (
-    "unishard averages each rank's part of the gradients over the groups at the end of a window, after the last backward instead of "
-    "beside it (MiCS, which did that, has left DeepSpeed 0.19.8; hpZ still divides optimizer and gradients between all ranks)"
-)
+# The reduction between groups comes after the last backward of a window, not beside it as in MiCS, which DeepSpeed 0.19.8 has removed; hpZ
+# still divides optimizer and gradients between all ranks.
+_BETWEEN = "in each group; averaged over the groups at the end of a window (no MiCS)"
 
-
-RULES: dict[str, Rule] = {
-    "backend": loop("chooses this table"),
+_OWN: Mapping[str, Rule] = {
     "sharding.strategy": Rule(
         Fit.EXACT,
         "zero_optimization.stage",
@@ -31,7 +30,7 @@ RULES: dict[str, Rule] = {
                 "shard_optimizer in bf16 or fp16, accumulated in fp32",
                 fields.whole_gradients,
                 Fit.EQUIVALENT,
-                "stage 1; DeepSpeed keeps whole fp32 gradients beside the low ones (4 more bytes for each parameter) and all-reduces them",
+                "stage 1; all-reduces whole fp32 gradients, 4 more bytes for each parameter",
             ),
             When(
                 "shard_optimizer",
@@ -39,17 +38,9 @@ RULES: dict[str, Rule] = {
                 Fit.EQUIVALENT,
                 "stage 1; gradients travel by all-reduce instead of reduce-scatter",
             ),
+            When("hybrid_shard", lambda cfg: cfg.sharding.strategy == "hybrid_shard", Fit.EQUIVALENT, f"stage 3 {_BETWEEN}"),
             When(
-                "hybrid_shard",
-                lambda cfg: cfg.sharding.strategy == "hybrid_shard",
-                Fit.EQUIVALENT,
-                f"stage 3 in each group; {_BETWEEN}",
-            ),
-            When(
-                "hybrid_shard_grad_op",
-                lambda cfg: cfg.sharding.strategy == "hybrid_shard_grad_op",
-                Fit.EQUIVALENT,
-                f"stage 2 in each group, where gradients travel by all-reduce instead of reduce-scatter; {_BETWEEN}",
+                "hybrid_shard_grad_op", lambda cfg: cfg.sharding.strategy == "hybrid_shard_grad_op", Fit.EQUIVALENT, f"stage 2 {_BETWEEN}"
             ),
             When(
                 "shard_grad_op",
@@ -62,13 +53,13 @@ RULES: dict[str, Rule] = {
     "sharding.group_size": Rule(
         Fit.EXACT,
         "deepspeed.initialize(mpu=...)",
-        "not in the JSON: prepare gives ZeRO the ranks of a group as its data-parallel group; ranks in a row form a group",
+        "not in the JSON: consecutive ranks form ZeRO's data-parallel group",
         when=(unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),),
     ),
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT,
         "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters",
-        "each unit is gathered for its forward and again for its backward; false: everything stays gathered until its backward",
+        "each unit is gathered for forward and backward; false: kept until its backward",
         to=fields.gathering,
         when=(
             unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),
@@ -76,15 +67,14 @@ RULES: dict[str, Rule] = {
                 "true with prefetching",
                 lambda cfg: cfg.sharding.reshard_after_forward and cfg.communication.prefetch_bucket_size > 0,
                 Fit.EQUIVALENT,
-                "prepare lets at most two of the largest unit be gathered at once, so prefetching stays one unit ahead; what was "
-                "prefetched for backward when forward ends is not gathered again. communication.prefetch_bucket_size 0 drops everything",
+                "prefetches one unit ahead; communication.prefetch_bucket_size 0 keeps nothing",
             ),
         ),
     ),
     "sharding.units": Rule(
         Fit.EXACT,
         "zero_optimization.leaf_module",
-        "prepare writes the units' names in the model; they are gathered as leaf modules, and their gradients are reduced as they come",
+        "units are leaf modules, by their names in the model; gradients reduced as they come",
         to=fields.units,
         when=(unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
@@ -104,53 +94,52 @@ RULES: dict[str, Rule] = {
                 "full_shard",
                 lambda cfg: fields.stage(cfg) == 3,
                 Fit.EQUIVALENT,
-                "gathered with the leaf module around them; those in none are gathered before each forward and dropped after each "
-                "backward, without DeepSpeed's hooks; their gradients stay whole until backward ends",
+                "gathered with the leaf module around them; gradients stay whole until backward ends",
             ),
             When(
                 "shard_grad_op",
                 lambda cfg: fields.stage(cfg) == 2,
                 Fit.EQUIVALENT,
-                "their gradients stay whole until backward ends, and are then reduced in one order on every rank",
+                "gradients stay whole until backward ends, then are reduced in one order",
             ),
         ),
     ),
     "precision.compute": Rule(
         Fit.EXACT,
         "bf16.enabled, fp16.enabled, data_types.param_dtype",
-        "prepare sets the fp32 masters from the fp32 model (DeepSpeed alone would round them) and casts floating inputs",
+        "prepare sets fp32 master weights from the unrounded model and casts floating inputs",
         to=fields.compute,
     ),
     "precision.master": Rule(
         Fit.EXACT,
         "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states",
-        "`prepare` casts the trainable parameters to it before sharding; the optimizer's state follows it",
+        "`prepare` casts trainable parameters to it; the optimizer's state follows",
         to=fields.master,
         when=(
             When(
                 "that of compute with no_shard",
                 lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
                 Fit.EXACT,
-                "DeepSpeed is told of fp32 and finds a model in the lower format, whose own parameters the torch optimizer then steps",
+                "no master weights: the torch optimizer steps the model's own parameters",
             ),
             When(
                 "fp16 with sharding",
                 lambda cfg: cfg.precision.master == "fp16",
                 Fit.UNSUPPORTED,
-                "DeepSpeed has fp16 masters only under its own CPU optimizer; write fp32, or choose no_shard or compute and master bf16",
+                "needs DeepSpeedCPUAdam; write fp32, or choose no_shard, or compute and master bf16",
             ),
             When(
                 "bf16 with offload.optimizer cpu",
                 lambda cfg: cfg.precision.master == "bf16" and cfg.offload.optimizer == "cpu",
                 Fit.UNSUPPORTED,
-                "DeepSpeed offloads bf16 masters only under its own CPU optimizer; write fp32, or set offload.optimizer to none",
+                "needs DeepSpeedCPUAdam; write fp32, or set offload.optimizer to none",
             ),
         ),
     ),
     "precision.reduce": Rule(
         Fit.EXACT,
         "communication_data_type",
-        "the sum over the ranks is taken in this format",
+        "the sum over the ranks is taken in this dtype",
         to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce},
     ),
     "precision.accumulate": Rule(
@@ -162,19 +151,17 @@ RULES: dict[str, Rule] = {
                 "fp32 in bf16 or fp16 with no_shard",
                 lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
                 Fit.EXACT,
-                "stage 0 takes no other format than that of compute; prepare lets torch accumulate in fp32 (Tensor.grad_dtype)",
+                "stage 0 only takes compute's dtype; torch accumulates in fp32 (Tensor.grad_dtype)",
             ),
         ),
     ),
-    "precision.buffers": loop("cast before sharding (data_types.buffer_dtype is null, so that DeepSpeed casts none)"),
+    "precision.buffers": loop("cast before sharding; data_types.buffer_dtype is null"),
     "precision.loss_scale": Rule(
         Fit.EXACT,
         "unishard's loop; fp16.loss_scale is 1.0",
-        "unishard scales the loss; step makes the scale known to DeepSpeed's optimizer, which divides and clips in one pass",
-        when=(_NOT_FP16,),
+        "unishard scales the loss; DeepSpeed's optimizer divides and clips in one pass",
+        when=(NOT_FP16,),
     ),
-    "precision.initial_loss_scale": loop("where the dynamic scale begins", _NOT_FP16),
-    "precision.loss_scale_growth_interval": loop("counts updates", _NOT_FP16),
     "offload.params": Rule(
         Fit.EXACT,
         "zero_optimization.offload_param",
@@ -184,13 +171,13 @@ RULES: dict[str, Rule] = {
                 "cpu or nvme with offload.optimizer none",
                 lambda cfg: cfg.offload.params != "none" and cfg.offload.optimizer == "none",
                 Fit.EQUIVALENT,
-                "the fp32 masters live with the optimizer, on the device; set offload.optimizer to cpu to move them",
+                "fp32 master weights stay on the device; set offload.optimizer: cpu to move them",
             ),
             When(
                 "nvme",
                 lambda cfg: cfg.offload.params == "nvme",
                 Fit.EQUIVALENT,
-                "parts of at least 1 MiB lie in files, smaller ones in host memory",
+                "shards of at least 1 MiB lie in files, smaller ones in host memory",
             ),
         ),
     ),
@@ -204,26 +191,18 @@ RULES: dict[str, Rule] = {
                 "nvme",
                 lambda cfg: cfg.offload.optimizer == "nvme",
                 Fit.UNSUPPORTED,
-                "DeepSpeed 0.19.8 swaps the state of torch's SGD and AdamW through files and then makes other updates than without (losses "
-                "differ by 1e-2 and more from the second on); choose cpu",
+                "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu",
             ),
         ),
     ),
     "offload.pin_memory": Rule(
-        Fit.EXACT,
-        "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory",
-        "prepare writes false where there is no CUDA device, since nothing can be page-locked there",
+        Fit.EXACT, "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory", "prepare writes false without a CUDA device"
     ),
     "offload.nvme_path": Rule(
         Fit.EXACT,
         "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path",
-        "prepare refuses nvme where DeepSpeed's async_io op, which needs libaio, can be neither found nor built",
+        "prepare needs DeepSpeed's async_io op (libaio)",
         when=(unless("null", lambda cfg: cfg.offload.nvme_path is None, ""),),
-    ),
-    "activation_checkpointing": Rule(
-        Fit.EXACT,
-        "torch.utils.checkpoint.checkpoint",
-        "around `forward`, inside the engine's hooks; without reentrance, and random numbers are drawn again alike",
     ),
     "training.micro_batch_size": Rule(
         Fit.EXACT,
@@ -233,50 +212,50 @@ RULES: dict[str, Rule] = {
     "training.gradient_accumulation_steps": Rule(
         Fit.EXACT,
         "gradient_accumulation_steps",
-        "unishard's loop divides the loss and decides where a window ends (managed_gradient_accumulation is false)",
+        "unishard divides the loss and ends the window (no managed_gradient_accumulation)",
         to=lambda cfg, topology: {"gradient_accumulation_steps": cfg.training.gradient_accumulation_steps},
     ),
     "training.global_batch_size": Rule(
         Fit.EXACT,
         "train_batch_size",
-        "always the product, of one group where there are groups, as DeepSpeed wants it; a stated value is only checked",
+        "the product, of one group where there are groups; a stated value is only checked",
         to=fields.global_batch,
     ),
     "training.gradient_clipping": Rule(
         Fit.EXACT,
         "gradient_clipping",
-        "0.0 for null, since DeepSpeed clips to 1.0 when the key is absent; step(clip_grad_norm=...) sets it for one update",
+        "0.0 for null: an absent key clips to 1.0; step(clip_grad_norm=...) for one update",
         to=lambda cfg, topology: {"gradient_clipping": cfg.training.gradient_clipping or 0.0},
         when=(
             When(
                 "no_shard in fp32, or with master in the format of compute",
                 lambda cfg: fields.bare(cfg) and cfg.training.gradient_clipping is not None,
                 Fit.EQUIVALENT,
-                "stage 0 discards the norm then, so unishard takes it and clips, by torch's formula, after the all-reduce",
+                "stage 0 discards the norm; unishard clips by torch's formula after the all-reduce",
             ),
         ),
     ),
     "training.nonfinite": Rule(
         Fit.EXACT,
         "bf16.check_grad_overflow",
-        "raise: the update is left out first; ignore: ZeRO, which always leaves it out, is kept from doing so",
+        "raise: skips the update first; ignore: ZeRO is kept from skipping it",
         to=lambda cfg, topology: {"bf16": {"check_grad_overflow": cfg.training.nonfinite != "ignore"}},
         when=(
             When(
                 "ignore with no_shard in bf16",
                 lambda cfg: cfg.training.nonfinite == "ignore" and fields.stage(cfg) == 0 and not fields.bare(cfg),
                 Fit.UNSUPPORTED,
-                "stage 0 in bf16 always leaves out an update that is not finite; write skip or raise, or choose shard_optimizer",
+                "stage 0 in bf16 skips such updates; write skip or raise, or choose shard_optimizer",
             ),
         ),
     ),
-    "training.last_window": loop("divides by the true length of the last window, or leaves it out"),
-    "training.seed": loop("seeds the data order, and each rank after prepare"),
-    **LOOP,
+    "optimizer.name": Rule(Fit.EXACT, "client optimizer", "unishard passes in the torch optimizer; ZeRO hands it flat fp32 partitions"),
+    "optimizer.no_decay": _GROUPS,
+    "optimizer.groups": _GROUPS,
     "communication.reduce_bucket_size": Rule(
         Fit.EXACT,
         "zero_optimization.reduce_bucket_size",
-        "prepare writes no more than the trainable elements, so that the buffer is not larger than the model",
+        "prepare writes at most the number of trainable elements",
         to=lambda cfg, topology: fields.zero(reduce_bucket_size=cfg.communication.reduce_bucket_size),
         when=(
             When(
@@ -305,34 +284,27 @@ RULES: dict[str, Rule] = {
                 "true with no_shard or shard_optimizer",
                 lambda cfg: cfg.communication.overlap and fields.stage(cfg) < 2,
                 Fit.EQUIVALENT,
-                "written as false: stages 0 and 1 reduce once, at the end of the window (DeepSpeed refuses overlap_comm there "
-                "without managed gradient accumulation)",
+                "written as false: stages 0 and 1 reduce once, at the end of the window",
             ),
         ),
     ),
-    "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
-    "communication.desync_timeout": loop("seconds of patience of that check"),
     "compile.mode": Rule(
         Fit.EQUIVALENT,
         "torch.compile",
-        "of each block's `forward`; DeepSpeed's hooks are not compiled, and DeepCompile is not used",
+        "of each block's `forward`, without DeepSpeed's hooks; DeepCompile is not used",
         when=(
             unless("none", lambda cfg: cfg.compile.mode == "none", ""),
             When(
                 "full with full_shard",
                 lambda cfg: cfg.compile.mode == "full" and fields.stage(cfg) == 3,
                 Fit.EQUIVALENT,
-                "of the root's `forward`, with a graph break at each module that gathers; choose per_block for larger graphs",
+                "of the root's `forward`, with a graph break at each gathering module",
             ),
             When("full", lambda cfg: cfg.compile.mode == "full", Fit.EQUIVALENT, "of the root's `forward`"),
         ),
     ),
-    "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
-    **SAVING,
-    "strict": loop("decides about the report of this table"),
-    "native": Rule(
-        Fit.EXACT,
-        "any key",
-        "`native.deepspeed` is merged last; each of its keys has a line of its own in the report, approximate if it may change the maths",
-    ),
+    "native": Rule(Fit.EXACT, "any key", "`native.deepspeed` is merged last; each of its keys has a line of its own"),
 }
+
+RULES: Mapping[str, Rule] = complete(_OWN)
+"""What DeepSpeed makes of each field."""

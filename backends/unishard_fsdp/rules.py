@@ -9,8 +9,8 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.mapping.rules import SAVING, Fit, Rule, When, loop, unless
-from unishard_fsdp.loop_rules import LOOP
+from unishard.mapping.loop_rules import NOT_FP16, complete
+from unishard.mapping.rules import Fit, Rule, When, loop, unless
 from unishard_fsdp.precision_keys import DTYPES
 
 __all__ = ["RULES", "form_of"]
@@ -109,12 +109,11 @@ def _prefetch(cfg: Config) -> Native:
 
 
 _MIXED: tuple[Form, ...] = ("fully_shard", "replicate")
-_NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 _TOGETHER = "CPUOffloadPolicy moves parameters, gradients and optimizer state together"
 _NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
 
-RULES: Mapping[str, Rule] = {
+_OWN: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "torch", "PyTorch's own data parallelism"),
     "sharding.strategy": Rule(
         Fit.EXACT,
@@ -267,9 +266,7 @@ RULES: Mapping[str, Rule] = {
         ),
     ),
     "precision.buffers": loop("cast before sharding; FSDP2 casts none"),
-    "precision.loss_scale": loop("scales the loss and divides the gradients; a GradScaler is not used", _NOT_FP16),
-    "precision.initial_loss_scale": loop("where the dynamic scale begins", _NOT_FP16),
-    "precision.loss_scale_growth_interval": loop("counts updates", _NOT_FP16),
+    "precision.loss_scale": loop("scales the loss and divides the gradients; a GradScaler is not used", NOT_FP16),
     "offload.params": Rule(
         Fit.EXACT,
         "CPUOffloadPolicy",
@@ -329,12 +326,7 @@ RULES: Mapping[str, Rule] = {
             When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
         ),
     ),
-    "activation_checkpointing": Rule(
-        Fit.EXACT,
-        "torch.utils.checkpoint.checkpoint",
-        "around `forward`, inside the engine's hooks; without reentrance, and random numbers are drawn again alike",
-    ),
-    **LOOP,
+    "optimizer.name": loop("torch's (AdamW and Adam fused; SGD where parameters are whole), or lion-pytorch's"),
     "communication.reduce_bucket_size": Rule(
         Fit.EXACT,
         "DistributedDataParallel(bucket_cap_mb=...)",
@@ -364,8 +356,6 @@ RULES: Mapping[str, Rule] = {
             When("false", lambda cfg: not cfg.communication.overlap, Fit.EQUIVALENT, "overlapped all the same; the results do not differ"),
         ),
     ),
-    "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
-    "communication.desync_timeout": loop("seconds of patience of that check"),
     "compile.mode": Rule(
         Fit.EQUIVALENT,
         "torch.compile",
@@ -375,9 +365,6 @@ RULES: Mapping[str, Rule] = {
             When("full", lambda cfg: cfg.compile.mode == "full", Fit.EQUIVALENT, "of the root's `forward`, a graph break at each unit"),
         ),
     ),
-    "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
-    **SAVING,
-    "strict": loop("an approximation is refused"),
     "native": Rule(
         Fit.EXACT,
         "native.fsdp",
@@ -385,4 +372,6 @@ RULES: Mapping[str, Rule] = {
         "settings are left to them",
     ),
 }
+
+RULES: Mapping[str, Rule] = complete(_OWN)
 """What PyTorch makes of each field. By default nothing is approximate, so that `strict: true` holds."""

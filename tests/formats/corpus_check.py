@@ -43,16 +43,16 @@ CAUSES: Mapping[str, str] = {
     "the file's own tool refuses it too: a class that it cannot find": (
         r"optimizer\.type: must be Adam, .*, got '[A-Za-z_]+(\.[A-Za-z_]+)+';"
     ),
-    "has left DeepSpeed 0.19.8": r"^\S+: (\w+ sends compressed gradients, and )?has left DeepSpeed 0\.19\.8[ ;]",
+    "was removed in DeepSpeed 0.19.8": r"^\S+: (\w+ sends compressed gradients, and )?was removed in DeepSpeed 0\.19\.8[ ;]",
     "an optimizer that shards do not see whole (LAMB, Muon)": (
-        r"optimizer\.type: \S+ (scales the rate of each tensor by its norm|works on whole matrices), which sharded engines do not see"
+        r"optimizer\.type: \S+ (needs the norm of each whole tensor|needs whole matrices), which (is|are) sharded"
     ),
     "an optimizer of torch that the config has no name for": (
         r"optimizer\.type: must be Adam, .*, got '(RMSprop|Adadelta|Adamax|NAdam|RAdam|ASGD|Rprop|Adafactor|SparseAdam|LBFGS)';"
     ),
     "a schedule that the config has no shape for (OneCycle, LRRangeTest)": r"scheduler\.type: must be .*, got '(OneCycle|LRRangeTest)';",
     "training in files (NVMe)": (
-        r"(device|nvme_path): (PyTorch has no offload to files|DeepSpeed 0\.19\.8 swaps the state of torch's \w+ and \w+ through files)"
+        r"(device|nvme_path): (PyTorch has no offload to files|DeepSpeed 0\.19\.8 makes other updates with torch's optimizers in files)"
     ),
     "parameters on the host without the optimizer": r"offload_param\S*: FSDP2's sharded parameters are the fp32 masters",
     "gradients that add up in another format than the parameters'": (
@@ -64,7 +64,7 @@ CAUSES: Mapping[str, str] = {
         r"|^\S+: unishard (shards data-parallel ranks and has no parallelism within a model|has no \w+ parallelism)"
     ),
     "data efficiency, curricula, random-LTD": r"^(\S+\.)?data_efficiency: drops tokens and samples",
-    "ZenFlow": r"zero_optimization\.zenflow: ZenFlow updates",
+    "ZenFlow": r"zero_optimization\.zenflow: ZenFlow delays",
     "DeepSpeed's engine for generation": r"^(\S+\.)?hybrid_engine: replaces the engine by one for generation",
     "fp8": r"^\S*fp8\S*: unishard has no fp8",
     "XLA": r"^\S+: unishard (runs on PyTorch's own devices, not on XLA|does not train on TPUs)",

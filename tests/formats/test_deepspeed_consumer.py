@@ -13,7 +13,7 @@ from unishard.config.topology import Topology
 from unishard.formats import translate
 from unishard.mapping.entries import Unreadable
 from unishard.plugins import registry
-from unishard_deepspeed.arguments import accepted
+from unishard_deepspeed.keys import TAKES
 from unishard_deepspeed.start import quiet
 
 with quiet(), warnings.catch_warnings():
@@ -140,11 +140,11 @@ NEEDS_ANOTHER = ("zero_optimization.compute_grad_norm", "bf16.bf16_optimizer_sta
 """Keys that DeepSpeed takes beside another alone, which their own rows look at."""
 
 
-@pytest.mark.parametrize("key", [key for key in accepted.VALUES if key not in NEEDS_ANOTHER and not key.endswith("device")])
+@pytest.mark.parametrize("key", [key for key in TAKES if key not in NEEDS_ANOTHER and not key.endswith("device")])
 def test_deepspeed_takes_every_value_that_is_repeated(key):
     for value in ODD:
         try:
-            accepted.VALUES[key](value)
+            TAKES[key](value)
         except Unreadable:
             continue
         understood(merge({"train_batch_size": 1, "zero_optimization": {"stage": 3}}, nested({key: value})))

@@ -11,7 +11,9 @@ from unishard.cli.explain import explain
 from unishard.config import leaves
 
 REFUSED = "offload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
-ROUGH = "backend: deepspeed\nnative:\n  deepspeed: {vocabulary_size: 3}\n"  # a setting that only DeepSpeed has
+ROUGH = (
+    "backend: deepspeed\nnative:\n  deepspeed: {zero_optimization: {zero_quantized_weights: true}}\n"  # a setting that only DeepSpeed has
+)
 
 
 def explained(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
@@ -80,7 +82,9 @@ def test_strict_in_the_config_refuses_what_is_approximate(config: Path) -> None:
     config.write_text(ROUGH + "strict: true\n")
     result = run("explain", "c.yaml", "--native")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("c.yaml:3: native.deepspeed.vocabulary_size: 3 is only approximate on deepspeed, and strict is true: ")
+    assert result.stderr.startswith(
+        "c.yaml:3: native.deepspeed.zero_optimization.zero_quantized_weights: True is only approximate on deepspeed, and strict is true: "
+    )
 
 
 def test_batch_sizes_that_contradict_the_ranks(config: Path) -> None:

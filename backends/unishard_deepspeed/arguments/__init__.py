@@ -12,12 +12,15 @@ from unishard.config.topology import Topology
 from unishard.mapping.entries import Entry, Given, Key, Meaning, Unreadable, interpret
 from unishard.mapping.express import Expressed, express
 from unishard.mapping.rules import Fit, Rule
-from unishard_deepspeed.arguments import accepted, batch, offload, optimizer, precision, rest, scheduler, zero
+from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
+from unishard_deepspeed.keys import TAKES
 
 __all__ = ["EXPRESSIONS", "KEYS", "TOOL", "arguments", "parse"]
 
 TOOL = "DeepSpeed 0.19.8"
 _SECTIONS = (batch, precision, zero, offload, optimizer, scheduler, rest)
+_ASSUMING = (batch, precision, zero, optimizer, scheduler)
+"""Sections in which DeepSpeed assumes something where a config is silent."""
 _STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.params.", "scheduler.params.")
 """Blocks in which DeepSpeed, or the class that it builds, refuses a key that it does not know; elsewhere it overlooks one."""
 
@@ -50,9 +53,9 @@ EXPRESSIONS: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Confi
 def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None, topology: Topology | None) -> list[Entry]:
     """What a DeepSpeed config says, one entry for each of its keys and one for each default of DeepSpeed that decides something."""
     given = Given(dict(flat(_undotted(native))), defaults or {}, topology)
-    silent = {key: value for section in _SECTIONS for key, value in section.assumed(given).items()}
+    silent = {key: value for section in _ASSUMING for key, value in section.assumed(given).items()}
     known = {**silent, **(defaults or {})}
-    entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology, accepts=accepted.VALUES)
+    entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology, accepts=TAKES)
     return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import drops, integer, number
+from unishard.mapping.key_rows import integer, number
 from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
+from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 
@@ -43,8 +43,7 @@ def _quotient(train: int, other: int | None, ranks: int | None) -> int | str | N
 def _size(field: str, derived: str, who: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if value in (AUTO, derived):
-            undecided = Undecided(f"{who} {ARGUMENTS}" if value == AUTO else f"the number of ranks, {derived}; give --world-size")
-            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {field: undecided})
+            return undecided(f"{who} {ARGUMENTS}" if value == AUTO else "the number of ranks; add --world-size N", field)
         return Meaning(fields={field: integer(1)(value)})
 
     return Key(read, field)
@@ -52,7 +51,7 @@ def _size(field: str, derived: str, who: str) -> Key:
 
 def _global(value: Any, given: Given) -> Meaning:
     if value == AUTO:
-        return dropped(f"the product of {_MICRO}, {_WINDOW} and the ranks, which unishard computes as well")
+        return dropped("unishard computes the product itself")
     size = integer(1)(value)
     others = [quiet(integer(1), given.get(key)) for key in (_MICRO, _WINDOW)]
     if given.topology and all(others) and size != others[0] * others[1] * given.topology.world_size:
@@ -63,9 +62,8 @@ def _global(value: Any, given: Given) -> Meaning:
 
 def _clipping(value: Any, given: Given) -> Meaning:
     if value == AUTO:
-        undecided = Undecided(f"max_grad_norm {ARGUMENTS}")
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {"training.gradient_clipping": undecided})
-    note = "" if "gradient_clipping" in given else "DeepSpeed clips to 1.0 where the key is absent since 0.19.3; before, it did not clip"
+        return undecided(f"max_grad_norm {ARGUMENTS}", "training.gradient_clipping")
+    note = "" if "gradient_clipping" in given else "DeepSpeed clips to 1.0 by default since 0.19.3; earlier versions did not"
     return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None})
 
 
@@ -74,8 +72,6 @@ KEYS: Mapping[str, Key] = {
     _MICRO: _size("training.micro_batch_size", _MICRO_OF_RANKS, "per_device_train_batch_size"),
     _WINDOW: _size("training.gradient_accumulation_steps", _WINDOW_OF_RANKS, _WINDOW),
     "gradient_clipping": Key(_clipping, "training.gradient_clipping", silent=1.0),
-    "managed_gradient_accumulation": drops("unishard's loop decides where a window ends"),
-    "dataloader_drop_last": drops("acts on the DataLoader that DeepSpeed makes from training_data alone; unishard takes yours"),
 }
 
 
@@ -116,7 +112,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "raise",
                 lambda cfg: cfg.training.nonfinite == "raise",
                 Fit.APPROXIMATE,
-                "DeepSpeed leaves the update out without an error, and at stage 0 in fp32 it makes it",
+                "DeepSpeed skips the update without an error; stage 0 in fp32 makes it",
             ),
             When(
                 "skip with no_shard in fp32",
@@ -132,23 +128,23 @@ EXPRESSIONS: Mapping[str, Rule] = {
                     and not (fields.stage(cfg) in (1, 2) and cfg.precision.compute == "bf16")
                 ),
                 Fit.APPROXIMATE,
-                "DeepSpeed always leaves out an update that is not finite there",
+                "DeepSpeed always skips an update that is not finite there",
             ),
         ),
     ),
     "training.last_window": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,
-        "drop the micro-batches that do not fill a window, such as by the length of the DataLoader",
+        "drop the micro-batches that do not fill a window",
         when=(
             When("gradient_accumulation_steps is 1", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Fit.EXACT, ""),
             When(
                 "step",
                 lambda cfg: cfg.training.last_window == "step",
                 Fit.APPROXIMATE,
-                "DeepSpeed carries the micro-batches of a window that is not full over to the next epoch",
+                "DeepSpeed carries an incomplete window over to the next epoch",
             ),
         ),
     ),
-    "training.seed": Rule(Fit.NEEDS_INPUT, SCRIPT, "torch.manual_seed(seed) before the model is made, and the sampler's seed"),
+    "training.seed": Rule(Fit.NEEDS_INPUT, SCRIPT, "torch.manual_seed(seed) before the model is built, and the sampler's seed"),
 }

@@ -8,23 +8,15 @@ from typing import Any
 
 from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import boolean, integer, one_of
+from unishard.mapping.key_rows import boolean, integer
 from unishard.mapping.rules import Fit
+from unishard_deepspeed.keys.values import dtype
 
-__all__ = ["ARGUMENTS", "LEAST_STAGE", "compute", "device", "dropped", "dtype", "only", "quiet", "spelt", "stage", "unless_auto"]
+__all__ = ["ARGUMENTS", "LEAST_STAGE", "compute", "device", "dropped", "only", "quiet", "spelt", "stage", "undecided", "unless_auto"]
 
 ARGUMENTS = "of the TrainingArguments"
 LEAST_STAGE = {"param": 3, "optimizer": 1}
 """The stage of ZeRO from which on DeepSpeed offloads parameters, and an optimizer."""
-
-dtype = one_of(
-    {
-        **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
-        **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
-        **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
-    }
-)
-"""Reads the names of a number format that DeepSpeed knows (DeepSpeed 0.19.8, runtime/config.py, DtypeEnum)."""
 
 
 def quiet(convert: Callable[[Any], Any], value: Any, otherwise: Any = None) -> Any:
@@ -38,6 +30,11 @@ def quiet(convert: Callable[[Any], Any], value: Any, otherwise: Any = None) -> A
 def dropped(note: str) -> Meaning:
     """Nothing is lost without the key; it is repeated where a DeepSpeed config is written again."""
     return Meaning(Fit.IGNORED, note, kept=True)
+
+
+def undecided(who: str, *paths: str) -> Meaning:
+    """Only the training script knows the value of these fields."""
+    return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who}", dict.fromkeys(paths, Undecided(who)))
 
 
 def only(key: Key, holds: Callable[[Given], bool], otherwise: str) -> Key:

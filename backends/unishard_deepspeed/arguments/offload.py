@@ -8,40 +8,31 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import boolean, drops, number, one_of, text
+from unishard.mapping.key_rows import boolean, number, one_of, text
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, quiet, spelt, stage
+from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, quiet, spelt, stage, undecided
 
-__all__ = ["EXPRESSIONS", "KEYS", "assumed"]
+__all__ = ["EXPRESSIONS", "KEYS"]
 
 _Z = "zero_optimization."
 _FIELDS = {"param": "offload.params", "optimizer": "offload.optimizer"}
 _PLACES = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})
-_BY_ACCELERATE = "offload_{}_device of Accelerate's DeepSpeedPlugin, which is none unless the script says otherwise"
-_LOW = {
-    "param": "DeepSpeed offloads parameters at stage 3 alone",
-    "optimizer": "DeepSpeed offloads an optimizer that is sharded, from stage 1 on",
-}
-
-
-def assumed(given: Given) -> dict[str, Any]:
-    """Nothing here is decided where the config is silent."""
-    return {}
+_BY_ACCELERATE = "offload_{}_device of Accelerate's DeepSpeedPlugin, none by default"
+_LOW = {"param": "DeepSpeed offloads parameters only at stage 3", "optimizer": "DeepSpeed offloads an optimizer only from stage 1 on"}
 
 
 def _place(what: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if value == AUTO and stage(given) >= LEAST_STAGE[what]:
-            undecided = Undecided(_BY_ACCELERATE.format(what))
-            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {_FIELDS[what]: undecided})
+            return undecided(_BY_ACCELERATE.format(what), _FIELDS[what])
         place = "none" if value in (None, AUTO) else _PLACES(value)
         if place != "none" and device(given, what) == "none":
             return dropped(_LOW[what])
         if place == "nvme" and not quiet(text, given.get(f"{_Z}offload_{what}.nvme_path")):
-            raise Unreadable("must have an nvme_path beside it, got nvme without; write a directory on a local disk")
+            raise Unreadable("must have an nvme_path beside it, got none; write a directory on a local disk")
         return Meaning(fields={_FIELDS[what]: place})
 
     return Key(read, _FIELDS[what])
@@ -63,7 +54,7 @@ def _switch(what: str, note: str) -> Key:
 def _path(what: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if device(given, what) != "nvme" or value is None:
-            return dropped("is read for nvme alone")
+            return dropped("only used with nvme")
         return Meaning(fields={"offload.nvme_path": text(value)})
 
     return Key(read, "offload.nvme_path")
@@ -76,7 +67,7 @@ def _pin(what: str) -> Key:
         if device(given, what) == "none" or value == AUTO:
             return dropped("nothing is offloaded here")
         if boolean(value) != pinned:
-            return dropped("unishard pins the host memory of parameters and optimizer alike; about time alone")
+            return dropped("unishard pins parameters and optimizer alike; affects only time")
         return Meaning(fields={"offload.pin_memory": pinned})
 
     return Key(read, "offload.pin_memory")
@@ -88,27 +79,20 @@ def _pin_both(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"offload.pin_memory": boolean(value)})
 
 
-_PART = "the part of the optimizer that is offloaded; unishard offloads all of it. About memory alone"
+_PART = "unishard offloads the whole optimizer; affects only memory"
 
 
 def _part(value: Any, given: Given) -> Meaning:
     if stage(given) == 3 or value == AUTO or number(0, 1)(value) == 1:
         return dropped(_PART)
-    return Meaning(Fit.IGNORED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 at stage 3 alone")
+    return Meaning(Fit.IGNORED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 only at stage 3")
 
-
-_PIPELINE = drops("how an optimizer in files is read and written; about time alone")
 
 KEYS: Mapping[str, Key] = {
     **{f"{_Z}offload_{what}.device": _place(what) for what in _FIELDS},
     **{f"{_Z}offload_{what}.nvme_path": _path(what) for what in _FIELDS},
     **{f"{_Z}offload_{what}.pin_memory": _pin(what) for what in _FIELDS},
-    f"{_Z}offload_optimizer.pipeline_read": _PIPELINE,
-    f"{_Z}offload_optimizer.pipeline_write": _PIPELINE,
-    f"{_Z}offload_optimizer.fast_init": _PIPELINE,
     f"{_Z}offload_optimizer.ratio": Key(_part, "", Fit.IGNORED, _PART),
-    f"{_Z}offload_optimizer.super_offload": drops("another way to offload the same; about time alone"),
-    f"{_Z}offload_optimizer.cpuadam_cores_perc": drops("belongs to super_offload"),
     f"{_Z}cpu_offload": _switch("optimizer", "deprecated; DeepSpeed means offload_optimizer"),
     f"{_Z}cpu_offload_param": _switch("param", "deprecated; DeepSpeed means offload_param"),
     f"{_Z}cpu_offload_params": spelt(_switch("param", "a name of older versions, which DeepSpeed 0.19.8 refuses"), "cpu_offload_param"),
@@ -141,7 +125,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "nvme",
                 lambda cfg: cfg.offload.optimizer == "nvme",
                 Fit.EQUIVALENT,
-                "DeepSpeed swaps the state of DeepSpeedCPUAdam alone; with torch's optimizers it makes other updates (0.19.8)",
+                "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files",
             ),
         ),
     ),

@@ -12,22 +12,22 @@ from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, drops, number
 from unishard.mapping.rules import SCRIPT, Fit, Rule, When
-from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
+from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed", "peak_of"]
 
 _P = "optimizer.params."
 _NAMES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
 _ARGUMENTS = {"lr": "learning_rate", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-_SCALED = "scales the rate of each tensor by its norm, which sharded engines do not see; choose adamw or lion"
-_COMPRESSED = "sends compressed gradients, and has left DeepSpeed 0.19.8; choose the optimizer that it compresses, adamw"
+_SCALED = "needs the norm of each whole tensor, which is sharded; choose adamw or lion"
+_COMPRESSED = "sends compressed gradients, and was removed in DeepSpeed 0.19.8; choose adamw"
 _REFUSED = {
     "lamb": _SCALED,
     "fusedlamb": _SCALED,
     "onebitlamb": _COMPRESSED,
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
-    "muon": "works on whole matrices, which sharded engines do not see; choose adamw or lion",
+    "muon": "needs whole matrices, which are sharded; choose adamw or lion",
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "scales rates by the width of each layer; build it of the package mup and pass it to "
                     "unishard.prepare(optimizer=...)"),
 }  # fmt: skip
@@ -42,7 +42,7 @@ def _word(given: Given) -> str:
 
 
 def _name(given: Given) -> str | None:
-    """The optimizer in the config's words; None where the config has none, or one that cannot be had."""
+    """The value of `optimizer.name`; None where there is none, or one that is not supported."""
     word = _word(given)
     if word == "adam" and not quiet(boolean, given.get(f"{_P}adam_w_mode"), True):
         return "adam"
@@ -103,7 +103,7 @@ def _rate(value: Any, given: Given) -> Meaning:
 
 def _decided(field: str, value: Any) -> Meaning:
     if isinstance(value, Undecided):
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {value.who}", {field: value})
+        return undecided(value.who, field)
     return Meaning(fields={field: value})
 
 
@@ -126,7 +126,7 @@ def _betas(value: Any) -> tuple[float, float]:
 def _bias_correction(value: Any, given: Given) -> Meaning:
     if boolean(value) or _name(given) not in ("adamw", "adam"):
         return dropped("is on, as in torch") if boolean(value) else dropped("belongs to Adam and Lamb")
-    note = "torch's Adam corrects its moments, so that the first updates (about 1 / (1 - beta2)) have another size; the later are the same"
+    note = "torch's Adam corrects its moments, so about the first 1 / (1 - beta2) updates differ"
     return Meaning(Fit.APPROXIMATE, note)
 
 
@@ -150,14 +150,14 @@ KEYS: Mapping[str, Key] = {
     f"{_P}momentum": _param("momentum", number(0)),
     f"{_P}nesterov": _param("nesterov", boolean),
     f"{_P}amsgrad": _param("amsgrad", boolean),
-    f"{_P}adam_w_mode": drops("says with the type whether weight decay is decoupled"),
-    f"{_P}torch_adam": drops("whether torch's class steps or DeepSpeed's, which are the same to rounding"),
+    f"{_P}adam_w_mode": drops("decides, with the type, whether weight decay is decoupled"),
+    f"{_P}torch_adam": drops("whether torch's class steps or DeepSpeed's; same results to rounding"),
     f"{_P}bias_correction": Key(_bias_correction),
     f"{_P}max_grad_norm": Key(_max_grad_norm, "training.gradient_clipping"),
     f"{_P}fp32_optimizer_states": Key(_fp32_states),
-    **{f"{_P}{name}": drops("which kernel steps, not what comes out") for name in ("foreach", "fused", "set_grad_none", "capturable")},
+    **{f"{_P}{name}": drops("which kernel steps; same results") for name in ("foreach", "fused", "set_grad_none", "capturable")},
     **{f"{_P}{name}": drops("belongs to an optimizer of its own") for name in _OTHERS},
-    "optimizer.legacy_fusion": drops("which kernel steps in fp16, not what comes out"),
+    "optimizer.legacy_fusion": drops("which kernel steps in fp16; same results"),
 }
 
 _TYPES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
@@ -200,7 +200,7 @@ def _flag(field: str, names: tuple[str, ...]) -> Rule:
     return Rule(Fit.EXACT, f"{_P}{field}", to=to)
 
 
-_GROUPS = "pass groups of parameters to deepspeed.initialize(model_parameters=[...])"
+_GROUPS = "pass parameter groups to deepspeed.initialize(model_parameters=[...])"
 
 EXPRESSIONS: Mapping[str, Rule] = {
     "optimizer.name": Rule(
@@ -209,10 +209,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
         to=_name_of,
         when=(
             When(
-                "lion",
-                lambda cfg: cfg.optimizer.name == "lion",
-                Fit.EQUIVALENT,
-                "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)",
+                "lion", lambda cfg: cfg.optimizer.name == "lion", Fit.EQUIVALENT, "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)"
             ),
         ),
     ),
@@ -224,15 +221,9 @@ EXPRESSIONS: Mapping[str, Rule] = {
     "optimizer.nesterov": _flag("nesterov", ("sgd",)),
     "optimizer.weight_decay": _plain("weight_decay", tuple(_TYPES), auto=True),
     "optimizer.no_decay": Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        f"{_GROUPS}, those without decay with weight_decay 0",
-        when=(When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, ""),),
+        Fit.NEEDS_INPUT, SCRIPT, f"{_GROUPS}", when=(When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, ""),)
     ),
     "optimizer.groups": Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        f"{_GROUPS} with their lr and weight_decay, and each group's rate in a list as warmup_max_lr",
-        when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, ""),),
+        Fit.NEEDS_INPUT, SCRIPT, f"{_GROUPS}", when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, ""),)
     ),
 }

@@ -11,19 +11,16 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import boolean, drops, integer, number
+from unishard.mapping.key_rows import boolean, integer, number
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import compute, dropped, dtype, only, quiet, stage
+from unishard_deepspeed.arguments.facts import compute, dropped, only, quiet, stage, undecided
+from unishard_deepspeed.keys.values import dtype
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 
-_WIDTH = Undecided("the format of precision.compute, in which DeepSpeed reduces unless told otherwise")
-_ADDED_UP = (
-    "DeepSpeed adds up the gradients of a window in the format of compute where the key is absent; fp32 is kept, which loses less. Set "
-    "precision.accumulate for DeepSpeed's way"
-)
-_AUTOCAST = "DeepSpeed casts operations (torch.autocast) and keeps parameters in fp32; unishard casts the parameters of each unit"
+_ADDED_UP = "DeepSpeed accumulates in the dtype of compute; set precision.accumulate for that"
+_AUTOCAST = "DeepSpeed casts operations (torch.autocast); unishard casts parameters"
 
 
 def assumed(given: Given) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def _enabled(name: str) -> Key:
             return Meaning(fields={"precision.compute": name})
         found = compute(given)
         if isinstance(found, Undecided):
-            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {found.who}", {"precision.compute": found})
+            return undecided(found.who, "precision.compute")
         if value == AUTO:
             return dropped(f"precision.compute is {found}, so this comes out as false")
         return Meaning(fields={"precision.compute": found})
@@ -69,14 +66,14 @@ def _reduce(value: Any, given: Given) -> Meaning:
         return Meaning(fields={"precision.reduce": dtype(value)})
     found = compute(given)
     if isinstance(found, Undecided):
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {_WIDTH.who}", {"precision.reduce": _WIDTH})
-    return Meaning(note="DeepSpeed reduces in the format of compute where the key is absent", fields={"precision.reduce": found})
+        return undecided("precision.compute, the default of DeepSpeed", "precision.reduce")
+    return Meaning(note="by default DeepSpeed reduces in the dtype of compute", fields={"precision.reduce": found})
 
 
 def _reduce_wide(value: Any, given: Given) -> Meaning:
     if not boolean(value):
         return Meaning(Fit.IGNORED, "is off")
-    note = "a name of older versions, which DeepSpeed 0.19.8 overlooks; it means communication_data_type: fp32"
+    note = "a name of older versions, ignored by 0.19.8: communication_data_type: fp32"
     return Meaning(note=note, fields={"precision.reduce": "fp32"})
 
 
@@ -103,7 +100,7 @@ def _masters(name: str) -> Key:
         if compute(given) != name:
             return dropped(f"{name} is off")
         states = name == "bf16" and not quiet(boolean, given.get("bf16.bf16_optimizer_states"), False)
-        note = "the optimizer's state stays fp32 in DeepSpeed (DeepSpeedCPUAdam); in unishard it follows the masters" if states else ""
+        note = "DeepSpeed keeps an fp32 state; unishard's state follows the master weights" if states else ""
         return Meaning(Fit.APPROXIMATE if states else Fit.EXACT, note, {"precision.master": name})
 
     return Key(read, "precision.master")
@@ -111,7 +108,7 @@ def _masters(name: str) -> Key:
 
 def _states(value: Any, given: Given) -> Meaning:
     if boolean(value) and not quiet(boolean, given.get("bf16.bf16_master_weights_and_grads"), False):
-        raise Unreadable("must be false without bf16_master_weights_and_grads, which DeepSpeed asks for; write both")
+        raise Unreadable("must be false without bf16_master_weights_and_grads; write both")
     return dropped("the state has the format of the masters") if boolean(value) else dropped("is off")
 
 
@@ -130,7 +127,7 @@ def _loss_scale(value: Any, given: Given) -> Meaning:
 def _hysteresis(value: Any, given: Given) -> Meaning:
     if integer(1)(value) == 1:
         return Meaning(note="each overflow halves the scale, as in unishard")
-    note = f"DeepSpeed halves the loss scale once it has met {integer(1)(value)} overflows, unishard at each; both leave the update out"
+    note = f"DeepSpeed halves the loss scale after {integer(1)(value)} overflows, unishard after each"
     return Meaning(Fit.APPROXIMATE, note)
 
 
@@ -143,14 +140,14 @@ def _least(value: Any, given: Given) -> Meaning:
 def _overflow(value: Any, given: Given) -> Meaning:
     read = (compute(given), stage(given)) in (("bf16", 1), ("bf16", 2), ("fp32", 0))  # the last checks nothing either way
     if boolean(value) or not read:
-        return dropped("is on, or read at stages 1 and 2 in bf16 alone")
+        return dropped("is on, or unused: only used at stages 1 and 2 in bf16")
     return Meaning(fields={"training.nonfinite": "ignore"})
 
 
 _OFF = "fp16 is off"
 _STATIC = "fp16 is off, or its loss scale stays"
-_LEAST = "unishard's loss scale stops with an error of its own where halving does not mend an overflow"
-_OF_AMP = "belongs to amp: no DeepSpeed reads it here, and 0.19.8 refuses the key; remove it"
+_LEAST = "unishard raises an error if halving the scale does not end the overflows"
+_OF_AMP = "belongs to amp, and DeepSpeed 0.19.8 refuses it here; remove it"
 _IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
 
 
@@ -162,7 +159,6 @@ def _block(name: str) -> dict[str, Key]:
     return {
         f"{name}.enabled": _enabled("bf16"),
         f"{name}.check_grad_overflow": Key(_overflow, "training.nonfinite"),
-        f"{name}.immediate_grad_update": drops("when gradients are added up, not what comes out"),
         f"{name}.bf16_master_weights_and_grads": _masters("bf16"),
         f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
         **{
@@ -177,7 +173,6 @@ KEYS: Mapping[str, Key] = {
     **_block("bf16"),
     **_block("bfloat16"),
     "fp16.enabled": _enabled("fp16"),
-    "fp16.auto_cast": drops("unishard casts floating inputs to the compute format either way"),
     "fp16.loss_scale": _scaling(_loss_scale, _fp16, "precision.loss_scale"),
     "fp16.initial_scale_power": _scaling(
         lambda value, given: Meaning(fields={"precision.initial_loss_scale": 2.0 ** integer(0, 127)(value)}),
@@ -189,12 +184,9 @@ KEYS: Mapping[str, Key] = {
     ),
     "fp16.hysteresis": _scaling(_hysteresis),
     "fp16.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP), "", Fit.IGNORED, _OF_AMP),
-    "fp16.consecutive_hysteresis": drops("when a tolerated overflow is forgiven; unishard tolerates none"),
     "fp16.min_loss_scale": Key(_least, "", Fit.IGNORED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
     "torch_autocast.enabled": Key(_autocast, "precision.compute", Fit.APPROXIMATE, _AUTOCAST),
-    "torch_autocast.dtype": drops("the format that torch_autocast.enabled speaks of"),
-    "torch_autocast.lower_precision_safe_modules": drops("which modules' gradients travel in that format; unishard treats all alike"),
     "communication_data_type": Key(_reduce, "precision.reduce"),
     "fp32_allreduce": Key(_reduce_wide, "precision.reduce", note="a name of versions before 0.5.8"),
     "data_types.param_dtype": Key(_param_dtype, "precision.compute"),
@@ -237,7 +229,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
     "precision.compute": Rule(
         Fit.EQUIVALENT,
         "bf16.enabled, fp16.enabled",
-        "DeepSpeed rounds the model to this format before it makes the masters, and casts no inputs: your training script must",
+        "rounds the model before it makes master weights; cast inputs in your script",
         _compute_of,
         (When("fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, ""),),
         auto=True,
@@ -251,20 +243,18 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "that of compute with no_shard",
                 lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
                 Fit.UNSUPPORTED,
-                "DeepSpeed's stage 0 keeps fp32 masters; write master: fp32, or choose shard_optimizer",
+                "stage 0 keeps fp32 master weights; write fp32, or choose shard_optimizer",
             ),
             When(
                 "fp16",
                 lambda cfg: cfg.precision.master == "fp16",
                 Fit.APPROXIMATE,
-                "DeepSpeed has fp16 masters under DeepSpeedCPUAdam alone, with an fp32 state",
+                "DeepSpeed has fp16 master weights only under DeepSpeedCPUAdam, with an fp32 state",
             ),
         ),
     ),
     "precision.reduce": Rule(
-        Fit.EXACT,
-        "communication_data_type",
-        to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce},
+        Fit.EXACT, "communication_data_type", to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce}
     ),
     "precision.accumulate": Rule(
         Fit.EXACT,
@@ -275,7 +265,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "fp32 in bf16 or fp16 with no_shard",
                 lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
                 Fit.APPROXIMATE,
-                "stage 0 adds up in the format of compute alone, and is told so",
+                "stage 0 only accumulates in the dtype of compute, which is written",
             ),
         ),
     ),

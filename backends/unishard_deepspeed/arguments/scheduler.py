@@ -13,7 +13,7 @@ from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import drops, integer, number
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet
+from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 from unishard_deepspeed.arguments.optimizer import peak_of
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
@@ -28,8 +28,8 @@ _SHAPES = {
 }
 _WARM = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _NEEDS = {"WarmupDecayLR": "total_num_steps", "WarmupCosineLR": "total_num_steps", "LinearLR": "total_iters", "CosineAnnealingLR": "T_max"}
-_SCRIPT = "build it in your script and pass it to unishard.prepare(scheduler=...), or choose linear or cosine"
-_BEHIND = "DeepSpeed begins at a rate of 0, its warm-up is one update behind and misses the peak; from there on the cosine is the same"
+_SCRIPT = "use linear or cosine, or unishard.prepare(scheduler=...)"
+_BEHIND = "DeepSpeed starts at 0 and warms up one update late; the cosine is the same"
 
 
 def _kind(given: Given) -> str:
@@ -78,8 +78,7 @@ def _of(kinds: tuple[str, ...], read: Callable[[Any, Given], Meaning], field: st
 def _steps(field: str, who: str, low: int) -> Callable[[Any, Given], Meaning]:
     def read(value: Any, given: Given) -> Meaning:
         if value == AUTO:
-            undecided = Undecided(f"{who} {ARGUMENTS}")
-            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {field: undecided})
+            return undecided(f"{who} {ARGUMENTS}", field)
         steps = integer(0 if low > 1 else 1)(value)
         note = f"DeepSpeed takes at least {low}" if steps < low else ""
         return Meaning(note=note, fields={field: max(low, steps)})
@@ -92,7 +91,7 @@ def _top(value: Any, given: Given) -> Meaning:
     if value == AUTO and not isinstance(peak, Undecided):
         return dropped("transformers fills in learning_rate, which the optimizer's lr says")
     if isinstance(peak, Undecided):
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {peak.who}", {"optimizer.lr": peak})
+        return undecided(peak.who, "optimizer.lr")
     return Meaning(note="DeepSpeed writes it over the optimizer's lr", fields={"optimizer.lr": number(0)(value)})
 
 
@@ -102,8 +101,7 @@ def _bottom(value: Any, given: Given) -> Meaning:
     peak = peak_of(given)
     ends = ["scheduler.warmup_start_ratio"] + ["scheduler.min_lr_ratio"] * (_kind(given) == "WarmupDecayLR")
     if found and not isinstance(peak, float | int):
-        undecided = Undecided(f"{found:g} / optimizer.lr, which the training script decides")
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", dict.fromkeys(ends, undecided))
+        return undecided(f"{found:g} / optimizer.lr, which the training script decides", *ends)
     note = "transformers fills in 0" if value == AUTO else ""
     return Meaning(note=note, fields=dict.fromkeys(ends, found / peak if found and peak else 0.0))
 
@@ -121,8 +119,7 @@ def _climb(value: Any, given: Given) -> Meaning:
 def _floor(value: Any, given: Given) -> Meaning:
     peak, found = peak_of(given), number(0)(value)
     if found and not isinstance(peak, float | int):
-        undecided = Undecided(f"{found:g} / optimizer.lr, which the training script decides")
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {"scheduler.min_lr_ratio": undecided})
+        return undecided(f"{found:g} / optimizer.lr, which the training script decides", "scheduler.min_lr_ratio")
     return Meaning(fields={"scheduler.min_lr_ratio": found / peak if found and peak else 0.0})
 
 
@@ -223,24 +220,18 @@ def _floor_of(cfg: Config, topology: Topology) -> Native:
     )
 
 
-_AHEAD = When(
-    "cosine with a warm-up",
-    lambda cfg: _type_of(cfg) == "WarmupCosineLR",
-    Fit.APPROXIMATE,
-    _BEHIND,
-)
+_AHEAD = When("cosine with a warm-up", lambda cfg: _type_of(cfg) == "WarmupCosineLR", Fit.APPROXIMATE, _BEHIND)
 _BUILT = When(
     "linear or cosine without a warm-up, but with no_shard in fp32",
     lambda cfg: cfg.scheduler.name != "constant" and _type_of(cfg) is None,
     Fit.NEEDS_INPUT,
-    "DeepSpeed has no schedule without a warm-up, and of torch's it takes none by name with ZeRO; pass deepspeed.initialize(lr_scheduler="
-    "lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, min_lr_ratio, total_steps)), or CosineAnnealingLR",
+    "pass LinearLR or CosineAnnealingLR: deepspeed.initialize(lr_scheduler=lambda o: ...)",
 )
 _TOO_SHORT = When(
     "2 with a warm-up of 1",
     lambda cfg: (cfg.scheduler.warmup_steps, cfg.scheduler.total_steps) == (1, 2),
     Fit.APPROXIMATE,
-    "DeepSpeed's warm-up alone lasts two updates, so one more is written",
+    "DeepSpeed's warm-up lasts at least two updates, so one more is written",
 )
 _TWO_ENDS = When(
     "linear with warm-up, and warmup_start_ratio is not min_lr_ratio",
@@ -271,7 +262,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "not 1 with a warm-up",
                 lambda cfg: bool(cfg.scheduler.warmup_steps) and cfg.scheduler.delay_steps != 1,
                 Fit.APPROXIMATE,
-                "DeepSpeed's warm-ups wait for one update: its first two use the first rate, and the rest is one update later",
+                "DeepSpeed's warm-ups wait for one update; everything is one update later",
             ),
             When(
                 "not 0 without a warm-up",

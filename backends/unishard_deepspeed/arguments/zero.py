@@ -8,19 +8,19 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, drops, integer, listed, refuses
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import dropped, only, quiet, spelt, stage, unless_auto
+from unishard_deepspeed.arguments.facts import dropped, only, quiet, spelt, stage, undecided, unless_auto
 
 __all__ = ["EXPRESSIONS", "KEYS", "assumed"]
 
 _Z = "zero_optimization."
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
-_NOT_3 = "DeepSpeed reads it at stage 3 alone"
-_BY_TRANSFORMERS = "transformers computes it from the model's hidden size; about time and memory alone, so unishard's default stands"
+_NOT_3 = "only used at stage 3"
+_BY_TRANSFORMERS = "transformers computes it from the hidden size; unishard uses its own default"
 _ONCE = 'in 0.19.8 this is an error; write {"stage": ...}'
 
 
@@ -37,8 +37,7 @@ def _shards(given: Given) -> int | None:
 
 def _stage(value: Any, given: Given) -> Meaning:
     if value == AUTO:
-        undecided = Undecided("zero_stage of Accelerate's DeepSpeedPlugin, which is 2 unless the script says otherwise")
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", {"sharding.strategy": undecided})
+        return undecided("zero_stage of Accelerate's DeepSpeedPlugin, 2 by default", "sharding.strategy")
     found = integer(0, 3)(value)
     return Meaning(fields={"sharding.strategy": "hybrid_shard" if _shards(given) else _STAGES[found]})
 
@@ -58,8 +57,8 @@ def _whole(value: Any, given: Given) -> Meaning:
 def _mics(value: Any, given: Given) -> Meaning:
     size = _shards(given)
     if size is None:
-        return Meaning(Fit.IGNORED, "no groups without stage 3 and a size of at least 2; DeepSpeed 0.19.8 refuses the key even so")
-    note = "MiCS has left DeepSpeed 0.19.8, which refuses the key; unishard has the same groups"
+        return Meaning(Fit.IGNORED, "no groups without stage 3 and at least 2 ranks; DeepSpeed 0.19.8 refuses the key")
+    note = "MiCS was removed in DeepSpeed 0.19.8; unishard has the same groups"
     return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size})
 
 
@@ -67,10 +66,7 @@ def _reuse(value: Any, given: Given) -> Meaning:
     distance = integer(0)(value)
     if distance >= fields.UNLIMITED or not distance:
         return Meaning(fields={"sharding.reshard_after_forward": not distance})
-    note = (
-        f"DeepSpeed keeps what is used again within {distance:,} elements, so a model smaller than that stays gathered until backward; "
-        "same maths. Set sharding.reshard_after_forward to false for that"
-    )
+    note = f"DeepSpeed keeps parameters used again within {distance:,} elements; same results"
     return Meaning(Fit.EQUIVALENT, note, {"sharding.reshard_after_forward": True})
 
 
@@ -84,8 +80,7 @@ def _leaves(value: Any, given: Given) -> Meaning:
 def _leaf_names(value: Any, given: Given) -> Meaning:
     if value == []:
         return dropped("names nothing")
-    note = "unishard names units by class; write these modules' classes in sharding.units. About memory alone"
-    return dropped(note)
+    return dropped("unishard names units by class; set sharding.units. Affects only memory")
 
 
 def _norm(value: Any, given: Given) -> Meaning:
@@ -117,11 +112,10 @@ def _at_3(read: Any, field: str = "") -> Key:
     return only(Key(read, field), lambda given: stage(given) == 3, _NOT_3)
 
 
-_REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "about memory alone, so unishard's default stands")
+_REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "affects only memory; unishard uses its own default")
 _PREFETCH = unless_auto(_at_3(_prefetch, "communication.prefetch_bucket_size"), _BY_TRANSFORMERS)
-_LIVE = drops("limits how much DeepSpeed gathers ahead, beside stage3_prefetch_bucket_size; about memory alone")
-_CHECKPOINT = drops("concerns checkpoints alone")
-_ZENFLOW = "ZenFlow updates the most important gradients first and others later, which no other engine does; remove it"
+_LIVE = drops("limits how much DeepSpeed gathers ahead; affects only memory")
+_ZENFLOW = "ZenFlow delays the update of unimportant gradients; remove it"
 
 KEYS: Mapping[str, Key] = {
     "zero_optimization": Key(_whole, "sharding.strategy"),
@@ -143,20 +137,12 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}leaf_module.classes": _at_3(_leaves, "sharding.units"),
     f"{_Z}leaf_module.names": _at_3(_leaf_names),
     f"{_Z}leaf_module.name_suffixes": _at_3(_leaf_names),
-    f"{_Z}round_robin_gradients": drops("which rank copies which gradient first; about time alone, and unishard leaves it off"),
     f"{_Z}compute_grad_norm": Key(_norm, "", Fit.IGNORED, "unishard always reports the norm"),
-    f"{_Z}legacy_stage1": drops("an implementation that has left DeepSpeed"),
-    f"{_Z}elastic_checkpoint": _CHECKPOINT,
-    f"{_Z}load_from_fp32_weights": _CHECKPOINT,
-    f"{_Z}pipeline_loading_checkpoint": _CHECKPOINT,
-    f"{_Z}save_muon_momentum_buffer_in_memory": _CHECKPOINT,
-    f"{_Z}stage3_gather_fp16_weights_on_model_save": _CHECKPOINT,
     f"{_Z}zenflow": refuses(_ZENFLOW, lambda value: value is None),
     f"{_Z}zeropp_loco_param": refuses(
-        "LoCo has left DeepSpeed 0.19.8; remove it, and set zero_quantized_gradients for quantised gradients without its error feedback",
-        lambda value: value is None,
+        "LoCo was removed in DeepSpeed 0.19.8; remove it, or set zero_quantized_gradients", lambda value: value is None
     ),
-    "allgather_size": drops("elements of one all-gather where zero_optimization is true; about time alone"),
+    "allgather_size": drops("elements of one all-gather if zero_optimization is true; affects only time"),
 }
 
 
@@ -182,7 +168,7 @@ def _units_of(cfg: Config, topology: Topology) -> Native:
     return fields.zero(leaf_module={"classes": classes}) if _three(cfg) and classes else {}
 
 
-_NOT_FULL = When("strategy is not full_shard", lambda cfg: not _three(cfg), Fit.EXACT, "stage 3 alone gathers")
+_NOT_FULL = When("strategy is not full_shard", lambda cfg: not _three(cfg), Fit.EXACT, "only stage 3 gathers")
 
 EXPRESSIONS: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "deepspeed.initialize(config=...)"),
@@ -195,7 +181,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "hybrid_shard",
                 lambda cfg: cfg.sharding.strategy == "hybrid_shard",
                 Fit.EQUIVALENT,
-                "stage 3 over all ranks, with a second copy of the parameters in each group (hpZ): less memory for the optimizer",
+                "stage 3 over all ranks, and a second copy of the parameters in each group (hpZ)",
             ),
             When(
                 "hybrid_shard_grad_op",
@@ -213,10 +199,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
         (When("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, ""),),
     ),
     "sharding.reshard_after_forward": Rule(
-        Fit.EXACT,
-        "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters",
-        to=fields.gathering,
-        when=(_NOT_FULL,),
+        Fit.EXACT, "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters", to=fields.gathering, when=(_NOT_FULL,)
     ),
     "sharding.units": Rule(
         Fit.EXACT,
@@ -230,7 +213,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
     "sharding.min_unit_params": Rule(
         Fit.IGNORED,
         "",
-        "DeepSpeed chooses its units otherwise; about time and memory alone",
+        "DeepSpeed chooses its units otherwise; affects only time and memory",
         when=(When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),),
     ),
     "sharding.conditional_modules": Rule(
@@ -254,14 +237,8 @@ EXPRESSIONS: Mapping[str, Rule] = {
         when=(_NOT_FULL,),
     ),
     "communication.overlap": Rule(
-        Fit.EXACT,
-        "zero_optimization.overlap_comm",
-        to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap),
+        Fit.EXACT, "zero_optimization.overlap_comm", to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap)
     ),
-    "communication.desync_check": Rule(
-        Fit.IGNORED,
-        "",
-        "a check of unishard's loop, which changes nothing in training",
-    ),
+    "communication.desync_check": Rule(Fit.IGNORED, "", "a check of unishard's loop, which changes nothing in training"),
     "communication.desync_timeout": Rule(Fit.IGNORED, "", "belongs to a check of unishard's loop"),
 }

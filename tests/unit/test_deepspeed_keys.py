@@ -1,0 +1,129 @@
+"""The table of DeepSpeed's keys: each row is consistent, and says the same wherever a user meets its key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from unishard.config import Config, leaves
+from unishard.config.nested import flat, nested
+from unishard.config.topology import Topology
+from unishard.errors import ConfigError
+from unishard.formats import translate as convert
+from unishard.mapping.entries import NOTHING, Unreadable
+from unishard.mapping.rules import Fit
+from unishard_deepspeed import backend
+from unishard_deepspeed.arguments import KEYS
+from unishard_deepspeed.keys import CONSTANTS, ROWS, Row, Use, check, fit, spellings, used
+
+TAKEN = {key: row for key, row in used(Use.LOG, Use.SAME, Use.OTHER).items() if key != "timers.throughput.enabled"}
+SAMPLES = {bool: True, int: 3, float: 2.0, str: "error", list: ["norm"], dict: {}}
+
+
+def sample(row: Row) -> Any:
+    """A value that the key takes, other than the one that unishard writes."""
+    return SAMPLES[float if float in row.values.types else row.values.types[0]]
+
+
+def native(key: str, value: Any) -> Any:
+    return backend.translate(Config.model_validate({"native": {"deepspeed": nested({key: value})}}), Topology())
+
+
+@pytest.mark.parametrize("key", TAKEN)
+def test_a_constant_is_a_value_that_the_key_takes(key: str) -> None:
+    if ROWS[key].constant is not NOTHING:
+        assert check(nested({key: ROWS[key].constant})) == []
+
+
+@pytest.mark.parametrize("key", CONSTANTS)
+def test_deepspeed_takes_a_constant_and_its_reason_is_given(key: str) -> None:
+    row = ROWS[key]
+    assert row.why
+    if row.values.takes:
+        row.values.takes(row.constant)
+
+
+@pytest.mark.parametrize("key", CONSTANTS)
+def test_a_constant_is_written_unless_something_decides_the_key(key: str) -> None:
+    value = CONSTANTS[key][0]
+    written = dict(flat(backend.translate(Config(), Topology()).native))
+    for name, part in flat(nested({key: value})):
+        assert written[name] == part
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_a_row_has_what_its_use_needs(key: str) -> None:
+    row = ROWS[key]
+    if row.use in (Use.REFUSED, Use.REMOVED):
+        assert "; " in row.text, "why, and what instead"
+    elif row.use is Use.DECIDED:
+        assert not row.ignored
+        assert set(row.text.split(" and ")) <= {*(path for path, _ in leaves(Config)), *Config.model_fields}
+    else:
+        assert not row.text
+        assert row.values.types != (object,)
+    for note in (row.why, row.ignored):
+        assert len(note) <= 80, note
+
+
+@pytest.mark.parametrize("key", used(Use.DECIDED, Use.REFUSED, Use.REMOVED))
+def test_what_cannot_be_set_says_what_to_do_instead(key: str) -> None:
+    above = next(name for at, name in enumerate(prefixes(key)) if name in ROWS)
+    with pytest.raises(ConfigError) as caught:
+        native(key, {} if above != key else 1)
+    (problem,) = caught.value.problems
+    assert problem.path == f"native.deepspeed.{above}"
+    assert ROWS[above].text in problem.what
+
+
+def prefixes(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+@pytest.mark.parametrize("key", TAKEN)
+def test_what_can_be_set_is_merged_last_and_has_a_line(key: str) -> None:
+    translation = native(key, sample(ROWS[key]))
+    line = translation.report.lines[-1]
+    assert (line.path, line.value, line.fit) == (f"native.deepspeed.{key}", sample(ROWS[key]), fit(key)[0])
+    assert dict(flat(translation.native)).get(key, {}) == sample(ROWS[key]) or key == "timers"
+
+
+@pytest.mark.parametrize("key", TAKEN)
+def test_a_value_of_another_type_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="must be "):
+        native(key, object if float in ROWS[key].values.types else math.pi)
+
+
+@pytest.mark.parametrize("key", TAKEN)
+def test_a_key_is_judged_alike_under_native_and_in_a_config_of_deepspeed(key: str) -> None:
+    lost = {Fit.EQUIVALENT: Fit.IGNORED, Fit.APPROXIMATE: Fit.APPROXIMATE}[fit(key)[0]]
+    for name in spellings(key):
+        assert KEYS[name].fit is lost, name
+
+
+def test_a_key_that_only_deepspeed_has_comes_back_as_a_native_setting() -> None:
+    document = {
+        "zero_optimization": {"stage": 1, "memory_efficient_linear": True, "zero_quantized_weights": True},
+        "prescale_gradients": True,
+    }
+    items = {item.key: item.fit for item in convert(document, "unishard", from_="deepspeed", overrides=("backend=fsdp",)).items}
+    assert items["prescale_gradients"] is items["zero_optimization.memory_efficient_linear"] is Fit.IGNORED
+    assert items["zero_optimization.zero_quantized_weights"] is Fit.APPROXIMATE
+    config = convert(document, "unishard", from_="deepspeed").reading.config
+    assert set(dict(flat(dict(config.native["deepspeed"])))) == items.keys() & {
+        key for key in ROWS if ROWS[key].use in (Use.SAME, Use.OTHER)
+    }
+
+
+@pytest.mark.parametrize("value", ["norm", 3, [1], {}])
+def test_dtypes_of_buffers_are_a_list_of_names(value: Any) -> None:
+    values = ROWS["data_types.keep_in_fp32_modules"].values
+    assert values.takes
+    with pytest.raises(Unreadable):
+        values.takes(value)
+    document = {"data_types": {"keep_in_fp32_modules": value}}
+    (item,) = [item for item in convert(document, "deepspeed", from_="deepspeed").items if item.key.startswith("data_types.keep")]
+    assert item.fit is Fit.UNSUPPORTED

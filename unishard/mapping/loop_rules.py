@@ -1,0 +1,60 @@
+"""Rows of the fields that unishard's own loop honors, the same way around every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unishard.config import Config, leaves
+from unishard.mapping.rules import SAVING, Fit, Rule, loop, unless
+
+__all__ = ["LOOP", "NOT_FP16", "complete"]
+
+NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
+_ARGUMENT = loop("argument of the optimizer")
+_GROUPS = loop("parameter groups, by the names that parameters have before sharding")
+_FORMULA = loop("part of the same formula")
+
+LOOP: Mapping[str, Rule] = {
+    "backend": loop("chooses this table"),
+    "precision.initial_loss_scale": loop("where the dynamic scale begins", NOT_FP16),
+    "precision.loss_scale_growth_interval": loop("counts updates", NOT_FP16),
+    "activation_checkpointing": Rule(
+        Fit.EXACT, "torch.utils.checkpoint.checkpoint", "around `forward`, inside the engine's hooks; not reentrant, keeps random state"
+    ),
+    "training.micro_batch_size": loop("batch size of `unishard.dataloader`"),
+    "training.gradient_accumulation_steps": loop("`backward` divides the loss by it, `step` updates at the end of a window"),
+    "training.global_batch_size": loop("compared with micro-batch x accumulation x ranks"),
+    "training.gradient_clipping": loop("fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"),
+    "training.nonfinite": loop("checks the global norm before the update, the same on every rank"),
+    "training.last_window": loop("`step` divides by the true length of the last window, or leaves it out"),
+    "training.seed": loop("seeds the data order, and each rank's generators after `prepare`"),
+    "optimizer.name": loop("built by unishard: torch's own, or Lion of lion-pytorch"),
+    "optimizer.lr": _ARGUMENT,
+    "optimizer.betas": _ARGUMENT,
+    "optimizer.eps": _ARGUMENT,
+    "optimizer.amsgrad": _ARGUMENT,
+    "optimizer.momentum": _ARGUMENT,
+    "optimizer.nesterov": _ARGUMENT,
+    "optimizer.weight_decay": _ARGUMENT,
+    "optimizer.no_decay": _GROUPS,
+    "optimizer.groups": _GROUPS,
+    "scheduler.name": loop("closed form, written into the parameter groups after each update"),
+    "scheduler.warmup_steps": loop("counts updates"),
+    "scheduler.warmup_type": _FORMULA,
+    "scheduler.warmup_start_ratio": _FORMULA,
+    "scheduler.delay_steps": loop("counts updates"),
+    "scheduler.total_steps": loop("counts updates"),
+    "scheduler.min_lr_ratio": loop("factor of `optimizer.lr`"),
+    "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
+    "communication.desync_timeout": loop("how long that check waits, in seconds"),
+    "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
+    **SAVING,
+    "strict": loop("refuses what is approximate in this table"),
+}
+"""By field; a backend lists only where it differs."""
+
+
+def complete(own: Mapping[str, Rule]) -> dict[str, Rule]:
+    """A backend's rows and the shared rows of the other fields, in the order of the schema."""
+    rows = {**LOOP, **own}
+    return {path: rows[path] for path, _ in leaves(Config) if path in rows}
