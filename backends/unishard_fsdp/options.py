@@ -30,7 +30,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class _Arguments(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
 class MixedPrecision(_Arguments):
@@ -157,7 +157,7 @@ CONSTANTS: Mapping[str, tuple[Any, str]] = {
 }
 """Dotted keys that are written whatever the config says, in the forms that have them: `(value, why)`."""
 
-_PARSER: TypeAdapter[Options] = TypeAdapter(Annotated[Options, Field(discriminator="data_parallel")])
+_PARSER: TypeAdapter[Options] = TypeAdapter(Annotated[Options, Field(discriminator="data_parallel")], config=ConfigDict(defer_build=True))
 
 
 def constants_of(form: str) -> Native:

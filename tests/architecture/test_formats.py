@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +53,16 @@ def test_what_formats_share_imports_none_of_them(path: Path) -> None:
     assert not {module for module in imported(path) if ".".join(module.split(".")[:3]) in modules - {"unishard.formats.unishard"}}
 
 
+def test_to_recognize_a_document_no_tables_are_imported() -> None:
+    code = (
+        "import sys; from unishard.formats import catalog; from unishard.formats.source import open_source;"
+        "print(catalog.recognise(open_source({'zero_optimization': {'stage': 2}})).name,"
+        "[name for name in sys.modules if name.startswith('unishard.formats.') and name.endswith(('.format', '.keys', '.expressions'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "deepspeed ['unishard.formats.format']\n"
+
+
 def test_the_check_of_imports_finds_what_it_looks_for(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
     path.write_text("from unishard.formats.hf.keys import KEYS\nimport unishard.formats.accelerate\n")
@@ -64,6 +76,7 @@ def test_every_format_has_the_same_shape(name: str) -> None:
     assert one.name == name
     assert one.tool
     assert one.suffix.startswith(".")
+    assert one.signs.keys
     assert {"__init__.py", "format.py"} <= files
     assert "keys.py" in files or not one.keys
     assert "expressions.py" in files or not one.expressions

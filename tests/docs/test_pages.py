@@ -71,7 +71,7 @@ def run_readme(source, folder):
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, "README.md", "exec"), names)
-    return type(names["engine"]).__module__.partition(".")[0], names["loss"].item(), names["step"].grad_norm
+    return type(names["engine"]._adapter).__module__.partition(".")[0], names["loss"].item(), names["step"].grad_norm
 
 
 @pytest.mark.ranks

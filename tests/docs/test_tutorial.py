@@ -45,7 +45,7 @@ def test_what_it_cannot_do_is_refused_with_what_instead(project):
     source, _ = project
     (source / "config.yaml").write_text("backend: plain\nsharding: zero3\n", encoding="utf-8")
     done = run(project, "-c", "import unishard; unishard.translate(unishard.load('config.yaml')).check(strict=False)")
-    assert "sharding.strategy: 'full_shard' is not supported by plain: every rank holds the whole model; write no_shard" in done.stderr
+    assert "sharding.strategy: 'full_shard' is not supported by plain: every rank holds the full model; write no_shard" in done.stderr
 
 
 def test_its_arguments_are_read_and_written(project):

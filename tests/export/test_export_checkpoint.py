@@ -61,7 +61,7 @@ def test_it_needs_neither_transformers_nor_an_engine(folder: Path, tmp_path: Pat
     code = (
         "import sys\nfrom unishard.cli import app\n"
         f"app(['export', {str(folder)!r}, {str(tmp_path / 'out')!r}], standalone_mode=False)\n"
-        "print([name for name in ('transformers', 'peft', 'safetensors', 'deepspeed', 'unishard.engine') if name in sys.modules])"
+        "print([name for name in ('transformers', 'peft', 'safetensors', 'deepspeed', 'unishard.engine.engine') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.splitlines()[-1] == "[]"

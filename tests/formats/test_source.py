@@ -159,7 +159,7 @@ def test_yaml_of_other_tools_may_merge_and_hold_variables(tmp_path: Path) -> Non
 def test_toml(tmp_path: Path) -> None:
     source = opened(tmp_path, "[training]\nsteps = 10\nday = 2026-01-01\n", "config.toml")
     assert source.data == {"training": {"steps": 10, "day": "2026-01-01"}}
-    with pytest.raises(ConfigError, match=r"is not TOML: .*; mend the file"):
+    with pytest.raises(ConfigError, match=r"is not TOML: .*; fix the file"):
         opened(tmp_path, "x", "config.toml")
     with pytest.raises(ConfigError, match="is not TOML"):
         opened(tmp_path, "a = " + "9" * 5000, "config.toml")

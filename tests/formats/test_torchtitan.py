@@ -14,9 +14,9 @@ from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.formats import read, translate
 from unishard.formats.catalog import recognise
+from unishard.formats.documents import toml_text
 from unishard.formats.source import open_source
 from unishard.formats.torchtitan import FORMAT
-from unishard.formats.torchtitan.text import toml_of
 from unishard.mapping.rules import Fit
 
 EIGHT = Topology(world_size=8, local_world_size=8)
@@ -284,8 +284,8 @@ TABLES = st.recursive(
 
 @settings(deadline=None)
 @given(TABLES)
-def test_the_text_is_toml_of_the_same(table):
-    assert tomllib.loads(toml_of(table)) == table
+def test_the_text_is_toml_text_the_same(table):
+    assert tomllib.loads(toml_text(table)) == table
 
 
 @st.composite

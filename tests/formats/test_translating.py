@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from unishard import ConfigError, Topology
 from unishard.config.nested import Native
 from unishard.formats import Item, Outcome, catalog, translate
 from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.signs import Signs
 from unishard.formats.source import Source, open_source
 from unishard.mapping.entries import Entry, Key, Meaning, interpret
 from unishard.mapping.express import Expressed, express
 from unishard.mapping.key_rows import boolean, drops, integer, number, own, refuses, sets
 from unishard.mapping.rules import Fit, Rule, When
+from unishard.plugins import registry
 
 SCRIPT = "batch_size of the script"
 
@@ -163,7 +166,7 @@ def test_an_engine_that_nobody_offers() -> None:
 def test_formats_that_there_are_not() -> None:
     with pytest.raises(ConfigError, match="no format named 'deepsped'; did you mean 'deepspeed'"):
         translate({}, "deepsped")
-    with pytest.raises(ConfigError, match="no format named 'x'; there are unishard, deepspeed"):
+    with pytest.raises(ConfigError, match="no format named 'x'; installed: accelerate, axolotl"):
         translate({}, "unishard", from_="x")
 
 
@@ -192,7 +195,7 @@ def test_recognised(data: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        ({}, r"is in no format that unishard knows \(its keys: none\); say it \(unishard translate --from\), one of unishard, deepspeed"),
+        ({}, r"is in no format that unishard knows \(its keys: none\); say it \(unishard translate --from\), one of accelerate, axolotl"),
         ({"a": 1, "b": 2}, r"is in no format that unishard knows \(its keys: a, b\)"),
         ({"model": 1}, "is in no format that unishard knows"),
         ({"adapter": 1, "loggers": 2}, r"could be in any of the formats axolotl, composer \(its keys: adapter, loggers\); say which"),
@@ -203,6 +206,16 @@ def test_recognised(data: dict[str, Any], name: str) -> None:
 def test_not_recognised(data: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         catalog.recognise(open_source(data))
+
+
+def test_a_format_of_anyone_is_found_and_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = SimpleNamespace(name="toy", signs=Signs({"toy.box": 3}))
+    monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "toy"))
+    known = registry.load
+    monkeypatch.setattr(
+        registry, "load", lambda group, name: theirs if (group, name) == ("unishard.formats", "toy") else known(group, name)
+    )
+    assert catalog.recognise(open_source({"toy": {"box": 1}, "optimizer": {}})).name == "toy"
 
 
 def test_short_forms_placeholders_and_empty_sections_of_our_own_files() -> None:

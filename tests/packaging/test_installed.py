@@ -21,7 +21,7 @@ def step(backend):
     with unishard.prepare(model, cfg) as engine:
         engine.backward(engine(torch.ones(4, 8)).square().mean())
         done = engine.step()
-        return type(engine).__module__.partition(".")[0], done.updated, done.grad_norm
+        return type(engine._adapter).__module__.partition(".")[0], done.updated, done.grad_norm
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def test_resumes_on_another_number_of_ranks() -> None:
     [
         (unishard.dataloader(range(SAMPLES), config()).state_dict(), "dataset_length was 50, is 51; seed was 0, is 3"),
         ({"_num_yielded": 3, "_snapshot": {}}, r"the state \(_num_yielded, _snapshot\) is not from a unishard.dataloader"),
-        ({}, r"the state \(\) is not that of"),
+        ({}, r"the state \(\) is not from a unishard.dataloader"),
     ],
 )
 def test_a_state_of_another_order_or_loader_is_refused(state: dict[str, Any], message: str) -> None:
@@ -179,7 +179,7 @@ class Stream(IterableDataset[int]):
         ((number for number in range(3)), {}, "cannot shard generator"),
         ([], {}, "the dataset is empty"),
         (range(3), {"drop_last": True}, "has 3 samples, fewer than the 4"),
-        (range(3), {"batch_size": 2}, "batch_size: it is training.micro_batch_size"),
+        (range(3), {"batch_size": 2}, "batch_size: it is set by training.micro_batch_size"),
         (range(3), {"sampler": [0]}, "does not accept sampler"),
         (range(3), {"in_order": False}, "does not accept in_order"),
     ],

@@ -147,7 +147,7 @@ REFUSED = {
         "pickled",
     ): "contains pytorch_model.bin but no safetensors, and loading a pickle can run code; if you trust it, convert it",
     ("LlamaForCausalLM", "nowhere"): "config.json not found; pass a directory written by save_pretrained",
-    ("MixtralForCausalLM", "mixtral"): "from several tensors or by an operation on them",
+    ("MixtralForCausalLM", "mixtral"): "of MixtralForCausalLM from several tensors (",
 }
 
 

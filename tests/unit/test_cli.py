@@ -175,7 +175,7 @@ def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.Monk
     from unishard.plugins import registry
 
     points = {"broken": EntryPoint("broken", "no_such_module:backend", registry.GROUP), **registry.available()}
-    monkeypatch.setattr(registry, "available", lambda: points)
+    monkeypatch.setattr(registry, "available", lambda group=registry.GROUP: points)
     lines = run("backends").stdout.splitlines()[1:]
     assert "import error: No module named 'no_such_module'" in lines[0]
     assert [line.split()[0] for line in lines] == ["broken", "deepspeed", "fsdp"]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from unishard.data import progress
 from unishard.data.progress import Progress
-from unishard.plugins.backend import Step
+from unishard.engine.results import Step
 
 CPU = torch.device("cpu")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f\x1b]")

@@ -23,8 +23,8 @@ class Distribution:
         self.name = name
 
 
-def point(name: str, value: str, distribution: str) -> EntryPoint:
-    entry = EntryPoint(name, value, registry.GROUP)
+def point(name: str, value: str, distribution: str, group: str = registry.GROUP) -> EntryPoint:
+    entry = EntryPoint(name, value, group)
     vars(entry)["dist"] = Distribution(distribution)
     return entry
 
@@ -43,6 +43,19 @@ def test_a_name_offered_twice_is_refused_with_both_distributions() -> None:
     assert str(caught.value) == (
         "backend 'fsdp' is offered twice: unishard_fsdp:backend by unishard and other:backend by unishard-other; uninstall one of the two"
     )
+
+
+def test_a_format_offered_twice_is_refused_with_both_distributions() -> None:
+    ours = point("hf", "unishard.formats.hf:FORMAT", "unishard", registry.FORMATS)
+    with pytest.raises(BackendError, match=r"format 'hf' is offered twice: \S+ by unishard and other:FORMAT by unishard-other; uninstall"):
+        registry.select([ours, point("hf", "other:FORMAT", "unishard-other", registry.FORMATS)])
+
+
+@pytest.mark.parametrize("group", [registry.GROUP, registry.FORMATS])
+def test_a_bare_checkout_offers_what_is_installed(group: str) -> None:
+    assert {entry.name: entry.value for entry in registry._checkout(group)} == {
+        name: entry.value for name, entry in registry.available(group).items()
+    }
 
 
 def test_the_same_entry_point_seen_twice_is_one() -> None:

@@ -60,7 +60,7 @@ class Progress:
         self._updates = 0
         self._losses: list[Tensor] = []
         self._window_losses: list[Tensor] = []
-        self._step = Step(updated=False, grad_norm=None, lr=0.0, skipped=False)
+        self._step: Step | None = None
         self._started = self._shown_at = time.perf_counter()
         self._shown_updates = 0
         self._recent = deque([(self._started, 0, 0)], maxlen=_RECENT_UPDATES)
@@ -119,8 +119,8 @@ class Progress:
             parts.append(f"loss {loss:.4f}")
         if self._total is not None:
             parts.append(f"left {_clock((self._total - done) * seconds / (done - updates))}")
-        parts += [f"{_short((units - seen) / seconds)} {self._unit}/s", f"lr {self._step.lr:.2e}"]
-        if self._step.grad_norm is not None:
+        parts += [f"{_short((units - seen) / seconds)} {self._unit}/s", f"lr {0.0 if self._step is None else self._step.lr:.2e}"]
+        if self._step is not None and self._step.grad_norm is not None:
             parts.append(f"norm {self._step.grad_norm:.3g}" + (" (skipped)" if self._step.skipped else ""))
         parts += [_memory(self._device), f"elapsed {_clock(now - self._started)}"]
         return "  ".join(parts)

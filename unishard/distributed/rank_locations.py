@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 __all__ = ["Places", "describe", "stack_of"]
 
-_ENGINE = str(Path(__file__).parent)
+_ENGINE = str(Path(__file__).parents[1] / "engine")
 """On the stack of every call of an engine."""
 _PACKAGE = str(Path(__file__).parents[1])
 _INSTALLED = tuple({sysconfig.get_path("stdlib"), *(sysconfig.get_path(name) for name in ("purelib", "platlib"))})

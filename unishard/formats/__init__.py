@@ -1,4 +1,7 @@
-"""Config files of other tools: read, written, and translated into each other through the one config."""
+"""Config files of other tools: read, written, and translated into each other through the one config.
+
+A format knows which engines its tool drives; the rest of the core knows no engine by name.
+"""
 
 from __future__ import annotations
 

@@ -1,19 +1,22 @@
-"""What a format of a tool offers: tables, a reader and a writer."""
+"""What a format of a tool offers: signs by which it is recognized, tables, a reader and a writer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from functools import cached_property
+from importlib import import_module
+from typing import Any, Protocol
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.reading import ReadDocument
+from unishard.formats.signs import Signs
 from unishard.formats.source import Source
 from unishard.mapping.entries import Key
 from unishard.mapping.express import Expressed
 from unishard.mapping.rules import Rule
 
-__all__ = ["Format"]
+__all__ = ["Deferred", "Format"]
 
 
 class Format(Protocol):
@@ -32,6 +35,11 @@ class Format(Protocol):
     @property
     def suffix(self) -> str:
         """Of its files, such as `.yaml`."""
+        ...
+
+    @property
+    def signs(self) -> Signs:
+        """What speaks for it in a document. Every format is asked for them, so they import no tables."""
         ...
 
     @property
@@ -59,3 +67,22 @@ class Format(Protocol):
     def render(self, document: Native, reading: ReadDocument) -> str:
         """The text of a document."""
         ...
+
+
+class Deferred:
+    """One of our own formats, whose tables, reader and writer are imported when somebody needs them.
+
+    Args:
+        name: Of the format, and of its folder.
+        signs: What speaks for it.
+    """
+
+    def __init__(self, name: str, signs: Signs) -> None:
+        self.name, self.signs = name, signs
+
+    @cached_property
+    def _whole(self) -> Any:
+        return import_module(f"unishard.formats.{self.name}.format").FORMAT
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._whole, attribute)

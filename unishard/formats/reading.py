@@ -47,12 +47,7 @@ class ReadDocument:
 
 
 def assemble(
-    name: str,
-    source: Source,
-    entries: Sequence[Entry],
-    *,
-    overrides: Iterable[str] = (),
-    topology: Topology | None = None,
+    name: str, source: Source, entries: Sequence[Entry], *, overrides: Iterable[str] = (), topology: Topology | None = None
 ) -> ReadDocument:
     """Put a config together from what the entries say.
 
@@ -70,17 +65,17 @@ def assemble(
         ConfigError: An override cannot be used.
     """
     found, overrides = _without_contradictions(entries), tuple(map(current_change, overrides))
-    idle: frozenset[str] = frozenset()
+    unneeded: frozenset[str] = frozenset()
     while True:
         fields = _fields(found)
-        document = _document(fields, found, idle)
+        document = _document(fields, found, unneeded)
         changed = _override(document, overrides)
         try:
             config = Config.model_validate(document.data)
         except ValidationError as error:
             faults = {dotted(finding.path): finding.what for finding in findings_of(error, document.data)}
-            pointless = frozenset(field for field in STAND_INS if isinstance(fields.get(field), Undecided) and field in faults) - idle
-            idle |= pointless
+            pointless = frozenset(field for field in STAND_INS if isinstance(fields.get(field), Undecided) and field in faults) - unneeded
+            unneeded |= pointless
             found = found if pointless else _refuse(found, faults)
             continue
         undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
@@ -125,13 +120,13 @@ def _overridden(field: str, changed: Collection[str]) -> bool:
     return any(field == path or field.startswith(f"{path}.") or path.startswith(f"{field}.") for path in changed)
 
 
-def _document(fields: Mapping[str, Any], entries: Sequence[Entry], idle: Collection[str]) -> Document:
+def _document(fields: Mapping[str, Any], entries: Sequence[Entry], unneeded: Collection[str]) -> Document:
     """The fields as a nested document, as a file would hold it; what is assumed and the schema assumes as well is left out.
 
-    So are undecided fields, but for those that have a stand-in and are not idle, which is to say that the others do without them.
+    So are undecided fields, but for those that have a stand-in and are not unneeded, which is to say that the others do without them.
     """
     assumed = {field for entry in entries if entry.assumed for field in entry.meaning.fields}
-    stand_ins = {field: value for field, value in STAND_INS.items() if field not in idle}
+    stand_ins = {field: value for field, value in STAND_INS.items() if field not in unneeded}
     values = {field: stand_ins.get(field, _LEFT_OUT) if isinstance(value, Undecided) else value for field, value in fields.items()}
     data = nested(
         {
@@ -189,7 +184,7 @@ def _yielded(entry: Entry, fault: str) -> Entry:
 
 def _worded(fault: str) -> str:
     path, _, what = fault.partition(": ")
-    note = f"{path} {what}" if what.startswith("must be ") else f"cannot be had together with the rest: {fault}"
+    note = f"{path} {what}" if what.startswith("must be ") else f"conflicts with other settings: {fault}"
     return note if ";" in note else f"{note}; write another value"
 
 

@@ -17,7 +17,7 @@ from unishard.loading import Origin, Origins
 from unishard.loading.document import from_text, text_of
 from unishard.loading.validation import Finding
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "open_named", "open_source"]
 
 _Parsed = tuple[Any, Origins, list[str], list[Problem]]
 """The data, the place of each key, what the file's own tool may not accept, and the keys that are written twice."""
@@ -73,6 +73,25 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     return _checked(Source(str(path), data, origins, tuple(warnings), path.parent, tuple(repeats)))
 
 
+def open_named(name: str, folder: Path | None) -> Source | None:
+    """Open a file that a document names, beside the document or in the working directory; None where there is none.
+
+    Raises:
+        ConfigError: It cannot be read, or is no mapping.
+    """
+    path = Path(name).expanduser()
+    found = next((place / path for place in (folder, Path()) if place is not None and _is_file(place / path)), None)
+    return open_source(found) if found else None
+
+
+def _is_file(path: Path) -> bool:
+    """Also of text that is no path at all."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def _parsed(content: str, path: Path) -> _Parsed:
     if path.suffix.lower() == ".toml":
         return _toml(content, path), Origins(Origin(str(path))), [], []
@@ -126,7 +145,7 @@ def _toml(content: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(content)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
-        raise _whole(path, f"is not TOML: {error or 'it is nested too deeply'}; mend the file") from None
+        raise _whole(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
 
 
 def _blank(token: re.Match[str]) -> str:
@@ -135,7 +154,7 @@ def _blank(token: re.Match[str]) -> str:
 
 
 def _checked(source: Source) -> Source:
-    """The same with plain values alone.
+    """The same with plain values only.
 
     Raises:
         ConfigError: It holds something that no setting can be.

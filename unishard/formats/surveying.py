@@ -88,12 +88,4 @@ def _look(path: Path, to: str) -> FoundConfig | None:
     reading, config = outcome.reading, outcome.reading.config
     counts = {fit: len(outcome.of(fit)) for fit in Fit}
     backend, strategy, precision = ("needs input" if field in reading.undecided else value_at(config, field) for field in _TOLD)
-    return FoundConfig(
-        str(path),
-        reading.format,
-        backend,
-        strategy,
-        precision,
-        counts,
-        outcome.status(strict=config.strict),
-    )
+    return FoundConfig(str(path), reading.format, backend, strategy, precision, counts, outcome.status(strict=config.strict))

@@ -103,7 +103,7 @@ def translate(
         topology: The ranks; left out, those that the document speaks of, or one.
 
     Returns:
-        The document and one item for each key of the source. What cannot be had stands among the items as refused.
+        The document and one item for each key of the source. What is not supported stands among the items as refused.
 
     Raises:
         ConfigError: The file cannot be read, is in no known format, or an override cannot be used.
@@ -129,7 +129,7 @@ def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Expresse
 
 
 def _without_refused_assumptions(reading: ReadDocument, expressed: Expressed) -> list[Entry]:
-    """The entries, if there are assumed ones that cannot be had: those then say only how the schema's default differs.
+    """The entries, if there are assumed ones that are not supported: those then say only how the schema's default differs.
 
     Nobody asked for what a tool assumes where its file is silent, so it is no reason to refuse the file.
     """
@@ -144,7 +144,7 @@ def _yielding(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Entr
     said = {field: entry.meaning.fields[field] for field in refused}
     values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
     note = "; ".join(
-        f"{reading.format} has {shown(value)} here, which cannot be had ({expressed.fields[field].note}); "
+        f"{reading.format} has {shown(value)} here, which is not supported ({expressed.fields[field].note}); "
         f"{field} is {shown(default_of(field, values))}"
         for field, value in said.items()
     )
@@ -182,7 +182,7 @@ def _word(entry: Entry, reading: ReadDocument, target: Format, expressed: Expres
     if own is None:
         word = _worst(entry, reading, expressed)
         silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
-        return FieldResult(Fit.EXACT, "", "goes on being left to it") if silent else word
+        return FieldResult(Fit.EXACT, "", "still left to the tool's default") if silent else word
     said = _worst(entry.but(Fit.EXACT, ""), reading, expressed)
     becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
     return FieldResult(max(said.fit, own.fit, key=lambda fit: fit.badness), becomes, note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config, leaves
-from unishard.mapping.rules import SAVING, Fit, Rule, loop, unless
+from unishard.mapping.rules import Fit, Rule, loop, unless
 
 __all__ = ["LOOP", "NOT_FP16", "complete"]
 
@@ -48,7 +48,13 @@ LOOP: Mapping[str, Rule] = {
     "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
     "communication.desync_timeout": loop("how long that check waits, in seconds"),
     "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
-    **SAVING,
+    "checkpoint.dir": loop("each rank writes the parts that it holds, under the names that parameters have in the model"),
+    "checkpoint.every_steps": loop("counts updates, at the end of a window"),
+    "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
+    "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),
+    "checkpoint.keep_every": loop("part of the same"),
+    "checkpoint.async_save": loop("copies to host memory, and a thread writes"),
+    "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
     "strict": loop("refuses what is approximate in this table"),
 }
 """By field; a backend lists only where it differs."""

@@ -6,7 +6,7 @@ the native config, the document, the report, `unishard explain`, MAPPING.md and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,7 +14,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 
-__all__ = ["NO_KEY", "SAVING", "SCRIPT", "Fit", "Holds", "Rule", "Setting", "When", "loop", "unless"]
+__all__ = ["NO_KEY", "SCRIPT", "Fit", "Holds", "Rule", "Setting", "When", "loop", "unless"]
 
 Setting = Callable[[Config, Topology], Native]
 Holds = Callable[[Config], bool]
@@ -90,15 +90,3 @@ class Rule:
 def loop(note: str, *when: When) -> Rule:
     """A rule for a field that unishard's own loop honours, the same way around every engine."""
     return Rule(Fit.EXACT, "unishard's loop", note, when=when)
-
-
-SAVING: Mapping[str, Rule] = {
-    "checkpoint.dir": loop("each rank writes the parts that it holds, under the names that parameters have in the model"),
-    "checkpoint.every_steps": loop("counts updates, at the end of a window"),
-    "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
-    "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),
-    "checkpoint.keep_every": loop("part of the same"),
-    "checkpoint.async_save": loop("copies to host memory, and a thread writes"),
-    "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
-}
-"""Rows of every backend that supplies its engine's state, since the saving itself is the same around all of them."""

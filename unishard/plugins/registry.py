@@ -1,4 +1,4 @@
-"""Find backends by the entry point group `unishard.backends`, both built-in and third-party."""
+"""Find backends and formats by entry point, both built-in and third-party."""
 
 from __future__ import annotations
 
@@ -7,30 +7,40 @@ import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from unishard.errors import BackendError
 from unishard.plugins.backend import Backend
 
-__all__ = ["GROUP", "available", "get", "missing", "select"]
+__all__ = ["FORMATS", "GROUP", "available", "get", "load", "missing", "select"]
 
 GROUP = "unishard.backends"
+"""The group of entry points that backends stand in."""
+FORMATS = "unishard.formats"
+"""The group of those that formats stand in."""
+
+_KINDS = {GROUP: "backend", FORMATS: "format"}
 
 
 @cache
-def available() -> dict[str, EntryPoint]:
-    """The installed backends by name, without importing them.
+def available(group: str = GROUP) -> dict[str, EntryPoint]:
+    """What is installed in an entry point group by name, without importing it.
 
     Raises:
         BackendError: Two distributions offer the same name.
     """
-    installed = entry_points(group=GROUP)
+    installed = _installed().select(group=group)
     own = any(_distribution(point) == "unishard" for point in installed)
-    return select(installed if own else [*installed, *_checkout()])
+    return select(installed if own else [*installed, *_checkout(group)])
+
+
+@cache
+def _installed() -> Any:
+    """Every entry point there is, read once for both groups; its class differs between versions of Python."""
+    return entry_points()
 
 
 def select(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
@@ -45,7 +55,7 @@ def select(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
         # An editable install beside a wheel, or a duplicate path, yields the same entry point twice.
         if (_distribution(other), other.value) != (_distribution(point), point.value):
             raise BackendError(
-                f"backend {point.name!r} is offered twice: {other.value} by {_distribution(other)} and {point.value} by "
+                f"{_KINDS[point.group]} {point.name!r} is offered twice: {other.value} by {_distribution(other)} and {point.value} by "
                 f"{_distribution(point)}; uninstall one of the two"
             )
     return dict(sorted(found.items()))
@@ -55,31 +65,40 @@ def _distribution(point: EntryPoint) -> str:
     return point.dist.name if point.dist else "this checkout"
 
 
-def _checkout() -> list[EntryPoint]:
+def _checkout(group: str) -> list[EntryPoint]:
     """The entry points in `pyproject.toml`, so that a checkout works without installation."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     project = root / "pyproject.toml"
     if not project.is_file():
         return []
-    sys.path.append(str(root / "backends"))
-    table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][GROUP]
-    return [EntryPoint(name, value, GROUP) for name, value in table.items()]
+    if str(root / "backends") not in sys.path:
+        sys.path.append(str(root / "backends"))
+    table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][group]
+    return [EntryPoint(name, value, group) for name, value in table.items()]
 
 
 @cache
+def load(group: str, name: str) -> Any:
+    """What stands in a group under a name. Imports its module.
+
+    Raises:
+        BackendError: There is nothing of this name.
+    """
+    points = available(group)
+    if name not in points:
+        near = get_close_matches(name, points, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"installed: {', '.join(points) or 'none'}"
+        raise BackendError(f"no {_KINDS[group]} named {name!r}; {hint}")
+    return points[name].load()
+
+
 def get(name: str) -> Backend:
     """The backend with this name. Imports its translator, not its engine.
 
     Raises:
         BackendError: There is no such backend.
     """
-    points = available()
-    if name not in points:
-        near = get_close_matches(name, points, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"installed: {', '.join(points) or 'none'}"
-        raise BackendError(f"no backend named {name!r}; {hint}")
-    module, _, attribute = points[name].value.partition(":")
-    return cast(Backend, getattr(import_module(module), attribute))
+    return cast(Backend, load(GROUP, name))
 
 
 def missing(backend: Backend) -> str | None:

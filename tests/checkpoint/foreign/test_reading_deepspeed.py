@@ -72,7 +72,7 @@ def test_finds_the_files(tmp_path, given_, latest):
         (tmp_path / "theirs" / "latest").unlink()
     if latest == "stale" and given_ == ".":
         (tmp_path / "theirs" / "latest").write_text("global_step9")
-        with pytest.raises(CheckpointError, match="no DeepSpeed checkpoint here"):
+        with pytest.raises(CheckpointError, match="not a checkpoint in a known format"):
             convert(tmp_path / "theirs", tmp_path / "ours")
         return
     convert(tmp_path / "theirs" / given_, tmp_path / "ours")

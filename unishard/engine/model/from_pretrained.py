@@ -155,7 +155,7 @@ def _sources(model: Any, keys: Iterable[str], folder: Path) -> dict[str, str]:
         if converted is not None and name in state:
             raise ModelError(
                 f"{folder}: transformers makes {name} of {type(model).__name__} from several tensors ({key}); "
-                "load it inside unishard.init(cfg) with cls.from_pretrained, which needs the whole model on rank 0"
+                "load it inside unishard.init(cfg) with cls.from_pretrained, which needs the full model on rank 0"
             )
         if name in state or not any(re.search(pattern, name) for pattern in ignored):
             sources[name] = key
@@ -178,7 +178,7 @@ def _refuse_gaps(model: nn.Module, folder: Path, missing: list[str], unexpected:
         note = " (transformers would initialize some of them)" if missing and allowed else ""
         raise ModelError(
             f"{folder} does not contain a {type(model).__name__}: {'; '.join(problems)}{note}; load it with the class that saved it, or, "
-            "for a new head, inside unishard.init(cfg) with cls.from_pretrained, which needs the whole model on rank 0"
+            "for a new head, inside unishard.init(cfg) with cls.from_pretrained, which needs the full model on rank 0"
         )
 
 

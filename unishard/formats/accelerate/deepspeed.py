@@ -7,12 +7,12 @@ from typing import Any
 
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.keys import TOOL
-from unishard.formats.accelerate.placing import Arguments, Spot, block_of, dropped, overlooked, refused
+from unishard.formats.accelerate.placing import block_of, dropped, overlooked, refused
+from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
 from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import listed, number
 from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 
 __all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "deepspeed_entries", "experts", "no_file"]
 
@@ -28,10 +28,10 @@ NAMES: Mapping[str, str] = {
 }
 """DeepSpeed's argument by the name that Accelerate gives it (utils/launch.py, utils/dataclasses.py)."""
 
-_STARTS = "concerns how the processes are started alone; start unishard with torchrun or srun"
+_STARTS = "launcher setting; start unishard with torchrun or srun"
 
 LAUNCHER: Mapping[str, str] = {
-    "zero3_init_flag": "concerns where the model is made, before training; unishard shards a model made on any device, also on meta",
+    "zero3_init_flag": "affects only where the model is created; unishard shards a model on any device",
     "deepspeed_multinode_launcher": _STARTS,
     "deepspeed_hostfile": _STARTS,
     "deepspeed_exclusion_filter": _STARTS,
@@ -72,7 +72,7 @@ def deepspeed_entries(document: Mapping[str, Any], precision: str, spot: Spot, t
         spot: Where it says that.
         topology: The ranks, where they are known.
     """
-    arguments = Arguments("deepspeed_config", {argument: (name,) for name, argument in NAMES.items()})
+    arguments = EngineBlock("deepspeed", ("deepspeed_config",), {argument: (name,) for name, argument in NAMES.items()})
     block = block_of(document, "deepspeed_config")
     entries: list[Entry] = []
     for name, value in block.items():
@@ -81,11 +81,10 @@ def deepspeed_entries(document: Mapping[str, Any], precision: str, spot: Spot, t
         if block.get(name) is None:
             arguments.add(NAMES[name], value, Spot(("deepspeed_config", name), value, assumed=name not in block))
     _compute(arguments, precision, spot)
-    said = registry.get("deepspeed").parse(arguments.native, topology=topology)
-    return [*entries, *arguments.placed(said)]
+    return [*entries, *arguments.entries(topology=topology)]
 
 
-def _argument(arguments: Arguments, name: str, value: Any, block: Mapping[str, Any]) -> Iterator[Entry]:
+def _argument(arguments: EngineBlock, name: str, value: Any, block: Mapping[str, Any]) -> Iterator[Entry]:
     """Hand one key on to DeepSpeed, or say at once what it means."""
     path: Path = ("deepspeed_config", name)
     if name in LAUNCHER:
@@ -97,7 +96,7 @@ def _argument(arguments: Arguments, name: str, value: Any, block: Mapping[str, A
     elif name not in NAMES:
         yield overlooked(path, value, KNOWN)
     elif value is None and name not in ("zero_stage", "gradient_clipping"):
-        yield dropped(path, value, "is null, so that Accelerate assumes what it does without it")
+        yield dropped(path, value, "is null: Accelerate uses its default")
     elif name.endswith("_nvme_path") and str(block.get(name.replace("nvme_path", "device"))).lower() != "nvme":
         yield dropped(path, value, "nothing is offloaded to it", kept=False)
     elif name == "gradient_accumulation_steps" and value == AUTO:
@@ -114,9 +113,9 @@ def _argument(arguments: Arguments, name: str, value: Any, block: Mapping[str, A
 
 
 def experts(path: Path, value: Any, stage: Any) -> Entry:
-    """Layers of which a rank may use parts alone, which ZeRO-3 gathers as a whole (accelerator.py, set_moe_leaf_modules)."""
+    """Layers of which a rank may use only parts, which ZeRO-3 gathers as a whole (accelerator.py, set_moe_leaf_modules)."""
     if value is None or str(stage) != "3":
-        return dropped(path, value, "nothing is gathered below stage 3, so that it changes nothing")
+        return dropped(path, value, "changes nothing below stage 3")
     try:
         return Entry(path, value, Meaning(fields={"sharding.conditional_modules": listed(value)}))
     except Unreadable as error:
@@ -147,7 +146,7 @@ def _clipping(value: Any, path: Path) -> tuple[float, Spot]:
     return (0.0 if norm >= NEVER else norm), Spot(path, value)
 
 
-def _compute(arguments: Arguments, precision: str, spot: Spot) -> None:
+def _compute(arguments: EngineBlock, precision: str, spot: Spot) -> None:
     """The sections that Accelerate makes of `mixed_precision` (utils/dataclasses.py, set_mixed_precision)."""
     match precision:
         case "fp16":
@@ -158,6 +157,6 @@ def _compute(arguments: Arguments, precision: str, spot: Spot) -> None:
 
 def no_file(path: Path, name: Any) -> Entry:
     """An entry for a file that is not there: what it says must be decided by somebody else."""
-    who = f"{name}, which is there neither beside this file nor in the working directory; give its path"
+    who = f"{name}, which was not found; give its path"
     note = f"the value comes from {who}; {TOOL} fails as well"
     return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, {"sharding.strategy": Undecided(who)}))

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.config import Config, leaves
+from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.expressions import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
+from unishard.formats.fallbacks import copied, rows, when_default
 from unishard.mapping.field_rows import none, write
 from unishard.mapping.rules import Fit, Rule, When
 
@@ -119,7 +120,7 @@ _SHARDING: Mapping[str, Rule] = {
             _inline(deepspeed_moe_layer_cls_names=",".join(cfg.sharding.conditional_modules)) if cfg.sharding.conditional_modules else {}
         ),
         (
-            When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),
+            when_default("sharding.conditional_modules"),
             When("not full_shard", lambda cfg: cfg.sharding.strategy != "full_shard", Fit.EXACT, "nothing is gathered"),
         ),
     ),
@@ -129,7 +130,7 @@ _PRECISION: Mapping[str, Rule] = {
     "precision.compute": Rule(
         Fit.EXACT, "mixed_precision", "", lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"}
     ),
-    "precision.master": none(f"training without fp32 masters {_FILE}", lambda cfg: not cfg.precision.pure, "fp32", Fit.UNSUPPORTED),
+    "precision.master": none(f"training without fp32 master weights {_FILE}", lambda cfg: not cfg.precision.pure, "fp32", Fit.UNSUPPORTED),
     "precision.reduce": none(
         "DeepSpeed reduces in the format that the model computes in; another one " + _FILE,
         lambda cfg: cfg.precision.reduce == cfg.precision.compute,
@@ -142,14 +143,9 @@ _PRECISION: Mapping[str, Rule] = {
         "that of compute, or no accumulation",
         Fit.APPROXIMATE,
     ),
-    "precision.buffers": none(
-        f"the format of buffers {_FILE}",
-        lambda cfg: cfg.precision.buffers == "keep",
-        "keep",
-        Fit.APPROXIMATE,
-    ),
+    "precision.buffers": none(f"the format of buffers {_FILE}", lambda cfg: cfg.precision.buffers == "keep", "keep", Fit.APPROXIMATE),
     "precision.loss_scale": _mixed_scale(
-        f"DeepSpeed has a dynamic scale, which halves at the second overflow alone; another one {_FILE}",
+        f"DeepSpeed has a dynamic scale, which halves only at the second overflow; another one {_FILE}",
         "not fp16",
         lambda cfg: cfg.precision.compute != "fp16",
     ),
@@ -168,7 +164,7 @@ _PRECISION: Mapping[str, Rule] = {
 _LOOP: Mapping[str, Rule] = {
     "offload.params": _device("params", "offload_param_device"),
     "offload.optimizer": _device("optimizer", "offload_optimizer_device"),
-    "offload.pin_memory": none(f"memory and time alone; it {_FILE}", lambda cfg: cfg.offload.pin_memory, "true"),
+    "offload.pin_memory": none(f"affects only time and memory; it {_FILE}", lambda cfg: cfg.offload.pin_memory, "true"),
     "offload.nvme_path": none(
         f"Accelerate 1.15.0 never passes the path on (utils/launch.py); it {_FILE}",
         lambda cfg: cfg.offload.nvme_path is None,
@@ -180,12 +176,8 @@ _LOOP: Mapping[str, Rule] = {
         lambda cfg: cfg.activation_checkpointing == "none",
         "none",
     ),
-    "training.gradient_accumulation_steps": Rule(
-        Fit.EXACT,
-        "deepspeed_config.gradient_accumulation_steps",
-        "",
-        lambda cfg, topology: _inline(gradient_accumulation_steps=cfg.training.gradient_accumulation_steps),
-        auto=True,
+    "training.gradient_accumulation_steps": copied(
+        "training.gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps", auto=True
     ),
     "training.gradient_clipping": Rule(
         Fit.EXACT,
@@ -208,8 +200,8 @@ _LOOP: Mapping[str, Rule] = {
         "what DeepSpeed does",
         Fit.APPROXIMATE,
     ),
-    "communication.reduce_bucket_size": none(f"time alone; it {_FILE}"),
-    "communication.prefetch_bucket_size": none(f"time alone; it {_FILE}"),
+    "communication.reduce_bucket_size": none(f"affects only time; it {_FILE}"),
+    "communication.prefetch_bucket_size": none(f"affects only time; it {_FILE}"),
     "compile.mode": write(
         "nothing there, but export ACCELERATE_DYNAMO_BACKEND before the launch: Accelerate 1.15.0's DeepSpeed launcher does not pass "
         "dynamo_config on (utils/launch.py)",
@@ -224,12 +216,10 @@ _LOOP: Mapping[str, Rule] = {
         lambda cfg, topology: _inline(**{SAVE_KEY: saved}) if (saved := _own(cfg).get(NAMES[SAVE_KEY])) is not None else {},
         (
             When("nothing for deepspeed", lambda cfg: not _own(cfg), Fit.EXACT, ""),
-            When("of saving alone", lambda cfg: set(_own(cfg)) == {NAMES[SAVE_KEY]}, Fit.EXACT, ""),
+            When("only of saving", lambda cfg: set(_own(cfg)) == {NAMES[SAVE_KEY]}, Fit.EXACT, ""),
         ),
     ),
 }
 
-_ROWS = {**_SHARDING, **_PRECISION, **_LOOP, **BY_SCRIPT}
-
-DEEPSPEED_EXPRESSIONS: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Config)}
+DEEPSPEED_EXPRESSIONS: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _LOOP, BY_SCRIPT)
 """Rows in the order of the schema."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
-from unishard.config.nested import flat, merge, nested
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
 from unishard.formats.accelerate.keys import TOOL
-from unishard.formats.accelerate.placing import Spot, block_of, dropped, overlooked, refused
-from unishard.formats.source import Source, open_source
+from unishard.formats.accelerate.placing import block_of, dropped, overlooked, refused
+from unishard.formats.engine_block import EngineBlock, Spot
+from unishard.formats.source import Source, open_named
 from unishard.mapping.entries import Entry, Meaning, Path
 from unishard.mapping.express import AUTO
-from unishard.plugins import registry
 
 __all__ = ["file_entries"]
 
@@ -78,22 +78,8 @@ def _opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
     """The file: beside the document, or in the working directory, where Accelerate looks, or what the text itself holds as JSON."""
     if isinstance(name, Mapping):
         return name
-    path = next((path for path in _places(str(name), folder) if _is_file(path)), None)
-    return open_source(path).data if path else _inside(str(name))
-
-
-def _is_file(path: FilePath) -> bool:
-    """Also of text that is no path at all."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _places(name: str, folder: FilePath | None) -> Iterator[FilePath]:
-    if folder is not None:
-        yield folder / name
-    yield FilePath(name)
+    found = open_named(str(name), folder)
+    return found.data if found else _inside(str(name))
 
 
 def _inside(text: str) -> Mapping[str, Any] | None:
@@ -115,10 +101,11 @@ def _decoded(text: str) -> str:
         return ""
 
 
-def _said(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
+def _said(document: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
     """What DeepSpeed makes of the file after Accelerate has filled in what it can."""
-    filled = {key: value for key, value in _FILLED.items() if dict(flat(document)).get(key) == AUTO}
-    native = merge(document, nested(filled))
-    for entry in registry.get("deepspeed").parse(native, topology=topology):
-        value = AUTO if entry.key in filled else entry.value
-        yield Entry((*_FILE, *entry.path), value, entry.meaning, entry.assumed)
+    block = EngineBlock("deepspeed", _FILE, native=dict(document))
+    said = dict(flat(document))
+    for key, value in _FILLED.items():
+        if said.get(key) == AUTO:
+            block.add(key, value, Spot((*_FILE, *key.split(".")), AUTO))
+    return block.entries(topology=topology)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.config import Config, leaves
+from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.script import BY_SCRIPT
-from unishard.mapping.field_rows import NO_FILES, moved_together, none, unlooked, write
+from unishard.formats.fallbacks import noted, rows, when_default
+from unishard.mapping.field_rows import moved_together, none, unlooked, write
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
 
 __all__ = ["FSDP_EXPRESSIONS", "mixed"]
@@ -78,12 +79,8 @@ def _compile(cfg: Config, topology: Topology) -> Native:
 
 
 _BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "tensorrt", "ipex", "tvm")
-_NEAREST = (
-    "fsdp_reshard_after_forward: false is the nearest; FSDP keeps parameters in parts between steps and gathers them in every forward"
-)
-_AUTOCAST = "torch.autocast keeps fp32 in chosen operations; the masters are fp32 as well"
-_FP16 = ("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", Fit.EXACT, "nothing is scaled")
-_SCALER = "hand GradScalerKwargs to the Accelerator (kwargs_handlers)"
+_NEAREST = "fsdp_reshard_after_forward: false is the nearest; FSDP gathers parameters in every forward"
+_AUTOCAST = "torch.autocast keeps fp32 in chosen operations; the master weights are fp32 as well"
 
 _SHARDING: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "distributed_type, fsdp_config.fsdp_version", "", _backend),
@@ -125,7 +122,7 @@ _SHARDING: Mapping[str, Rule] = {
         Fit.EQUIVALENT,
         "fsdp_config.fsdp_min_num_params",
         "FSDP cuts at any module of this size, and has no smallest size beside class names; the same maths with other units",
-        when=(When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),),
+        when=(when_default("sharding.min_unit_params"),),
     ),
     "sharding.conditional_modules": none(
         "Accelerate gathers them with the unit around them, but adds no zeros for a parameter that a rank does not use; use them all",
@@ -157,7 +154,7 @@ _PRECISION: Mapping[str, Rule] = {
         "load the model in this format (torch_dtype of from_pretrained)",
         when=(
             When("mixed", mixed, Fit.EXACT, "Accelerate casts trainable parameters to fp32"),
-            When("fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, "as long as the training script loads fp32"),
+            when_default("precision.compute", "as long as the training script loads fp32"),
         ),
     ),
     "precision.reduce": Rule(
@@ -177,7 +174,7 @@ _PRECISION: Mapping[str, Rule] = {
                 "not that of master",
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master,
                 Fit.APPROXIMATE,
-                "FSDP2 adds gradients up in the format of the masters, which is more exact",
+                "FSDP2 adds gradients up in the dtype of the master weights, which is more exact",
             ),
             When(
                 "mixed, with accumulation",
@@ -187,46 +184,17 @@ _PRECISION: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.buffers": write(
-        "cast the model's floating-point buffers before Accelerator.prepare", lambda cfg: cfg.precision.buffers == "keep", "keep"
-    ),
-    "precision.loss_scale": Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        "Accelerate's GradScaler has a dynamic scale alone; scale the loss yourself",
-        when=(When(*_FP16), When("dynamic", lambda cfg: cfg.precision.loss_scale == "dynamic", Fit.EXACT, "GradScaler")),
-    ),
-    "precision.initial_loss_scale": Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        f"{_SCALER} with init_scale",
-        when=(When(*_FP16), When("65536", lambda cfg: cfg.precision.initial_loss_scale == 65536, Fit.EXACT, "GradScaler's default")),
-    ),
-    "precision.loss_scale_growth_interval": Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        f"{_SCALER} with growth_interval",
-        when=(
-            When(*_FP16),
-            When("2000", lambda cfg: cfg.precision.loss_scale_growth_interval == 2000, Fit.EXACT, "GradScaler's default"),
-        ),
-    ),
-}
-
-_OFFLOAD: Mapping[str, Rule] = {
-    **moved_together("fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))),
-    "offload.pin_memory": none("memory and time alone; FSDP2 always pins", lambda cfg: cfg.offload.pin_memory, "true"),
-    "offload.nvme_path": none(NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null", Fit.UNSUPPORTED),
 }
 
 _LOOP: Mapping[str, Rule] = {
+    **moved_together("fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))),
     "activation_checkpointing": Rule(
         Fit.EXACT,
         "fsdp_config.fsdp_activation_checkpointing",
         "of the units",
         lambda cfg, topology: _fsdp(cfg, activation_checkpointing=cfg.activation_checkpointing != "none"),
         (
-            When("none", lambda cfg: cfg.activation_checkpointing == "none", Fit.EXACT, ""),
+            when_default("activation_checkpointing"),
             When("no_shard", _replicas, Fit.NEEDS_INPUT, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
             When("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), Fit.EXACT, "of the units"),
             When(
@@ -253,15 +221,13 @@ _LOOP: Mapping[str, Rule] = {
         "torch makes an update with gradients that are not finite; look at what clip_grad_norm_ returns before optimizer.step()",
         When("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.APPROXIMATE, "GradScaler skips it without an error"),
     ),
-    "communication.reduce_bucket_size": none("time alone; FSDP2 reduces the gradients of a unit together"),
-    "communication.prefetch_bucket_size": none("time alone; FSDP2 gathers the next unit ahead"),
     "compile.mode": Rule(
         Fit.EXACT,
         "dynamo_config",
         "",
         _compile,
         (
-            When("none", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, ""),
+            when_default("compile.mode"),
             When("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
         ),
     ),
@@ -269,19 +235,19 @@ _LOOP: Mapping[str, Rule] = {
         Fit.EXACT,
         "dynamo_config.dynamo_backend",
         when=(
-            When("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, ""),
+            when_default("compile.mode"),
             When("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
         ),
     ),
-    "native": none(
-        "Accelerate's file has no such setting of FSDP; hand it to the Accelerator's fsdp_plugin",
-        lambda cfg: not cfg.native.get("fsdp"),
-        "nothing for fsdp",
-        Fit.APPROXIMATE,
-    ),
 }
 
-_ROWS = {**_SHARDING, **_PRECISION, **_OFFLOAD, **_LOOP, **BY_SCRIPT}
+_NOTES = noted(
+    {
+        "precision.initial_loss_scale": "pass GradScalerKwargs(init_scale=...) in kwargs_handlers of the Accelerator",
+        "precision.loss_scale_growth_interval": "pass GradScalerKwargs(growth_interval=...) in kwargs_handlers of the Accelerator",
+        "native": "no key for it; pass it to the fsdp_plugin of the Accelerator",
+    }
+)
 
-FSDP_EXPRESSIONS: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Config)}
+FSDP_EXPRESSIONS: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _LOOP, BY_SCRIPT, _NOTES)
 """Rows in the order of the schema."""

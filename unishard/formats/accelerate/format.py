@@ -16,7 +16,7 @@ from unishard.mapping.entries import Key
 from unishard.mapping.express import Expressed
 from unishard.mapping.rules import Rule
 
-__all__ = ["AccelerateFormat"]
+__all__ = ["FORMAT"]
 
 
 class AccelerateFormat:
@@ -50,3 +50,6 @@ class AccelerateFormat:
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML in the order of `accelerate config`."""
         return text_of(document)
+
+
+FORMAT = AccelerateFormat()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.keys import TOOL
-from unishard.formats.accelerate.placing import Arguments, Spot, block_of, dropped, overlooked, refused
+from unishard.formats.accelerate.placing import block_of, dropped, overlooked, refused
+from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.mapping.entries import Entry, Path, Unreadable
 from unishard.mapping.key_rows import boolean, integer, listed
 from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 
 __all__ = ["NAMES", "fsdp_entries"]
 
@@ -66,7 +65,7 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
         spot: Where it says that.
         topology: The ranks, where they are known.
     """
-    arguments = Arguments("fsdp_config", {argument: (name,) for name, argument in NAMES.items()})
+    arguments = EngineBlock("fsdp", ("fsdp_config",), {argument: (name,) for name, argument in NAMES.items()})
     block = {_full(name): (name, value) for name, value in block_of(document, "fsdp_config").items()}
     version = _version(block)
     entries = list(_twice(document, block))
@@ -78,9 +77,7 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     entries += _groups(arguments, document, version, topology)
     if precision in _DTYPES:
         arguments.add("mixed_precision", _policy(_DTYPES[precision], version), spot)
-    said = registry.get("fsdp").parse(arguments.native, defaults=_assumed(arguments.native), topology=topology)
-    placed = arguments.placed(said)
-    return [*entries, *placed, *_replicas(document, placed)]
+    return [*entries, *arguments.entries(defaults=_assumed(arguments.native), topology=topology)]
 
 
 def _by_class(block: Mapping[str, tuple[Any, Any]]) -> bool:
@@ -107,12 +104,12 @@ def _version(block: Mapping[str, tuple[Any, Any]]) -> int:
         return 1
 
 
-def _argument(arguments: Arguments, full: str, path: Path, value: Any) -> Iterator[Entry]:
+def _argument(arguments: EngineBlock, full: str, path: Path, value: Any) -> Iterator[Entry]:
     """Hand one key on to FSDP, or say at once what it means."""
     if full not in NAMES:
         yield overlooked(path, value, NAMES)
     elif value is None and full in _NULLABLE:
-        yield dropped(path, value, "is null, so that Accelerate assumes what it does without it")
+        yield dropped(path, value, "is null: Accelerate uses its default")
     else:
         fit, note = (Fit.EQUIVALENT, _LIST) if full.endswith("cls_to_wrap") and not isinstance(value, str) else (Fit.EXACT, "")
         try:
@@ -171,8 +168,8 @@ _WITHIN = tuple(f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp")
 _AXES = {axis: f"parallelism_config_dp_{axis}_size" for axis in ("replicate", "shard")}
 
 
-def _groups(arguments: Arguments, document: Mapping[str, Any], version: int, topology: Topology | None) -> Iterator[Entry]:
-    """Groups of ranks that hold a copy each, which Accelerate builds for FSDP2 alone."""
+def _groups(arguments: EngineBlock, document: Mapping[str, Any], version: int, topology: Topology | None) -> Iterator[Entry]:
+    """Groups of ranks that hold a copy each, which Accelerate builds only for FSDP2."""
     block = block_of(document, "parallelism_config")
     sizes = {}
     for axis, name in _AXES.items():
@@ -184,19 +181,11 @@ def _groups(arguments: Arguments, document: Mapping[str, Any], version: int, top
     within = math.prod(_size(block.get(name)) for name in _WITHIN)
     fault = _fault(sizes, version, topology, within) if len(sizes) == len(_AXES) and given else ""
     if not fault and len(sizes) == len(given) == len(_AXES) and min(sizes.values()) > 1:
-        arguments.add("mesh", sizes, Spot(given["shard"], sizes["shard"]))
+        arguments.add("mesh", sizes, *(Spot(path, block[path[1]]) for path in given.values()))
         return
     for path in given.values():
         value = block[path[1]]
         yield refused(path, value, fault) if fault else dropped(path, value, "all ranks share one copy, as without it", kept=False)
-
-
-def _replicas(document: Mapping[str, Any], entries: Iterable[Entry]) -> Iterator[Entry]:
-    """The number of groups says the same as their size."""
-    paths = {axis: ("parallelism_config", name) for axis, name in _AXES.items()}
-    for entry in entries:
-        if entry.path == paths["shard"]:
-            yield replace(entry.at(*paths["replicate"]), value=block_of(document, "parallelism_config")[_AXES["replicate"]])
 
 
 def _size(value: Any) -> int:
@@ -213,7 +202,7 @@ def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None, wi
     if total == 1:
         return ""
     if version == 1:
-        return f"{TOOL} has groups with FSDP2 alone; write fsdp_version: 2, or fsdp_sharding_strategy: HYBRID_SHARD"
+        return f"{TOOL} has groups only with FSDP2; write fsdp_version: 2, or fsdp_sharding_strategy: HYBRID_SHARD"
     if sizes["shard"] == 1:
         return "leaves FSDP no ranks to shard over (parallelism_config.py); write parallelism_config_dp_shard_size above 1"
     if topology is not None and topology.world_size > 1 and topology.world_size != total * within:

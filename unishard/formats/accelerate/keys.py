@@ -19,19 +19,17 @@ __all__ = ["KEYS", "TOOL"]
 
 TOOL = "Accelerate 1.15.0"
 
-_LAUNCHER = "concerns how the processes are started alone; start unishard with torchrun or srun"
+_LAUNCHER = "launcher setting; start unishard with torchrun or srun"
 _ENVIRONMENT = f"{TOOL} refuses a file with this key; export the variables before the launch instead"
-_TPU = "concerns TPUs alone"
-_FP8 = "belongs to fp8 alone, which becomes bf16"
-_LOST = (
-    "the wizard writes this name, but Accelerate 1.15.0 reads {}, so that the value is lost; it belongs to fp8 alone, which becomes bf16"
-)
-_INTEL = f"Intel's extension of PyTorch, about time alone; {TOOL} refuses a file with this key of older versions, so remove it"
+_TPU = "only used on TPUs"
+_FP8 = "only used with fp8, which becomes bf16"
+_LOST = "Accelerate 1.15.0 reads {} instead; only used with fp8, which becomes bf16"
+_INTEL = f"Intel's extension of PyTorch; {TOOL} refuses this key, so remove it"
 _GONE: Mapping[str, str] = {
     "env": _ENVIRONMENT,
     "ipex_config": _INTEL,
     "xpu_config": _INTEL,
-    "tpu_cluster": f"concerns TPUs alone; {TOOL} refuses a file with this key of older versions, so remove it",
+    "tpu_cluster": f"only used on TPUs; {TOOL} refuses this key, so remove it",
 }
 """Keys with which Accelerate refuses a file, though nothing is lost without them."""
 _UNSUPPORTED = "neither engine does this within unishard; train without it and set it to 1"
@@ -134,7 +132,7 @@ def _compile_regional(value: Any, given: Given) -> Meaning:
 
 
 def _parallel(name: str) -> Key:
-    """A size above 1 cannot be had. None is repeated: sizes are written where groups are, or nowhere."""
+    """A size above 1 is not supported. None is repeated: sizes are written where groups are, or nowhere."""
     why = f"{name} parallelism is more than data parallelism; {_UNSUPPORTED}"
 
     def read(value: Any, given: Given) -> Meaning:
@@ -178,7 +176,7 @@ _DYNAMO = (
     "hpu_backend",
 )
 _NO_COMPILE = "Accelerate 1.15.0's DeepSpeed launcher does not pass this on (utils/launch.py), so that nothing is compiled"
-_TIME = "concerns how the compiled code is made, so time alone"
+_TIME = "affects only how code is compiled"
 
 _DYNAMO_KEYS: Mapping[str, Key] = {
     "dynamo_backend": Key(_compile_backend, "compile.mode, compile.backend"),
@@ -187,9 +185,7 @@ _DYNAMO_KEYS: Mapping[str, Key] = {
     "dynamo_config.dynamo_use_regional_compilation": Key(_compile_regional, "compile.mode"),
     "dynamo_config.dynamo_mode": _dropped(
         f"{_TIME}; unishard compiles in torch's default mode",
-        one_of(
-            dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
-        ),
+        one_of(dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))),
     ),
     "dynamo_config.dynamo_use_fullgraph": _dropped("only makes a break in the graph an error; the engines break it at each unit", boolean),
     "dynamo_config.dynamo_use_dynamic": _dropped(f"{_TIME}; torch finds out by itself which shapes change", boolean),
@@ -247,14 +243,7 @@ KEYS: Mapping[str, Key] = {
     "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "unishard computes on the accelerator where there is one"),
     **{
         name: drops(_LAUNCHER)
-        for name in (
-            "machine_rank",
-            "main_process_ip",
-            "rdzv_backend",
-            "same_network",
-            "enable_cpu_affinity",
-            "mpirun_config",
-        )
+        for name in ("machine_rank", "main_process_ip", "rdzv_backend", "same_network", "enable_cpu_affinity", "mpirun_config")
     },
     "gpu_ids": Key(_gpus, "", Fit.IGNORED, _LAUNCHER),
     "main_process_port": Key(_port, "", Fit.IGNORED, _LAUNCHER),

@@ -12,7 +12,8 @@ from unishard.formats.accelerate.deepspeed_file import file_entries
 from unishard.formats.accelerate.fsdp import fsdp_entries
 from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.kinds import KINDS, kind_of, precision_of
-from unishard.formats.accelerate.placing import Spot, block_of, dropped, refused
+from unishard.formats.accelerate.placing import block_of, dropped, refused
+from unishard.formats.engine_block import Spot
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Meaning, Unreadable, interpret
 from unishard.mapping.key_rows import integer
@@ -27,7 +28,7 @@ _SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_s
 _FP8 = "matrix products run in bf16, since neither engine has fp8 within unishard; slower, and closer to fp32"
 _AUTOCAST = (
     "Accelerate runs chosen operations in this format (torch.autocast) and keeps fp32 elsewhere; unishard computes all of the model in it, "
-    "with fp32 masters"
+    "with fp32 master weights"
 )
 
 
@@ -86,7 +87,7 @@ def _replaced(entry: Entry, document: Mapping[str, Any]) -> Entry:
 
 
 def _prefixed(block: str, name: Any) -> str:
-    """A key under its name in the table. Accelerate adds the block's prefix where it is missing; the table has it for `dynamo_` alone."""
+    """A key under its name in the table. Accelerate adds the block's prefix where it is missing; the table has it only for `dynamo_`."""
     if block == "dynamo_config":
         return str(name) if str(name).startswith("dynamo_") else f"dynamo_{name}"
     return str(name) if name == "fp8_format" else str(name).removeprefix("fp8_")
@@ -142,7 +143,7 @@ def _fsdp(source: Source, precision: str, spot: Spot, topology: Topology | None)
 
 
 def _replicas(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
-    """Replicas have no engine's arguments; groups of ranks are another number of replicas alone."""
+    """Replicas have no engine's arguments; groups of ranks are only another number of replicas."""
     block = block_of(source.data, "parallelism_config")
     return [
         dropped(("parallelism_config", name), block[name], "without FSDP every rank is a replica", kept=False)
@@ -177,7 +178,7 @@ def _unused(document: Mapping[str, Any]) -> Iterator[Entry]:
             yield refused((name,), value, f"must be a mapping of keys to values, got {shown(value)}; {_INSTEAD[name]}")
         elif kind_of(document) is not KINDS[kind]:
             for key, inner in value.items():
-                yield dropped((name, str(key)), inner, f"{TOOL} looks at it with distributed_type: {kind} alone")
+                yield dropped((name, str(key)), inner, f"only used with distributed_type: {kind}")
 
 
 _INSTEAD = {

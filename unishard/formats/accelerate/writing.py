@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from io import StringIO
 from typing import Any
-
-from ruamel.yaml import YAML
-from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
 from unishard.config import Config, leaves
 from unishard.config.nested import Native, flat, merge
@@ -15,6 +11,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS, SAVE, SAVE_KEY
 from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
+from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.rules import Fit, Rule
@@ -24,8 +21,6 @@ __all__ = ["TABLES", "expressed", "text_of"]
 TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_EXPRESSIONS, "deepspeed": DEEPSPEED_EXPRESSIONS}
 """Rows by engine."""
 
-_BOOLEANS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~")
-"""Words that YAML 1.1, which Accelerate reads, takes for something else than text."""
 _SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}
 _SAVED = FieldResult(Fit.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
 _NO_KEY = FieldResult(
@@ -81,19 +76,11 @@ def _group_words(reading: ReadDocument, topology: Topology, word: FieldResult) -
 
 
 def text_of(document: Native) -> str:
-    """YAML with keys in the order of `accelerate config`, and with quotes around what YAML 1.1 would not take for text."""
-    yaml = YAML()
-    yaml.width = 4096
-    out = StringIO()
-    yaml.dump(_plain(document), out)
-    return out.getvalue()
+    """YAML with keys in the order of `accelerate config`."""
+    return yaml_text(_sorted(document), old=True, width=4096)
 
 
-def _plain(value: Any) -> Any:
+def _sorted(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, str) and value.lower() in _BOOLEANS:
-        return SingleQuotedScalarString(value)
-    return value
+        return {key: _sorted(value[key]) for key in sorted(value, key=str)}
+    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value

@@ -16,7 +16,7 @@ from unishard.formats.axolotl.saving import SAVING
 from unishard.formats.hf.engine_expressions import decided_of, engine_of
 from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
 from unishard.formats.hf.lengths import lengths_of
-from unishard.formats.hf.switches import SWITCHES, switched_on, without
+from unishard.formats.hf.switches import switched_on, without
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.rules import Fit, Rule, When
@@ -129,7 +129,7 @@ def written(reading: ReadDocument, topology: Topology) -> Expressed:
     """
     own = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
-    mine = _OWN if reading.config.backend in SWITCHES else {}
+    mine = _OWN if reading.config.backend == "fsdp" else {}
     said = {name: word._replace(key=_named(word.key)) for name, word in engine.fields.items() if name not in mine}
     lengths = lengths_of(reading)
     words: dict[str, FieldResult] = {

@@ -13,10 +13,10 @@ from unishard.config.topology import Topology
 from unishard.formats.axolotl.expressions import EXPRESSIONS, written
 from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
 from unishard.formats.axolotl.sharding import sharded
+from unishard.formats.documents import yaml_text
 from unishard.formats.hf.precedence import settled
 from unishard.formats.hf.sharding import whole_copies
 from unishard.formats.hf.switches import DEEPSPEED
-from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
@@ -24,7 +24,7 @@ from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
 from unishard.mapping.express import Expressed
 from unishard.mapping.rules import Fit, Rule
 
-__all__ = ["AxolotlFormat"]
+__all__ = ["FORMAT"]
 
 _VARIABLE = re.compile(r"\$\{[^}]+\}")
 _SHIPPED = re.compile(r"zero[123](_torch_compile|_bf16)?(_cpuoffload_(all|params))?\.json")
@@ -54,7 +54,10 @@ class AxolotlFormat:
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML."""
-        return text_of(document)
+        return yaml_text(document, old=True)
+
+
+FORMAT = AxolotlFormat()
 
 
 def _entries(source: Source, topology: Topology | None) -> list[Entry]:

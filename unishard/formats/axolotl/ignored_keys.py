@@ -9,7 +9,7 @@ from unishard.formats.hf.wordlists import names
 from unishard.mapping.entries import Key
 from unishard.mapping.key_rows import drops, refuses
 
-__all__ = ["IDLE"]
+__all__ = ["IGNORED"]
 
 _GROUPS: Mapping[str, str] = {
     "names the model and how it is loaded, which the training script does": (
@@ -120,7 +120,7 @@ def _alone(value: object) -> bool:
     return off(value) or value == 1
 
 
-IDLE: Mapping[str, Key] = {
+IGNORED: Mapping[str, Key] = {
     **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
     "embedding_lr": refuses(_GROUPED, off),
     "embedding_lr_scale": refuses(_GROUPED, off),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unishard.formats.axolotl.ignored_keys import IDLE
+from unishard.formats.axolotl.ignored_keys import IGNORED
 from unishard.formats.axolotl.saving import SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, off
@@ -198,6 +198,6 @@ KEYS: Mapping[str, Key] = {
     **SAVED,
     **{name: _engine(FSDP) for name in ENGINES},
     DEEPSPEED: _engine(DEEPSPEED),
-    **IDLE,
+    **IGNORED,
 }
 """axolotl's keys and what each says."""

@@ -8,13 +8,14 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.fallbacks import when_default
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.field_rows import write
 from unishard.mapping.key_rows import number, text
-from unishard.mapping.rules import Fit, Rule, When, unless
+from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["SAVED", "SAVING"]
 
@@ -96,7 +97,7 @@ SAVING: Mapping[str, Rule] = {
         "",
         _kept,
         (
-            unless("null", lambda cfg: cfg.checkpoint.keep_last is None, "a number that no training reaches stands for all"),
+            when_default("checkpoint.keep_last", "a number that no training reaches stands for all"),
             When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, "all are kept"),
         ),
     ),

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import TOOL
+from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.hf.loop import off
-from unishard.formats.hf.sharding import combined, words_of
+from unishard.formats.hf.sharding import words_of
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Meaning, Unreadable
 from unishard.mapping.key_rows import integer
 from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 
 __all__ = ["sharded"]
 
@@ -53,15 +52,15 @@ def sharded(source: Source, topology: Topology | None) -> list[Entry]:
     data = source.data
     config = data.get("fsdp_config")
     if off(data.get("fsdp")) and off(config):
-        return _idle(data)
+        return _ignored(data)
     if not isinstance(config, Mapping) and not off(config):
         what = f"must be a mapping, got {shown(config)}; write one"
         others = {key: value for key, value in data.items() if key != "fsdp_config"}
-        return [Entry(("fsdp_config",), config, Meaning(Fit.UNSUPPORTED, what)), *_idle(others)]
+        return [Entry(("fsdp_config",), config, Meaning(Fit.UNSUPPORTED, what)), *_ignored(others)]
     return _entries(data, dict(config or {}), topology)
 
 
-def _idle(data: Mapping[str, Any]) -> list[Entry]:
+def _ignored(data: Mapping[str, Any]) -> list[Entry]:
     entries = []
     for key in ("fsdp", "fsdp_config", "fsdp_version", *_MESH):
         if key in data:
@@ -75,31 +74,45 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
     empty = [key for key in ("fsdp_config", "fsdp_version") if key in data and (off(data[key]) or not data[key])]
     stated = None if "fsdp_version" in empty else data.get("fsdp_version")
     version = stated or next((config[plain[key]] for key in ("version",) if key in plain), None) or 1
-    native: dict[str, Any] = {"version": version}
-    places: dict[str, tuple[str, ...]] = {}
-    if stated:
-        places["version"] = ("fsdp_version",)
+    block = EngineBlock("fsdp", ("fsdp_config",), repeats=True)
+    block.add("version", version, Spot(("fsdp_version",), stated) if stated else Spot(("fsdp_config", "version"), version, assumed=True))
     entries = [Entry((key,), data[key], Meaning(Fit.IGNORED, "is empty", kept=True)) for key in empty]
     for name, key in plain.items():
         value, path = config[key], ("fsdp_config", key)
-        if name == "version" and "version" in places:
+        if name == "version" and stated:
             entries.append(_second_version(path, value, version))
-        elif name in _NAMES and _NAMES[name] not in places and value is not None:
-            native[_NAMES[name]] = value
-            places[_NAMES[name]] = path
+        elif name in _NAMES and value is not None and (name == "version" or _NAMES[name] not in block.spots):
+            block.add(_NAMES[name], value, Spot(path, value))
         else:
             note = "is empty" if value is None else _STRATEGY if name == "sharding_strategy" else _OVERLOOKED
             entries.append(Entry(path, value, Meaning(Fit.IGNORED, note, kept=True)))
-    wrong = _words(data, native, str(version) == "2")
-    try:
-        mesh = _mesh(data)
-    except Unreadable as error:
-        wrong_mesh = [Entry((key,), data[key], Meaning(Fit.UNSUPPORTED, str(error))) for key in _MESH if key in data]
-        others = {key: value for key, value in data.items() if key not in _MESH}
-        return entries + wrong_mesh + _placed(others, native, places, wrong, topology)
-    if mesh:
-        native["mesh"] = mesh
-    return entries + _placed(data, native, places, wrong, topology)
+    beside = [*_flag(data, block, second=str(version) == "2"), *_groups(data, block)]
+    return entries + sorted([*beside, *_said(block, topology)], key=_order)
+
+
+def _said(block: EngineBlock, topology: Topology | None) -> list[Entry]:
+    first = {} if str(block.native["version"]) == "2" else {"sharding_strategy": "FULL_SHARD"}
+    return block.entries(defaults={"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **first}, topology=topology)
+
+
+def _order(entry: Entry) -> int:
+    first = (FSDP, *_MESH)
+    return first.index(entry.path[0]) if entry.path[0] in first else len(first)
+
+
+def _flag(data: Mapping[str, Any], block: EngineBlock, *, second: bool) -> Iterator[Entry]:
+    """Puts the words of `fsdp` among the arguments where nothing else says it."""
+    if FSDP not in data:
+        return
+    flag = Spot((FSDP,), data[FSDP], fields={"backend": "fsdp"})
+    asked, wrong = _words(data[FSDP], second)
+    asked = {name: value for name, value in asked.items() if name not in block.spots}
+    for name, value in asked.items():
+        block.add(name, value, *([] if wrong else [flag]))
+    if wrong:
+        yield Entry(flag.path, flag.value, Meaning(Fit.UNSUPPORTED, wrong))
+    elif not asked:
+        yield combined(flag, [])
 
 
 def _second_version(path: tuple[str, ...], value: Any, version: Any) -> Entry:
@@ -108,27 +121,23 @@ def _second_version(path: tuple[str, ...], value: Any, version: Any) -> Entry:
     return Entry(path, value, Meaning(Fit.IGNORED, "fsdp_version counts more", kept=True))
 
 
-def _words(data: Mapping[str, Any], native: dict[str, Any], second: bool) -> str:
-    """Puts the words of `fsdp` among the arguments where nothing else says it; what is wrong with them."""
-    value = data.get("fsdp")
+def _words(value: Any, second: bool) -> tuple[dict[str, Any], str]:
+    """What the words of `fsdp` say in FSDP's own, and what is wrong with them."""
     if off(value):
-        return ""
+        return {}, ""
     try:
         words = [word.lower() for word in words_of(value)]
     except Unreadable as error:
-        return str(error)
+        return {}, str(error)
     strategy = next((word for word in words if word in _STRATEGIES), None)
-    if "offload" in words:
-        native.setdefault("cpu_offload", True)
+    asked: dict[str, Any] = {"cpu_offload": True} if "offload" in words else {}
     if strategy and second and strategy not in _STRATEGIES[:2]:
-        return f"transformers 5 takes {strategy} with fsdp_version 1 alone; write dp_replicate_size for groups, or full_shard"
-    if strategy and second:
-        native.setdefault("reshard_after_forward", strategy == "full_shard")
-    elif strategy:
+        return asked, f"transformers 5 takes {strategy} with fsdp_version 1 alone; write dp_replicate_size for groups, or full_shard"
+    if strategy:
         # Accelerate gets it under this name with version 1 as well.
-        native.setdefault("reshard_after_forward", strategy)
+        asked["reshard_after_forward"] = strategy == "full_shard" if second else strategy
     strange = [word for word in words if word not in (*_STRATEGIES, "offload", "auto_wrap")]
-    return f"knows no word {', '.join(strange)}; write full_shard, offload or auto_wrap" if strange else ""
+    return asked, f"knows no word {', '.join(strange)}; write full_shard, offload or auto_wrap" if strange else ""
 
 
 def _mesh(data: Mapping[str, Any]) -> Mapping[str, int] | None:
@@ -145,31 +154,17 @@ def _mesh(data: Mapping[str, Any]) -> Mapping[str, int] | None:
     return sizes if sizes.get("replicate", 1) > 1 else None
 
 
-def _placed(
-    data: Mapping[str, Any], native: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], wrong: str, topology: Topology | None
-) -> list[Entry]:
-    first = {} if str(native["version"]) == "2" else {"sharding_strategy": "FULL_SHARD"}
-    defaults = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **first}
-    parsed = registry.get("fsdp").parse(native, defaults=defaults, topology=topology)
-    top = {id(entry): entry.path[0] for entry in parsed}
-    entries = []
-    asked = [entry for entry in parsed if top[id(entry)] in native and top[id(entry)] not in (*places, "version", "mesh")]
-    if FSDP in data:
-        entries.append(combined((FSDP,), data[FSDP], asked, wrong))
-    entries += _groups(data, [entry for entry in parsed if top[id(entry)] == "mesh"])
-    for entry in parsed:
-        name = top[id(entry)]
-        if name in places:
-            kept = entry.meaning.fit is Fit.IGNORED and not entry.meaning.fields
-            entries.append(replace(entry, path=places[name], meaning=replace(entry.meaning, kept=kept)))
-        elif name == "version" or name not in native:
-            entries.append(replace(entry, path=("fsdp_config", *entry.path), assumed=True))
-    return entries
-
-
-def _groups(data: Mapping[str, Any], mesh: list[Entry]) -> list[Entry]:
-    said = [key for key in _MESH if key in data]
+def _groups(data: Mapping[str, Any], block: EngineBlock) -> Iterator[Entry]:
+    """Puts the groups among the arguments, or says what is wrong with them."""
+    said = {key: data[key] for key in _MESH if key in data}
+    try:
+        mesh = _mesh(data)
+    except Unreadable as error:
+        yield from (Entry((key,), value, Meaning(Fit.UNSUPPORTED, str(error))) for key, value in said.items())
+        return
     if mesh:
-        return [combined((key,), data[key], mesh) for key in said]
-    note = "all ranks share one copy, however many there are"
-    return [Entry((key,), data[key], Meaning(Fit.IGNORED, "is off" if off(data[key]) else note, kept=True)) for key in said]
+        block.add("mesh", mesh, *(Spot((key,), value, fields={"backend": "fsdp"}) for key, value in said.items()))
+        return
+    for key, value in said.items():
+        note = "is off" if off(value) else "all ranks share one copy, however many there are"
+        yield Entry((key,), value, Meaning(Fit.IGNORED, note, kept=True))

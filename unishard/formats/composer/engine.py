@@ -8,9 +8,9 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.formats.composer.fsdp_keys import ARGUMENTS
+from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.mapping.entries import Entry, Meaning, Path
 from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 
 __all__ = ["DEEPSPEED", "engine", "trains"]
 
@@ -29,8 +29,7 @@ def engine(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Ent
         yield from _fsdp(shaped, topology)
         return
     yield Entry((deepspeed,), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
-    for entry in registry.get("deepspeed").parse(shaped[deepspeed], topology=topology):
-        yield entry.at(deepspeed, *entry.path)
+    yield from EngineBlock("deepspeed", (deepspeed,), native=shaped[deepspeed]).entries(topology=topology)
     if "fsdp_config" in shaped:
         sharded = shaped["fsdp_config"]
         keys = [key for key in sharded if key in ARGUMENTS] if isinstance(sharded, Mapping) else []
@@ -60,13 +59,15 @@ def _fsdp(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Entr
 def _arguments(sharded: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
     """FSDP's own arguments, each at its place below `fsdp_config`."""
     names = {own: key for key, own in ARGUMENTS.items() if key in sharded}
-    native = {ARGUMENTS[key]: value for key, value in sharded.items() if key in ARGUMENTS}
-    for key in sharded:
-        if key in ARGUMENTS and names[ARGUMENTS[key]] != key:
-            yield Entry((*_FSDP, key), sharded[key], Meaning(Fit.IGNORED, f"{names[ARGUMENTS[key]]} says it as well, and counts"))
-    version = 2 if "reshard_after_forward" in native and "sharding_strategy" not in native else 1
-    for entry in registry.get("fsdp").parse(native, defaults={"version": version}, topology=topology):
-        yield entry.at("fsdp_config") if entry.path == ("version",) else entry.at("fsdp_config", names.get(entry.path[0], entry.path[0]))
+    block = EngineBlock("fsdp", _FSDP, {"version": ()})
+    for key, value in sharded.items():
+        spot = Spot((*_FSDP, key), value)
+        if key in ARGUMENTS and names[ARGUMENTS[key]] == key:
+            block.add(ARGUMENTS[key], value, spot)
+        elif key in ARGUMENTS:
+            yield combined(spot, [Meaning(Fit.IGNORED, f"{names[ARGUMENTS[key]]} says it as well, and counts")])
+    version = 2 if "reshard_after_forward" in block.native and "sharding_strategy" not in block.native else 1
+    yield from block.entries(defaults={"version": version}, topology=topology)
 
 
 def trains(shaped: Mapping[str, Any]) -> bool:

@@ -11,7 +11,8 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.composer import groups
 from unishard.formats.composer.saving import SAVING
-from unishard.mapping.field_rows import lost, none, unlooked
+from unishard.formats.fallbacks import copied, rows, when_default
+from unishard.mapping.field_rows import lost, unlooked
 from unishard.mapping.rules import NO_KEY, Fit, Holds, Rule, When, unless
 
 __all__ = ["EXPRESSIONS"]
@@ -19,8 +20,6 @@ __all__ = ["EXPRESSIONS"]
 _PRECISIONS = {"fp32": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16"}
 _OPTIMIZERS = {"adamw": "decoupled_adamw", "lion": "decoupled_lionw"}
 _SHAPES = {"constant": "constant_with_warmup", "linear": "linear_decay_with_warmup", "cosine": "cosine_with_warmup"}
-_ENGINES = frozenset({"fsdp"})
-"""What Composer runs."""
 
 
 def _fsdp(settings: Native) -> Native:
@@ -102,14 +101,13 @@ _GROUPS = (
         "a parameter that both match is in the group alone, so that it decays; write weight_decay in the group",
     ),
 )
-_OWN_CHECK = "unishard's own check of collective calls"
 
-EXPRESSIONS: Mapping[str, Rule] = {
+_OWN: Mapping[str, Rule] = {
     "backend": Rule(
         Fit.UNSUPPORTED,
         "fsdp_config",
         "Composer removed DeepSpeed in 0.28 and runs FSDP alone; give --set backend=fsdp",
-        when=(unless("fsdp", lambda cfg: cfg.backend in _ENGINES),),
+        when=(unless("fsdp", lambda cfg: cfg.backend == "fsdp"),),
     ),
     "sharding.strategy": Rule(
         Fit.EXACT,
@@ -139,40 +137,28 @@ EXPRESSIONS: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         "fsdp_wrap_fn of the model",
         "let it say true for modules of these classes",
-        when=(unless("auto", lambda cfg: cfg.sharding.units == "auto", "llm-foundry wraps the model's blocks"),),
-    ),
-    "sharding.min_unit_params": Rule(
-        Fit.EQUIVALENT,
-        NO_KEY,
-        "the same maths with smaller units",
-        when=(unless("0", lambda cfg: not cfg.sharding.min_unit_params),),
+        when=(when_default("sharding.units", "llm-foundry wraps the model's blocks"),),
     ),
     "sharding.conditional_modules": Rule(
         Fit.NEEDS_INPUT,
         "fsdp_wrap_fn of the model",
         "let it say false for modules of these classes",
-        when=(unless("empty", lambda cfg: not cfg.sharding.conditional_modules),),
+        when=(when_default("sharding.conditional_modules"),),
     ),
     "precision.compute": Rule(
         Fit.EQUIVALENT,
         "precision",
         "Composer computes under autocast, which keeps norms, softmax and losses in fp32",
         lambda cfg, topology: {"precision": _PRECISIONS[cfg.precision.compute]},
-        (unless("fp32", lambda cfg: cfg.precision.compute == "fp32"),),
+        (when_default("precision.compute"),),
     ),
     "precision.master": Rule(
         Fit.APPROXIMATE,
         "none: always fp32",
         "Composer keeps fp32 masters, which is more exact and takes more memory",
-        when=(unless("fp32", lambda cfg: cfg.precision.master == "fp32"),),
+        when=(when_default("precision.master"),),
     ),
     "precision.reduce": Rule(Fit.EXACT, "fsdp_config.mixed_precision", "", _mixed),
-    "precision.accumulate": Rule(
-        Fit.APPROXIMATE,
-        "none: that of the masters",
-        "FSDP adds gradients up in fp32, which is more exact",
-        when=(unless("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
-    ),
     "precision.buffers": Rule(Fit.EXACT, "fsdp_config.mixed_precision", "", _mixed),
     "precision.loss_scale": _scaled(lambda cfg: cfg.precision.loss_scale == "dynamic"),
     "precision.initial_loss_scale": _scaled(lambda cfg: cfg.precision.initial_loss_scale == 65536.0),
@@ -192,13 +178,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
         ),
         (unless("full or none", lambda cfg: cfg.activation_checkpointing in ("full", "none")),),
     ),
-    "training.micro_batch_size": Rule(
-        Fit.EXACT,
-        "device_train_microbatch_size",
-        "",
-        lambda cfg, topology: {"device_train_microbatch_size": cfg.training.micro_batch_size},
-        auto=True,
-    ),
+    "training.micro_batch_size": copied("training.micro_batch_size", "device_train_microbatch_size", auto=True),
     "training.gradient_accumulation_steps": Rule(
         Fit.EXACT, "global_train_batch_size", "micro-batch x accumulation x the ranks of --world-size", _whole_batch
     ),
@@ -223,9 +203,9 @@ EXPRESSIONS: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         "train_loader.drop_last",
         "true drops the batch that is not full, false trains on it",
-        when=(unless("without accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),),
+        when=(when_default("training.gradient_accumulation_steps", "every window is full"),),
     ),
-    "training.seed": Rule(Fit.EXACT, "seed", "", lambda cfg, topology: {"seed": cfg.training.seed}),
+    "training.seed": copied("training.seed", "seed"),
     "optimizer.name": Rule(
         Fit.UNSUPPORTED,
         "optimizer.name",
@@ -255,28 +235,16 @@ EXPRESSIONS: Mapping[str, Rule] = {
     "optimizer.groups": Rule(Fit.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
     "scheduler.name": Rule(Fit.EXACT, "scheduler.name", "", lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}),
     "scheduler.warmup_steps": Rule(
-        Fit.EXACT,
-        "scheduler.t_warmup",
-        "",
-        lambda cfg, topology: {"scheduler": {"t_warmup": f"{cfg.scheduler.warmup_steps}ba"}},
+        Fit.EXACT, "scheduler.t_warmup", "", lambda cfg, topology: {"scheduler": {"t_warmup": f"{cfg.scheduler.warmup_steps}ba"}}
     ),
     "scheduler.warmup_type": Rule(
-        Fit.APPROXIMATE,
-        "none: always linear",
-        "Composer climbs in a straight line",
-        when=(unless("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+        Fit.APPROXIMATE, "none: always linear", "Composer climbs in a straight line", when=(when_default("scheduler.warmup_type"),)
     ),
     "scheduler.warmup_start_ratio": Rule(
-        Fit.APPROXIMATE,
-        "none: always 0",
-        "Composer climbs from 0",
-        when=(unless("0", lambda cfg: not cfg.scheduler.warmup_start_ratio),),
+        Fit.APPROXIMATE, "none: always 0", "Composer climbs from 0", when=(when_default("scheduler.warmup_start_ratio"),)
     ),
     "scheduler.delay_steps": Rule(
-        Fit.APPROXIMATE,
-        "none: always 0",
-        "Composer begins at once",
-        when=(unless("0", lambda cfg: not cfg.scheduler.delay_steps),),
+        Fit.APPROXIMATE, "none: always 0", "Composer begins at once", when=(when_default("scheduler.delay_steps"),)
     ),
     "scheduler.total_steps": Rule(
         Fit.EXACT, "scheduler.t_max, max_duration", "", _total, (unless("constant", _constant, "the loop decides how long"),)
@@ -287,11 +255,6 @@ EXPRESSIONS: Mapping[str, Rule] = {
         "",
         lambda cfg, topology: {} if _constant(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}},
     ),
-    "communication.reduce_bucket_size": none("time alone; FSDP reduces the gradients of a unit together"),
-    "communication.prefetch_bucket_size": none("time alone; FSDP gathers the next unit ahead"),
-    "communication.overlap": none("time alone; FSDP always overlaps"),
-    "communication.desync_check": none(_OWN_CHECK),
-    "communication.desync_timeout": none(_OWN_CHECK),
     "compile.mode": Rule(
         Fit.EQUIVALENT,
         "compile_config",
@@ -300,13 +263,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
         (unless("none or full", lambda cfg: cfg.compile.mode != "per_block"),),
     ),
     "compile.backend": Rule(Fit.EXACT, "compile_config.backend"),
-    **SAVING,
-    "strict": none("says how unishard itself takes approximations"),
-    "native": Rule(
-        Fit.APPROXIMATE,
-        NO_KEY,
-        "Composer passes no other arguments on to FSDP",
-        when=(unless("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
-    ),
 }
+
+EXPRESSIONS: Mapping[str, Rule] = rows(_OWN, SAVING)
 """The rows. Only those of fields that a source decides are written."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from io import StringIO
 from typing import Any
-
-from ruamel.yaml import YAML
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
@@ -18,6 +15,7 @@ from unishard.formats.composer.fsdp_keys import ARGUMENTS
 from unishard.formats.composer.interpolation import named, resolved
 from unishard.formats.composer.keys import KEYS, RUN, deferred
 from unishard.formats.composer.optimization_keys import defaults_of
+from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
@@ -26,7 +24,7 @@ from unishard.mapping.express import AUTO, Expressed, FieldResult, express
 from unishard.mapping.key_rows import drops, refuses
 from unishard.mapping.rules import Fit, Rule
 
-__all__ = ["ComposerFormat"]
+__all__ = ["FORMAT"]
 
 _TOOL = "Composer 0.32 with llm-foundry 0.22"
 _WHOLE = ("global_train_batch_size", "train_batch_size")
@@ -73,11 +71,10 @@ class ComposerFormat:
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML."""
-        yaml = YAML()
-        yaml.width = 140
-        out = StringIO()
-        yaml.dump(document, out)
-        return out.getvalue()
+        return yaml_text(document)
+
+
+FORMAT = ComposerFormat()
 
 
 def _automatic(expressed: Expressed, reading: ReadDocument) -> Expressed:

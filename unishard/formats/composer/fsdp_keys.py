@@ -34,14 +34,7 @@ ARGUMENTS: Mapping[str, str] = {
 }
 """Keys that the engine reads, and its name of each."""
 
-_PRECISIONS = {
-    "fp32": "fp32",
-    "amp_bf16": "bf16",
-    "amp_fp16": "fp16",
-    "amp": "fp16",
-    "bf16": "bf16",
-    "fp16": "fp16",
-}
+_PRECISIONS = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16", "amp": "fp16", "bf16": "bf16", "fp16": "fp16"}
 _DTYPES = {
     **_PRECISIONS,
     "bfloat16": "bf16",

@@ -9,10 +9,11 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.composer.durations import updates
+from unishard.formats.fallbacks import when_default
 from unishard.mapping.entries import Given, Key, Meaning, Undecided
-from unishard.mapping.field_rows import none, write
+from unishard.mapping.field_rows import write
 from unishard.mapping.key_rows import integer, number, text
-from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
+from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["SAVED", "SAVING"]
 
@@ -86,22 +87,15 @@ _ALL = "Composer keeps the newest or all: all are kept"
 _ALSO = "Composer also saves at the end of the training"
 
 SAVING: Mapping[str, Rule] = {
-    "checkpoint.dir": Rule(
-        Fit.EXACT,
-        "save_folder",
-        "",
-        _place,
-    ),
-    "checkpoint.every_steps": Rule(
-        Fit.EQUIVALENT, "save_interval", _ALSO, _time, (unless("null", lambda cfg: cfg.checkpoint.every_steps is None),)
-    ),
+    "checkpoint.dir": Rule(Fit.EXACT, "save_folder", "", _place),
+    "checkpoint.every_steps": Rule(Fit.EQUIVALENT, "save_interval", _ALSO, _time, (when_default("checkpoint.every_steps"),)),
     "checkpoint.every_minutes": Rule(
         Fit.EQUIVALENT,
         "save_interval",
         _ALSO,
         _time,
         (
-            unless("null", lambda cfg: cfg.checkpoint.every_minutes is None),
+            when_default("checkpoint.every_minutes"),
             When(
                 "with every_steps",
                 lambda cfg: cfg.checkpoint.every_steps is not None,
@@ -116,10 +110,6 @@ SAVING: Mapping[str, Rule] = {
         "-1 keeps all",
         _count,
         (When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),),
-    ),
-    "checkpoint.keep_every": Rule(Fit.APPROXIMATE, NO_KEY, _ALL, when=(unless("null", lambda cfg: cfg.checkpoint.keep_every is None),)),
-    "checkpoint.async_save": none(
-        "time alone: Composer waits until the files are written", lambda cfg: not cfg.checkpoint.async_save, "false"
     ),
     "checkpoint.on_signal": write(
         "a handler (signal.signal) that sets a flag, and a callback that saves and stops", lambda cfg: not cfg.checkpoint.on_signal, "empty"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.mapping.entries import Entry, Meaning, Path
-from unishard.mapping.rules import Fit
+from unishard.formats.engine_block import Spot, combined
+from unishard.mapping.entries import Entry, Path
 
 __all__ = ["placed", "today", "together"]
 
@@ -62,13 +62,8 @@ def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
     lists = {name: [entry for entry in entries if entry.path[0] == name and entry.path[1:] and not entry.assumed] for name in written}
     for name, parts in lists.items():
         if parts and isinstance(written[name], list):
-            entries = [_one(name, written[name], parts), *(entry for entry in entries if entry not in parts)]
+            entries = [
+                combined(Spot((name,), written[name]), [part.meaning for part in parts]),
+                *(entry for entry in entries if entry not in parts),
+            ]
     return entries
-
-
-def _one(name: str, value: Any, parts: list[Entry]) -> Entry:
-    meanings = [entry.meaning for entry in parts]
-    worst = max((meaning.fit for meaning in meanings), key=lambda fit: fit.badness)
-    fields = {field: value for meaning in meanings for field, value in meaning.fields.items()}
-    note = "; ".join(dict.fromkeys(meaning.note for meaning in meanings if meaning.note))
-    return Entry((name,), value, Meaning(worst, note, {} if worst is Fit.UNSUPPORTED else fields))

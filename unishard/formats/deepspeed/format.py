@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 
 from unishard.config.nested import Native, flat, nested
 from unishard.config.topology import Topology
+from unishard.formats.documents import json_text
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Key, Meaning, Undecided
@@ -14,7 +14,7 @@ from unishard.mapping.express import Expressed, express
 from unishard.mapping.rules import Rule
 from unishard.plugins import registry
 
-__all__ = ["DeepSpeedFormat"]
+__all__ = ["FORMAT"]
 
 _BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 """What a script that gives DeepSpeed its config through transformers or Accelerate fills in."""
@@ -61,7 +61,10 @@ class DeepSpeedFormat:
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """JSON, indented."""
-        return json.dumps(document, indent=2) + "\n"
+        return json_text(document)
+
+
+FORMAT = DeepSpeedFormat()
 
 
 def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.formats.hf.loop import compute, off
+from unishard.formats.hf.sections import ARGUMENTS, SURE
 from unishard.formats.hf.wordlists import names
-from unishard.formats.sections import ARGUMENTS, SURE
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import boolean, drops, refuses
 from unishard.mapping.rules import Fit

@@ -8,15 +8,15 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
+from unishard.formats.fallbacks import noted, when_default
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import AUTO, Expressed, FieldResult, express
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
 from unishard.plugins import registry
 
-__all__ = ["FSDP", "decided_of", "engine_of"]
+__all__ = ["ENGINES", "FSDP", "decided_of", "engine_of"]
 
-_TIME = "time and memory alone: losses are the same"
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 _ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""
@@ -30,27 +30,10 @@ def _mixed(cfg: Config) -> bool:
     return cfg.precision.compute != "fp32"
 
 
-def _same(field: Callable[[Config], object], value: object, case: str) -> When:
-    return When(case, lambda cfg: field(cfg) == value, Fit.EXACT, "")
-
-
-def _scaled(cfg: Config) -> bool:
-    return cfg.precision.compute == "fp16"
-
-
-def _scaler(name: str, usual: object) -> Rule:
-    return Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        "Trainer makes torch's GradScaler with its defaults; override create_accelerator_and_postprocess for other ones",
-        when=(
-            When("not fp16", lambda cfg: not _scaled(cfg), Fit.EXACT, "nothing is scaled"),
-            When("torch's default", lambda cfg: bool(getattr(cfg.precision, name) == usual), Fit.EXACT, ""),
-        ),
-    )
-
+_SCALER = "Trainer makes torch's GradScaler with its defaults; override create_accelerator_and_postprocess for other ones"
 
 FSDP: Mapping[str, Rule] = {
+    **noted(dict.fromkeys(("precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval"), _SCALER)),
     "precision.master": Rule(
         Fit.EXACT,
         "bf16, fp16",
@@ -83,26 +66,17 @@ FSDP: Mapping[str, Rule] = {
         NO_KEY,
         when=(
             When("fp32 throughout", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
-            When("no accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Fit.EXACT, ""),
+            when_default("training.gradient_accumulation_steps"),
             When(
                 "fp32 with fsdp",
                 lambda cfg: _sharded(cfg) and cfg.precision.accumulate == "fp32",
                 Fit.APPROXIMATE,
                 "FSDP2 adds up what it has not reduced yet in the format of reduction (torch 2.13)",
             ),
-            When("fp32 without fsdp", lambda cfg: cfg.precision.accumulate == "fp32", Fit.EXACT, ""),
+            when_default("precision.accumulate"),
             When("else", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "gradients are added up in fp32, which is more exact"),
         ),
     ),
-    "precision.buffers": Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        "cast the model's floating-point buffers before Trainer gets it",
-        when=(_same(lambda cfg: cfg.precision.buffers, "keep", "keep"),),
-    ),
-    "precision.loss_scale": _scaler("loss_scale", "dynamic"),
-    "precision.initial_loss_scale": _scaler("initial_loss_scale", 65536.0),
-    "precision.loss_scale_growth_interval": _scaler("loss_scale_growth_interval", 2000),
     "sharding.strategy": Rule(
         Fit.EXACT,
         "fsdp, fsdp_config.reshard_after_forward",
@@ -129,19 +103,14 @@ FSDP: Mapping[str, Rule] = {
         "say it in that ParallelismConfig",
         when=(When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),),
     ),
-    "offload.pin_memory": Rule(
-        Fit.IGNORED,
-        NO_KEY,
-        "TrainingArguments have no word for it: offloaded tensors are page-locked, which changes time alone",
-        when=(_same(lambda cfg: cfg.offload.pin_memory, True, "true"),),
-    ),
-    "communication.reduce_bucket_size": Rule(Fit.IGNORED, NO_KEY, _TIME),
-    "communication.prefetch_bucket_size": Rule(Fit.IGNORED, NO_KEY, _TIME),
-    "communication.overlap": Rule(Fit.IGNORED, NO_KEY, _TIME),
-    "communication.desync_check": Rule(Fit.IGNORED, NO_KEY, "a check of unishard's"),
-    "communication.desync_timeout": Rule(Fit.IGNORED, NO_KEY, "a check of unishard's"),
 }
-"""Rows with `fsdp` or neither engine; fields that are not here are said in FSDP's own words below `fsdp_config`."""
+"""Rows with `fsdp` or neither engine."""
+
+ENGINES = (
+    *("sharding.reshard_after_forward", "sharding.units", "sharding.min_unit_params", "sharding.conditional_modules"),
+    *("offload.params", "offload.optimizer", "offload.nvme_path"),
+)
+"""Fields that every engine says in its own words."""
 
 
 _ALWAYS = ("backend", "sharding.strategy", "native")
@@ -169,11 +138,7 @@ def engine_of(reading: ReadDocument, topology: Topology) -> Expressed:
 
 def _fsdp(cfg: Config, said: Expressed) -> Expressed:
     taken = {key: value for key, value in said.document.items() if key in BOTH and _sharded(cfg)}
-    words = {
-        name: word._replace(key=f"fsdp_config.{word.key}")
-        for name, word in said.fields.items()
-        if name.startswith(("sharding.", "offload.")) and name not in FSDP
-    }
+    words = {name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES}
     document: Native = {"fsdp_config": {key: value for key, value in taken.items() if key != "activation_checkpointing"}} if taken else {}
     return Expressed(document, words)
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.formats.hf.engine_expressions import FSDP, decided_of, engine_of
+from unishard.formats.fallbacks import copied, rows, when_default
+from unishard.formats.hf.engine_expressions import ENGINES, FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
-from unishard.formats.hf.switches import SWITCHES, switched_on, without
+from unishard.formats.hf.switches import FSDP_ON, switched_on, without
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.field_rows import unlooked
@@ -33,24 +34,23 @@ def _checkpointing(cfg: Config, topology: Topology) -> Native:
 
 
 def _backend(cfg: Config, topology: Topology) -> Native:
-    return SWITCHES[cfg.backend] if switched_on(cfg) else {}
+    return FSDP_ON if switched_on(cfg) else {}
 
 
 def _compiled(cfg: Config, topology: Topology) -> Native:
     return {} if cfg.compile.mode == "none" else {"torch_compile": True}
 
 
-_NONE = When("none", lambda cfg: cfg.activation_checkpointing == "none", Fit.EXACT, "")
+_NONE = when_default("activation_checkpointing")
 _BLOCKS = "transformers runs the whole of each block again: losses are the same, memory and time differ"
 
-EXPRESSIONS: Mapping[str, Rule] = {
+_OWN: Mapping[str, Rule] = {
     "backend": Rule(
         Fit.EXACT,
         "fsdp",
         to=_backend,
         when=(When("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", Fit.EXACT, "DistributedDataParallel"),),
     ),
-    **{name: row for name, row in FSDP.items() if not name.startswith(("precision", "offload", "communication"))},
     "precision.compute": Rule(
         Fit.EXACT,
         "bf16, fp16",
@@ -59,7 +59,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
         (
             When(
                 "pure",
-                lambda cfg: cfg.precision.pure and cfg.backend in SWITCHES,
+                lambda cfg: cfg.precision.pure and cfg.backend == "fsdp",
                 Fit.NEEDS_INPUT,
                 "load the model in this format (dtype=torch.bfloat16) and leave bf16 and fp16 out",
             ),
@@ -71,7 +71,6 @@ EXPRESSIONS: Mapping[str, Rule] = {
             ),
         ),
     ),
-    **{name: row for name, row in FSDP.items() if name.startswith(("precision", "offload"))},
     "activation_checkpointing": Rule(
         Fit.EXACT,
         "activation_checkpointing, fsdp_config.activation_checkpointing",
@@ -83,16 +82,8 @@ EXPRESSIONS: Mapping[str, Rule] = {
             When("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Fit.EQUIVALENT, _BLOCKS),
         ),
     ),
-    "training.micro_batch_size": Rule(
-        Fit.EXACT,
-        "per_device_train_batch_size",
-        to=lambda cfg, topology: {"per_device_train_batch_size": cfg.training.micro_batch_size},
-    ),
-    "training.gradient_accumulation_steps": Rule(
-        Fit.EXACT,
-        "gradient_accumulation_steps",
-        to=lambda cfg, topology: {"gradient_accumulation_steps": cfg.training.gradient_accumulation_steps},
-    ),
+    "training.micro_batch_size": copied("training.micro_batch_size", "per_device_train_batch_size"),
+    "training.gradient_accumulation_steps": copied("training.gradient_accumulation_steps", "gradient_accumulation_steps"),
     "training.global_batch_size": Rule(Fit.EXACT, "per_device_train_batch_size x gradient_accumulation_steps x ranks"),
     "training.gradient_clipping": Rule(
         Fit.EXACT, "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
@@ -121,8 +112,6 @@ EXPRESSIONS: Mapping[str, Rule] = {
         "the same number; Trainer's sampler draws another order from it than unishard's",
         lambda cfg, topology: {"seed": cfg.training.seed},
     ),
-    **OPTIMIZING,
-    **{name: row for name, row in FSDP.items() if name.startswith("communication")},
     "compile.mode": Rule(
         Fit.EXACT,
         "torch_compile",
@@ -142,15 +131,10 @@ EXPRESSIONS: Mapping[str, Rule] = {
         "torch_compile_backend",
         to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"torch_compile_backend": cfg.compile.backend},
     ),
-    **SAVING,
     "strict": Rule(Fit.EXACT, "none: it is about unishard's own report"),
-    "native": Rule(
-        Fit.APPROXIMATE,
-        NO_KEY,
-        "settings of one engine that TrainingArguments have no word for",
-        when=(When("empty", lambda cfg: not cfg.native.get(cfg.backend), Fit.EXACT, ""),),
-    ),
 }
+
+EXPRESSIONS: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES)
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.documents import yaml_text
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.assumed import assumed
 from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, wrapped
@@ -16,7 +17,6 @@ from unishard.formats.hf.keys import ENGINES, KEYS
 from unishard.formats.hf.precedence import settled
 from unishard.formats.hf.sharding import BOTH, FIRST, known, sharded, whole_copies
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
-from unishard.formats.hf.text import text_of
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
@@ -24,7 +24,7 @@ from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
 from unishard.mapping.express import Expressed
 from unishard.mapping.rules import Fit, Rule
 
-__all__ = ["HfFormat"]
+__all__ = ["FORMAT"]
 
 
 class HfFormat:
@@ -51,7 +51,10 @@ class HfFormat:
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML."""
-        return text_of(document)
+        return yaml_text(document, old=True)
+
+
+FORMAT = HfFormat()
 
 
 def _is_bare(source: Source) -> bool:

@@ -12,7 +12,7 @@ from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import drops, refuses
 from unishard.mapping.rules import Fit
 
-__all__ = ["IDLE"]
+__all__ = ["IGNORED"]
 
 _GROUPS: Mapping[str, str] = {
     "concerns logs alone": (
@@ -80,7 +80,7 @@ def _best(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.IGNORED, _FILES, kept=True)
 
 
-IDLE: Mapping[str, Key] = {
+IGNORED: Mapping[str, Key] = {
     **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
     "logging_steps": Key(_logged, "", Fit.IGNORED, _LOGS),
     "load_best_model_at_end": Key(_best, "", Fit.IGNORED, _FILES),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.formats.hf.ignored_keys import IDLE
+from unishard.formats.hf.ignored_keys import IGNORED
 from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
@@ -51,6 +51,6 @@ KEYS: Mapping[str, Key] = {
     "deepspeed": _engine("deepspeed"),
     "fsdp_transformer_layer_cls_to_wrap": Key(_classes, "sharding.units", note="transformers 5 reads it in fsdp_config"),
     "fsdp_min_num_params": Key(_least, "", Fit.UNSUPPORTED, "transformers 5 reads it in fsdp_config"),
-    **IDLE,
+    **IGNORED,
 }
 """The arguments and what each says."""

@@ -1,35 +1,30 @@
-"""Opens the files that a document names."""
+"""Opens the configs that a document names, or holds as text."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from unishard.errors import ConfigError
-from unishard.formats.source import Source, open_source
+from unishard.formats.source import Source, open_named
 
 __all__ = ["opened"]
 
 
-def opened(name: str, source: Source) -> Mapping[str, Any] | str:
-    """What a named file holds, looked for beside the document and in the working directory; or what is wrong with it."""
-    folders = [folder for folder in (source.folder, Path()) if folder is not None]
-    candidates = [folder / Path(name).expanduser() for folder in folders]
-    found = next((path for path in candidates if _there(path)), None)
-    if found is None:
-        return (
-            f"{name} is not there, neither beside this document nor in the working directory; put it there, or write what it holds in "
-            "its place"
-        )
+def opened(text: str, source: Source) -> Mapping[str, Any] | str:
+    """What JSON in a text says, or the file of this name holds; or what is wrong with it."""
     try:
-        return open_source(found).data
+        if text.strip().startswith("{"):
+            found: Mapping[str, Any] = json.loads(text)
+            return found
+        named = open_named(text, source.folder)
     except ConfigError as error:
         return str(error)
-
-
-def _there(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+    except ValueError as error:
+        return f"is not JSON ({error}); fix it, or name a file"
+    if named:
+        return named.data
+    return (
+        f"{text} is not there, neither beside this document nor in the working directory; put it there, or write what it holds in its place"
+    )

@@ -8,6 +8,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.fallbacks import copied
 from unishard.formats.hf.optimizing import ADAM, NO_DECAY
 from unishard.mapping.field_rows import write
 from unishard.mapping.rules import SCRIPT, Fit, Rule, When
@@ -68,26 +69,17 @@ OPTIMIZING: Mapping[str, Rule] = {
         "",
         lambda cfg, topology: {"optim": _NAMES[cfg.optimizer.name]} if cfg.optimizer.name in _NAMES else {},
         (
-            When(
-                "adam",
-                _named("adam"),
-                Fit.NEEDS_INPUT,
-                f"transformers has AdamW alone; {_PASS} torch.optim.Adam",
-            ),
+            When("adam", _named("adam"), Fit.NEEDS_INPUT, f"transformers has AdamW alone; {_PASS} torch.optim.Adam"),
             When("lion", _named("lion"), Fit.EQUIVALENT, "bitsandbytes' Lion: the same algorithm"),
         ),
     ),
-    "optimizer.lr": Rule(Fit.EXACT, "learning_rate", to=lambda cfg, topology: {"learning_rate": cfg.optimizer.lr}),
+    "optimizer.lr": copied("optimizer.lr", "learning_rate"),
     "optimizer.betas": Rule(Fit.EXACT, "adam_beta1, adam_beta2", to=_betas),
     "optimizer.eps": Rule(Fit.EXACT, "adam_epsilon, optim_args", to=_eps),
-    "optimizer.amsgrad": write(
-        f"{_PASS} torch.optim.AdamW(..., amsgrad=True)",
-        lambda cfg: not cfg.optimizer.amsgrad,
-        "false",
-    ),
+    "optimizer.amsgrad": write(f"{_PASS} torch.optim.AdamW(..., amsgrad=True)", lambda cfg: not cfg.optimizer.amsgrad, "false"),
     "optimizer.momentum": Rule(Fit.EXACT, "optim_args", to=_arguments),
     "optimizer.nesterov": Rule(Fit.EXACT, "optim_args"),
-    "optimizer.weight_decay": Rule(Fit.EXACT, "weight_decay", to=lambda cfg, topology: {"weight_decay": cfg.optimizer.weight_decay}),
+    "optimizer.weight_decay": copied("optimizer.weight_decay", "weight_decay"),
     "optimizer.no_decay": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,
@@ -104,13 +96,8 @@ OPTIMIZING: Mapping[str, Rule] = {
         ),
     ),
     "optimizer.groups": write(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
-    "scheduler.name": Rule(
-        Fit.EXACT,
-        "lr_scheduler_type",
-        "",
-        _schedule,
-    ),
-    "scheduler.warmup_steps": Rule(Fit.EXACT, "warmup_steps", to=lambda cfg, topology: {"warmup_steps": cfg.scheduler.warmup_steps}),
+    "scheduler.name": Rule(Fit.EXACT, "lr_scheduler_type", "", _schedule),
+    "scheduler.warmup_steps": copied("scheduler.warmup_steps", "warmup_steps"),
     "scheduler.warmup_type": write(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
     "scheduler.warmup_start_ratio": write(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
     "scheduler.delay_steps": write(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),

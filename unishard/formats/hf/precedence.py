@@ -24,7 +24,7 @@ _THEIRS = "the {0} of the DeepSpeed config counts (transformers 5.23, deepspeed_
 
 
 def settled(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, those idle that another place decides."""
+    """The entries, those ignored that another place decides."""
     return _checkpointed(_beside_deepspeed(entries))
 
 
@@ -40,21 +40,21 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
     scheduler = any(key.startswith("scheduler") for key in said)
     for key, (argument, note) in SILENT.items():
         if entry.key == argument and key not in said and entry.meaning.fields.get("training.gradient_clipping") != 1.0:
-            return _idle(entry, note)
+            return _ignored(entry, note)
     if optimizer and entry.key in ("optim", "optim_args"):
-        return _idle(entry, _THEIRS.format("optimizer"))
+        return _ignored(entry, _THEIRS.format("optimizer"))
     if optimizer and entry.key in _RATES:
         if _RATES[entry.key] not in said:
-            return _idle(entry, _THEIRS.format("optimizer"))
+            return _ignored(entry, _THEIRS.format("optimizer"))
         fields = {field: value for field, value in entry.meaning.fields.items() if field != "optimizer.no_decay"}
         # DeepSpeed's optimizer gets one group of parameters, so nothing is exempt.
         return [replace(entry, meaning=Meaning(Fit.EXACT, "", fields))]
     if scheduler and entry.key in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps"):
-        return _idle(entry, _THEIRS.format("scheduler"))
+        return _ignored(entry, _THEIRS.format("scheduler"))
     return [entry]
 
 
-def _idle(entry: Entry, note: str) -> list[Entry]:
+def _ignored(entry: Entry, note: str) -> list[Entry]:
     """Nothing where it is only assumed, which nobody would miss."""
     return [] if entry.assumed else [replace(entry, meaning=Meaning(Fit.IGNORED, note, kept=_taken(entry)))]
 

@@ -9,12 +9,13 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.fallbacks import copied, when_default
 from unishard.formats.hf.accepted import VALUES
 from unishard.formats.hf.loop import off
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.field_rows import write
 from unishard.mapping.key_rows import boolean, integer, number, text
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
+from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 
 __all__ = ["EPOCHS", "FOLDER", "SAVED", "SAVING", "limit", "stepped"]
 
@@ -133,18 +134,13 @@ _ALL = "Trainer keeps the newest or all: all are kept"
 _FLAG = "a TrainerCallback that sets control.should_save"
 
 SAVING: Mapping[str, Rule] = {
-    "checkpoint.dir": Rule(
-        Fit.EXACT,
-        "output_dir",
-        "",
-        lambda cfg, topology: {} if cfg.checkpoint.dir is None else {"output_dir": cfg.checkpoint.dir},
-    ),
+    "checkpoint.dir": copied("checkpoint.dir", "output_dir"),
     "checkpoint.every_steps": Rule(
         Fit.EQUIVALENT,
         "save_strategy, save_steps",
         "Trainer also saves at the end of the training",
         _interval,
-        (unless("null", lambda cfg: cfg.checkpoint.every_steps is None),),
+        (when_default("checkpoint.every_steps"),),
     ),
     "checkpoint.every_minutes": write(f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"),
     "checkpoint.keep_last": Rule(
@@ -154,20 +150,13 @@ SAVING: Mapping[str, Rule] = {
         _kept,
         (When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),),
     ),
-    "checkpoint.keep_every": Rule(Fit.APPROXIMATE, NO_KEY, _ALL, when=(unless("null", lambda cfg: cfg.checkpoint.keep_every is None),)),
-    "checkpoint.async_save": Rule(
-        Fit.IGNORED,
-        NO_KEY,
-        "time alone: Trainer waits until the files are written",
-        when=(unless("false", lambda cfg: not cfg.checkpoint.async_save),),
-    ),
     "checkpoint.on_signal": Rule(
         Fit.NEEDS_INPUT,
         f"enable_jit_checkpoint, {SCRIPT}",
         f"enable_jit_checkpoint is for SIGTERM alone; for others a handler, and {_FLAG} and control.should_training_stop",
         _caught,
         (
-            unless("empty", lambda cfg: not cfg.checkpoint.on_signal),
+            when_default("checkpoint.on_signal"),
             When("SIGTERM alone", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, Fit.EQUIVALENT, _EXIT),
         ),
     ),

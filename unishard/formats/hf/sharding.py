@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
 from unishard.formats.hf.switches import FSDP
@@ -17,9 +17,8 @@ from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean
 from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 
-__all__ = ["BOTH", "FIRST", "combined", "known", "sharded", "whole_copies", "words_of"]
+__all__ = ["BOTH", "FIRST", "known", "sharded", "whole_copies", "words_of"]
 
 BOTH = names(
     "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params cpu_ram_efficient_loading "
@@ -82,7 +81,7 @@ def sharded(
     try:
         words = words_of(value)
     except Unreadable as error:
-        return [Entry(("fsdp",), value, Meaning(Fit.UNSUPPORTED, str(error))), *entries, *_idle(where, keys)]
+        return [Entry(("fsdp",), value, Meaning(Fit.UNSUPPORTED, str(error))), *entries, *_ignored(where, keys)]
     return entries + _read(value, words, keys, topology, where, implied)
 
 
@@ -96,7 +95,7 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
         return {}, [Entry(where, config, Meaning(Fit.IGNORED, "is empty", kept=not config))] if present else []
     found = config
     if isinstance(config, str):
-        found = _parsed(config) if config.strip().startswith("{") else opened(config, source)
+        found = opened(config, source)
     if isinstance(found, Mapping):
         return found, [Entry(where, config, Meaning(fields={"backend": "fsdp"}))]
     if isinstance(config, str):
@@ -105,14 +104,7 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
     return {}, [Entry(where, config, Meaning(Fit.UNSUPPORTED, what))]
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        return f"is not JSON ({error}); mend it, or write a mapping"
-
-
-def _idle(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
+def _ignored(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
     note = "is read where fsdp is on alone"
     return [Entry((*where, str(key)), item, Meaning(Fit.IGNORED, note, kept=True)) for key, item in keys.items()]
 
@@ -121,8 +113,8 @@ def _without(value: Any, config: Any, source: Source, where: tuple[str, ...]) ->
     """Nothing is sharded by FSDP, so nothing that tunes it counts."""
     entries = [Entry(("fsdp",), value, Meaning(Fit.IGNORED, "is off", kept=True))] if FSDP in source.data else []
     if isinstance(config, Mapping) and config:
-        return entries + _idle(where, config)
-    return entries + (_idle((), {where[0]: config}) if where and where[0] in source.data else [])
+        return entries + _ignored(where, config)
+    return entries + (_ignored((), {where[0]: config}) if where and where[0] in source.data else [])
 
 
 def _read(
@@ -132,27 +124,24 @@ def _read(
     second = str(plain.get("version", ("", 2))[1]) != "1"
     taken = {name: item for name, (_, item) in plain.items() if name in BOTH or (name in FIRST and not second)}
     asked, refused = _asked(words, second, taken)
-    native = {**asked, **taken}
+    block = EngineBlock("fsdp", ("fsdp_config",), repeats=True)
+    flag = Spot(("fsdp",), value, fields={"backend": "fsdp"})
+    for name, item in asked.items():
+        block.add(name, item, *([] if implied or refused else [flag]))
+    for name, item in taken.items():
+        block.add(name, item, Spot((*where, plain[name][0]), item))
     defaults = {**_DEFAULTS, **({} if second else {"sharding_strategy": "FULL_SHARD"})}
-    parsed = {".".join(entry.path): entry for entry in registry.get("fsdp").parse(native, defaults=defaults, topology=topology)}
-    entries = []
-    if not implied:
-        parts = [entry for name, entry in parsed.items() if name.split(".")[0] in asked and name.split(".")[0] not in taken]
-        entries.append(combined(("fsdp",), value, parts, refused))
-    for name, entry in parsed.items():
-        top = name.split(".")[0]
-        if top in taken:
-            written = replace(entry, path=(*where, plain[top][0], *entry.path[1:]))
-            entries.append(replace(written, meaning=replace(entry.meaning, kept=_kept(entry))))
-        elif top not in asked:
-            entries.append(replace(entry, path=("fsdp_config", *entry.path), assumed=True))
-    entries += [_overlooked(where, plain[name], name, second) for name in plain if name not in taken]
-    return entries
+    entries = [_without_null(entry) for entry in block.entries(defaults=defaults, topology=topology)]
+    if refused and not implied:
+        entries.insert(0, Entry(flag.path, value, Meaning(Fit.UNSUPPORTED, refused)))
+    elif not asked and not implied:
+        entries.insert(0, combined(flag, []))
+    return [*entries, *(_overlooked(where, plain[name], name, second) for name in plain if name not in taken)]
 
 
-def _kept(entry: Entry) -> bool:
-    """Whether a key says nothing in the config's words; null, which transformers refuses for many, is as good as none."""
-    return entry.meaning.fit is Fit.IGNORED and not entry.meaning.fields and entry.value is not None
+def _without_null(entry: Entry) -> Entry:
+    """Null, which transformers refuses for many keys, is not repeated."""
+    return entry if entry.value is not None else replace(entry, meaning=replace(entry.meaning, kept=False))
 
 
 def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -172,19 +161,6 @@ def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tupl
         elif word != "auto_wrap":
             wrong.append(f"knows no word {word!r}; write {', '.join((*_STRATEGIES, 'offload', 'auto_wrap'))}")
     return {key: item for key, item in native.items() if key not in taken}, "; ".join(wrong)
-
-
-def combined(path: tuple[str, ...], value: Any, parts: Sequence[Entry], refused: str = "") -> Entry:
-    """One entry for one key that says several things of an engine."""
-    if refused:
-        return Entry(path, value, Meaning(Fit.UNSUPPORTED, refused))
-    fit = max((part.meaning.fit for part in parts), key=lambda fit: fit.badness, default=Fit.EXACT)
-    notes = "; ".join(dict.fromkeys(part.meaning.note for part in parts if part.meaning.fit is fit and part.meaning.note))
-    if fit is Fit.UNSUPPORTED:
-        return Entry(path, value, Meaning(fit, notes))
-    fields = {"backend": "fsdp"} | {field: item for part in parts for field, item in part.meaning.fields.items()}
-    native = {key: item for part in parts for key, item in part.meaning.native.items()}
-    return Entry(path, value, Meaning(fit, notes, fields, native))
 
 
 def _overlooked(where: tuple[str, ...], written: tuple[str, Any], name: str, second: bool) -> Entry:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.config.nested import flat, merge, nested
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Meaning, Undecided
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 
 __all__ = ["SILENT", "Arguments", "partitioned"]
 
@@ -65,9 +63,9 @@ SILENT: Mapping[str, tuple[str, str]] = {
         "max_grad_norm",
         "the DeepSpeed config has no gradient_clipping, which transformers only fills where it is: DeepSpeed 0.19.8 clips to its own "
         'default of 1.0, whatever this says; write gradient_clipping: "auto" there',
-    ),
+    )
 }
-"""Keys whose absence from DeepSpeed's config makes an argument idle."""
+"""Keys whose absence from DeepSpeed's config makes an argument ignored."""
 
 
 def partitioned(value: Any, source: Source, get: Arguments, topology: Topology | None) -> list[Entry]:
@@ -93,14 +91,7 @@ def partitioned(value: Any, source: Source, get: Arguments, topology: Topology |
 
 
 def _config(value: Any, source: Source) -> Any:
-    if not isinstance(value, str):
-        return value
-    if value.strip().startswith("{"):
-        try:
-            return json.loads(value)
-        except ValueError as error:
-            return f"is not JSON ({error}); mend it, or name a file"
-    return opened(value, source)
+    return opened(value, source) if isinstance(value, str) else value
 
 
 def _absent(value: Any, why: str) -> list[Entry]:
@@ -125,27 +116,25 @@ def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) 
     if said.get("train_batch_size") == AUTO and whole:
         # The product of the other two and the ranks says nothing of its own.
         filled["train_batch_size"] = None
-    mixed = {} if {"bf16", "fp16"} & set(config) else _mixed(get)
-    native = merge(merge(mixed, config), nested({key: item for key, item in filled.items() if item is not None}))
-    if "train_batch_size" in filled:
-        native = {key: item for key, item in native.items() if key != "train_batch_size"}
-    entries = [_checked(entry, said, get, whole) for entry in registry.get("deepspeed").parse(native, topology=topology)]
-    entries = [_at(entry, filled, assumed=entry.assumed or entry.path[0] in mixed) for entry in entries]
+    block = EngineBlock(
+        "deepspeed", ("deepspeed",), native={key: item for key, item in config.items() if key != "train_batch_size" or key not in filled}
+    )
+    for key, item in filled.items():
+        if item is not None:
+            block.add(key, item, Spot(("deepspeed", *key.split(".")), AUTO))
+    if not {"bf16", "fp16"} & set(config):
+        for key, item in _mixed(get).items():
+            block.add(f"{key}.enabled", item, Spot(("deepspeed", key, "enabled"), item, assumed=True))
+    entries = block.placed(_checked(entry, said, get, whole) for entry in block.parsed(topology=topology))
     if "train_batch_size" in filled:
         note = "transformers fills in the product of the other two and the ranks"
         entries.append(Entry(("deepspeed", "train_batch_size"), AUTO, Meaning(Fit.IGNORED, note, kept=True)))
     return entries
 
 
-def _mixed(get: Arguments) -> dict[str, Any]:
+def _mixed(get: Arguments) -> dict[str, bool]:
     """What Accelerate adds where the config names no format (`DeepSpeedPlugin.set_mixed_precision`, accelerate 1.15.0)."""
-    return {name: {"enabled": True} for name in ("bf16", "fp16") if not off(get(name)) and get(name) != AUTO}
-
-
-def _at(entry: Entry, filled: Mapping[str, Any], *, assumed: bool) -> Entry:
-    """The entry at its place in the document, with the word that stands there."""
-    value = AUTO if entry.key in filled else entry.value
-    return replace(entry, path=("deepspeed", *entry.path), value=value, assumed=assumed)
+    return {name: True for name in ("bf16", "fp16") if not off(get(name)) and get(name) != AUTO}
 
 
 def _checked(entry: Entry, said: Mapping[str, Any], get: Arguments, whole: bool) -> Entry:

@@ -27,8 +27,7 @@ def _bucket(value: Any, given: Given) -> Meaning:
 
 DDP: Mapping[str, Key] = {
     **dict.fromkeys(
-        ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout", "start_method"),
-        left(_LAUNCH),
+        ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout", "start_method"), left(_LAUNCH)
     ),
     **dict.fromkeys(_CHECKS, left("one device a rank, and what ranks check at the start")),
     "checkpoint_io": left("concerns files alone"),

@@ -10,10 +10,11 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
+from unishard.formats.fallbacks import rows, when_default
 from unishard.formats.lightning.precision_expressions import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
-from unishard.mapping.field_rows import NO_FILES, moved_together
+from unishard.mapping.field_rows import moved_together
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
 
 __all__ = ["CLASSES", "FSDP", "strategy"]
@@ -98,7 +99,7 @@ _CLIPPING = (
     "configure_gradient_clipping for your LightningModule that asks FSDP itself"
 )
 
-FSDP: Mapping[str, Rule] = {
+_OWN: Mapping[str, Rule] = {
     "backend": Rule(
         Fit.EQUIVALENT,
         "FSDPStrategy",
@@ -133,12 +134,7 @@ FSDP: Mapping[str, Rule] = {
         _mesh,
         (
             When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),
-            When(
-                "null",
-                lambda cfg: cfg.sharding.group_size is None,
-                Fit.EXACT,
-                "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set",
-            ),
+            when_default("sharding.group_size", "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set"),
         ),
     ),
     "sharding.reshard_after_forward": Rule(Fit.EXACT, "sharding_strategy"),
@@ -164,7 +160,7 @@ FSDP: Mapping[str, Rule] = {
         _least,
         (
             _UNSHARDED,
-            When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),
+            when_default("sharding.min_unit_params"),
             When(
                 "beside class names",
                 lambda cfg: cfg.sharding.units != "auto",
@@ -178,28 +174,18 @@ FSDP: Mapping[str, Rule] = {
         SCRIPT,
         "name none of these classes in auto_wrap_policy; a rank that leaves one out must still use its parameters, times zero",
         when=(
-            When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),
+            when_default("sharding.conditional_modules"),
             When("no_shard", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "DDPStrategy needs find_unused_parameters=True for them"),
         ),
     ),
-    **PRECISION,
     **moved_together("cpu_offload", _offload),
-    "offload.pin_memory": Rule(
-        Fit.IGNORED,
-        NO_KEY,
-        "FSDP1 pins what it offloads; time alone",
-        when=(When("true, or nothing is offloaded", lambda cfg: cfg.offload.pin_memory, Fit.EXACT, "FSDP1 always pins"),),
-    ),
-    "offload.nvme_path": Rule(
-        Fit.UNSUPPORTED, NO_KEY, NO_FILES, when=(When("null", lambda cfg: cfg.offload.nvme_path is None, Fit.EXACT, ""),)
-    ),
     "activation_checkpointing": Rule(
         Fit.EXACT,
         "activation_checkpointing_policy",
         "",
         _recomputation,
         (
-            When("none", lambda cfg: cfg.activation_checkpointing == "none", Fit.EXACT, ""),
+            when_default("activation_checkpointing"),
             When(
                 "without sharding",
                 lambda cfg: not _sharded(cfg),
@@ -220,12 +206,9 @@ FSDP: Mapping[str, Rule] = {
             ),
         ),
     ),
-    **TRAINING,
     "training.gradient_clipping": replace(
-        TRAINING["training.gradient_clipping"],
-        when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING)),
+        TRAINING["training.gradient_clipping"], when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING))
     ),
-    **RECIPE,
     "communication.reduce_bucket_size": Rule(
         Fit.IGNORED,
         "bucket_cap_mb of DDPStrategy",
@@ -246,23 +229,13 @@ FSDP: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "communication.overlap": Rule(Fit.IGNORED, NO_KEY, f"torch always overlaps; {_TIME}"),
-    "communication.desync_check": Rule(Fit.IGNORED, NO_KEY, "unishard's own check of calls"),
-    "communication.desync_timeout": Rule(Fit.IGNORED, NO_KEY, "see the timeout of the strategy"),
     "compile.mode": Rule(
         Fit.NEEDS_INPUT,
         MODULE,
         "hand torch.compile(model) to trainer.fit, or compile the blocks in configure_model",
-        when=(When("none", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, ""),),
+        when=(when_default("compile.mode"),),
     ),
-    "compile.backend": Rule(
-        Fit.NEEDS_INPUT,
-        MODULE,
-        "say it in the call of torch.compile",
-        when=(When("nothing is compiled", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, ""),),
-    ),
-    **SAVING,
-    "strict": Rule(Fit.IGNORED, NO_KEY, "unishard's own; this report says what it asks for"),
+    "compile.backend": Rule(Fit.NEEDS_INPUT, MODULE, "say it in the call of torch.compile", when=(when_default("compile.mode"),)),
     "native": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,
@@ -270,4 +243,6 @@ FSDP: Mapping[str, Rule] = {
         when=(When("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Fit.EXACT, ""),),
     ),
 }
+
+FSDP: Mapping[str, Rule] = rows(PRECISION, TRAINING, RECIPE, SAVING, _OWN)
 """Rows for `backend: fsdp`."""

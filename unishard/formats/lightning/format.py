@@ -20,7 +20,7 @@ from unishard.mapping.entries import Key
 from unishard.mapping.express import Expressed
 from unishard.mapping.rules import Rule
 
-__all__ = ["LightningFormat"]
+__all__ = ["FORMAT"]
 
 
 class LightningFormat:
@@ -29,12 +29,7 @@ class LightningFormat:
     name = "lightning"
     tool = TOOL
     suffix = ".py"
-    keys: Mapping[str, Key] = {
-        **TRAINER,
-        **OLDER,
-        **BESIDE,
-        **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()},
-    }
+    keys: Mapping[str, Key] = {**TRAINER, **OLDER, **BESIDE, **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()}}
     expressions: Mapping[str, Rule] = FSDP
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
@@ -56,3 +51,6 @@ class LightningFormat:
     def render(self, document: Native, reading: ReadDocument) -> str:
         """Python: the strategy, the Trainer, and what must be mixed into the LightningModule."""
         return snippet(document, reading)
+
+
+FORMAT = LightningFormat()

@@ -10,7 +10,7 @@ from unishard.config.nested import Native
 from unishard.mapping.entries import Given, Meaning, Unreadable
 from unishard.mapping.rules import Fit
 
-__all__ = ["DEFAULT", "engine_block", "precision", "word_of"]
+__all__ = ["DEFAULT", "precision", "precision_section", "word_of"]
 
 DEFAULT = "32-true"
 _ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -67,7 +67,7 @@ def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> Meaning:
     return Meaning(Fit.EQUIVALENT, _AUTOCAST, fields)
 
 
-def engine_block(word: str, scaling: Mapping[str, Any]) -> Native:
+def precision_section(word: str, scaling: Mapping[str, Any]) -> Native:
     """What Lightning adds to a DeepSpeed config that has no such block (fabric/strategies/deepspeed.py, `_format_precision_config`)."""
     dtype = _FORMATS[word]
     if dtype == "fp16":

@@ -12,6 +12,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.formats.fallbacks import when_default
 from unishard.formats.lightning.trainer_expressions import trainer
 from unishard.mapping.rules import Fit, Rule, When
 
@@ -55,10 +56,7 @@ def _scaling(cfg: Config) -> dict[str, Any]:
     precision = cfg.precision
     start = precision.initial_loss_scale if precision.loss_scale == "dynamic" else precision.loss_scale
     growth = precision.loss_scale_growth_interval if precision.loss_scale == "dynamic" else 2**31 - 1
-    return {
-        **({"init_scale": start} if start != 65536.0 else {}),
-        **({"growth_interval": growth} if growth != 2000 else {}),
-    }
+    return {**({"init_scale": start} if start != 65536.0 else {}), **({"growth_interval": growth} if growth != 2000 else {})}
 
 
 def _precision(cfg: Config, topology: Topology) -> Native:
@@ -138,25 +136,13 @@ PRECISION: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.accumulate": Rule(
-        Fit.EXACT,
-        "format of the parameters' gradients",
-        when=(
-            When(
-                "not that of master",
-                lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-                Fit.APPROXIMATE,
-                "gradients are added up in the format of the masters, which is more exact",
-            ),
-        ),
-    ),
     "precision.buffers": Rule(
         Fit.EXACT,
         "mixed_precision.buffer_dtype",
         "",
         _buffers,
         (
-            When("keep", lambda cfg: cfg.precision.buffers == "keep", Fit.EXACT, ""),
+            when_default("precision.buffers"),
             When("without sharding", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "cast the model's floating-point buffers yourself"),
         ),
     ),

@@ -24,11 +24,7 @@ _NAMES = {
     "DeepSpeedCPUAdam": "adamw",
 }
 _OTHER = "unishard makes AdamW, Adam, SGD, Adagrad and Lion; make this one in your training script and hand it to unishard.prepare"
-_THEIRS: Mapping[str, Mapping[str, Any]] = {
-    "adagrad": {"lr": 1e-2},
-    "lion": {"lr": 1e-4},
-    "adamw": {},
-}
+_THEIRS: Mapping[str, Mapping[str, Any]] = {"adagrad": {"lr": 1e-2}, "lion": {"lr": 1e-4}, "adamw": {}}
 """Defaults of the classes that are not unishard's."""
 
 
@@ -50,7 +46,7 @@ OPTIMIZER: Mapping[str, Key] = {
     **dict.fromkeys(("foreach", "fused", "capturable", "differentiable", "use_triton"), drops(_HOW)),
 }
 """Arguments of torch's optimizers; any other must be at its default."""
-_IDLE: Mapping[str, Any] = {
+_NOTHING: Mapping[str, Any] = {
     "maximize": False,
     "dampening": 0,
     "lr_decay": 0,
@@ -73,7 +69,7 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
         yield from _all(found, path, Meaning(Fit.NEEDS_INPUT, _OTHER, kept=True))
         return
     yield Entry(place, found.path, Meaning(fields={"optimizer.name": name}))
-    said = {key: item for key, item in found.arguments.items() if item is not None and not (key in _IDLE and item == _IDLE[key])}
+    said = {key: item for key, item in found.arguments.items() if item is not None and not (key in _NOTHING and item == _NOTHING[key])}
     keys = {key: row for key, row in OPTIMIZER.items() if key in said or key == "lr"}
     for entry in interpret(keys, said, tool=f"{short(found.path)} as unishard makes it", defaults=_THEIRS.get(name)):
         yield entry.at(*path, *found.inside.get(entry.path[0], ("init_args",)), *entry.path)

@@ -11,11 +11,12 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.fallbacks import when_default
 from unishard.formats.lightning.shape import Built, built, short
 from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
-from unishard.mapping.field_rows import none, write
+from unishard.mapping.field_rows import write
 from unishard.mapping.key_rows import integer, number, text
-from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
+from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["SAVING", "minutes_of", "saving_entries"]
 
@@ -141,7 +142,7 @@ SAVING: Mapping[str, Rule] = {
         "",
         _callbacks,
         (
-            unless("null", lambda cfg: cfg.checkpoint.dir is None),
+            when_default("checkpoint.dir"),
             When(
                 "nothing is saved by itself",
                 lambda cfg: not cfg.checkpoint.automatic,
@@ -160,7 +161,7 @@ SAVING: Mapping[str, Rule] = {
         'with monitor="step" and mode="max", which keeps the newest',
         _callbacks,
         (
-            unless("null", lambda cfg: cfg.checkpoint.keep_last is None, "-1 keeps all"),
+            when_default("checkpoint.keep_last", "-1 keeps all"),
             When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
             When(
                 "nothing is saved by itself",
@@ -169,10 +170,6 @@ SAVING: Mapping[str, Rule] = {
                 "delete older checkpoints in your script",
             ),
         ),
-    ),
-    "checkpoint.keep_every": Rule(Fit.APPROXIMATE, NO_KEY, _ALL, when=(unless("null", lambda cfg: cfg.checkpoint.keep_every is None),)),
-    "checkpoint.async_save": none(
-        "time alone; AsyncCheckpointIO in plugins of the Trainer does it", lambda cfg: not cfg.checkpoint.async_save, "false"
     ),
     "checkpoint.on_signal": write(
         "SLURMEnvironment(requeue_signal=...) in plugins saves and starts the job again; elsewhere a handler (signal.signal) that sets "

@@ -8,7 +8,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
+from unishard.formats.fallbacks import when_default
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When
 
 __all__ = ["MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
 
@@ -47,29 +48,16 @@ def _scaled(cfg: Config) -> bool:
     return cfg.precision.compute == "fp16" and not cfg.precision.pure
 
 
-UNCLIPPED = When("null", lambda cfg: cfg.training.gradient_clipping is None, Fit.EXACT, "")
-_IDLE = "there is nothing to decide"
+UNCLIPPED = when_default("training.gradient_clipping")
+_NOTHING = "there is nothing to decide"
 TRAINING: Mapping[str, Rule] = {
-    "training.micro_batch_size": Rule(Fit.NEEDS_INPUT, SCRIPT, "make the DataLoader with batch_size of this value"),
     "training.gradient_accumulation_steps": Rule(
         Fit.EXACT,
         "accumulate_grad_batches",
         "",
         lambda cfg, topology: trainer(accumulate_grad_batches=cfg.training.gradient_accumulation_steps),
     ),
-    "training.global_batch_size": Rule(
-        Fit.IGNORED,
-        NO_KEY,
-        "follows from batch_size, accumulate_grad_batches and the devices",
-        when=(When("null", lambda cfg: cfg.training.global_batch_size is None, Fit.EXACT, _IDLE),),
-    ),
-    "training.gradient_clipping": Rule(
-        Fit.EXACT,
-        "gradient_clip_val",
-        "",
-        lambda cfg, topology: _clips(cfg),
-        (UNCLIPPED,),
-    ),
+    "training.gradient_clipping": Rule(Fit.EXACT, "gradient_clip_val", "", lambda cfg, topology: _clips(cfg), (UNCLIPPED,)),
     "training.nonfinite": Rule(
         Fit.APPROXIMATE,
         NO_KEY,
@@ -123,19 +111,19 @@ def _argument(name: str) -> Rule:
 
 
 def _schedule(what: str) -> Rule:
-    constant = When("a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, Fit.EXACT, _IDLE)
+    constant = When("a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, Fit.EXACT, _NOTHING)
     return Rule(Fit.NEEDS_INPUT, MODULE, f"return {what} from configure_optimizers, with interval: step", when=(constant,))
 
 
 _SCHEDULE = "a scheduler such as transformers.get_scheduler makes"
 _SPLIT = "give the optimizer groups of parameters in configure_optimizers"
-_NONE = When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, _IDLE)
+_NONE = When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, _NOTHING)
 RECIPE: Mapping[str, Rule] = {
     "optimizer.name": Rule(Fit.EXACT, "configure_optimizers", "", _name),
     **{f"optimizer.{name}": _argument(name) for name in ("lr", "betas", "eps", "amsgrad", "momentum", "nesterov", "weight_decay")},
     "optimizer.no_decay": Rule(Fit.NEEDS_INPUT, MODULE, f"{_SPLIT}, these without weight decay", when=(_NONE,)),
     "optimizer.groups": Rule(
-        Fit.NEEDS_INPUT, MODULE, _SPLIT, when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, _IDLE),)
+        Fit.NEEDS_INPUT, MODULE, _SPLIT, when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, _NOTHING),)
     ),
     "scheduler.name": _schedule(_SCHEDULE),
     "scheduler.warmup_steps": _schedule(f"{_SCHEDULE} (num_warmup_steps)"),
@@ -147,7 +135,7 @@ RECIPE: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         MODULE,
         f"return {_SCHEDULE} from configure_optimizers, which ends at this part of the rate",
-        when=(When("0", lambda cfg: not cfg.scheduler.min_lr_ratio, Fit.EXACT, _IDLE),),
+        when=(When("0", lambda cfg: not cfg.scheduler.min_lr_ratio, Fit.EXACT, _NOTHING),),
     ),
 }
 """The optimizer and the schedule, which Lightning asks the LightningModule for."""

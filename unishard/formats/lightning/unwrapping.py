@@ -7,23 +7,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
+from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.lightning import deepspeed_arguments, fsdp_arguments
 from unishard.formats.lightning.ddp_arguments import DDP, MODEL_PARALLEL
 from unishard.formats.lightning.keys import UNSET, off
-from unishard.formats.lightning.precision import engine_block, word_of
+from unishard.formats.lightning.precision import precision_section, word_of
 from unishard.formats.lightning.strategies import Strategy
 from unishard.formats.source import open_source
 from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, interpret
 from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 
 __all__ = ["TOOL", "Unwrapped", "entries_of"]
 
 TOOL = "Lightning 2.6.6"
-_BACKENDS = {"FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed"}
 _NO_EFFECT = "has no effect with the other arguments"
 _REPLACED = "has no effect: config replaces every argument that is DeepSpeed's (pytorch/strategies/deepspeed.py, __init__)"
 
@@ -59,20 +57,6 @@ def entries_of(given: Unwrapped) -> list[Entry]:
     return list(_READERS[given.strategy.runs](given))
 
 
-def _one(named: Entry, meanings: Iterable[Meaning]) -> Entry:
-    """One entry for what several keys of the engine say together."""
-    found = list(meanings)
-    telling = [meaning for meaning in found if meaning.fit is not Fit.IGNORED or meaning.fields or meaning.native] or found
-    worst = max((meaning.fit for meaning in telling), key=lambda fit: fit.badness, default=Fit.EXACT)
-    notes = dict.fromkeys(meaning.note for meaning in found if meaning.note and meaning.fit is worst)
-    fields = {name: value for meaning in found for name, value in meaning.fields.items()}
-    native = {name: value for meaning in found for name, value in meaning.native.items()}
-    if worst is Fit.UNSUPPORTED:
-        fields, native = {}, {}
-    kept = worst is Fit.IGNORED and not fields and not native
-    return replace(named, meaning=Meaning(worst, "; ".join(notes), fields, native, kept=kept))
-
-
 def _table(keys: Mapping[str, Key], given: Unwrapped, names: Iterable[str], known: Iterable[str] = ()) -> Iterator[Entry]:
     """Arguments that are Lightning's alone; `known` are those of the strategy that others read, for the hint at a misspelt one."""
     written = {name: given.arguments[name] for name in names}
@@ -102,8 +86,7 @@ def _model_parallel(given: Unwrapped) -> Iterator[Entry]:
 
 def _fsdp(given: Unwrapped) -> Iterator[Entry]:
     arguments = {**given.strategy.stands_for, **given.arguments}
-    native: dict[str, Any] = {}
-    origin: dict[str, str] = {}
+    block = EngineBlock("fsdp", given.base, repeats=True)
     for name in [name for name in arguments if name in fsdp_arguments.ARGUMENTS]:
         try:
             fragment = fsdp_arguments.ARGUMENTS[name](arguments[name])
@@ -112,35 +95,35 @@ def _fsdp(given: Unwrapped) -> Iterator[Entry]:
             continue
         if not fragment:
             yield given.of(name, UNSET)
-        native = merge(native, fragment)
-        origin |= dict.fromkeys(fragment, name)
+        for key, value in fragment.items():
+            block.add(key, value, *_spots(given, block, name))
+    block.spots["version"] = (_named(given, block),)
     defaults = fsdp_arguments.defaults(fabric=given.strategy.fabric)
-    parsed = registry.get("fsdp").parse(native, defaults=defaults, topology=given.topology)
-    yield from _placed(given, parsed, {key: (name,) for key, name in origin.items()}, about_class=("version",))
+    yield from _with_name(given, block, block.entries(defaults=defaults, topology=given.topology))
     rest = [name for name in given.arguments if name not in fsdp_arguments.ARGUMENTS]
     yield from _table(fsdp_arguments.OWN, given, rest, fsdp_arguments.ARGUMENTS)
 
 
-def _placed(
-    given: Unwrapped, parsed: Iterable[Entry], origin: Mapping[str, tuple[str, ...]], about_class: tuple[str, ...] = ()
-) -> Iterator[Entry]:
-    """The engine's entries where the arguments stand that they come from; what comes from the strategy's name stands there."""
-    by_argument: dict[str, list[Meaning]] = {}
-    by_name: list[Meaning] = [Meaning(fields={"backend": _BACKENDS[given.strategy.runs]})]
-    if given.strategy.former:
-        by_name.append(Meaning(Fit.EQUIVALENT, f"a name of Lightning 1; {TOOL} calls it {given.strategy.former}"))
-    for entry in parsed:
-        names = origin.get(entry.key) or origin.get(entry.path[0]) or ()
-        written = [name for name in names if name in given.arguments]
-        for name in written:
-            by_argument.setdefault(name, []).append(entry.meaning)
-        if not written and ((names and not entry.assumed) or entry.path[0] in about_class):
-            by_name.append(entry.meaning)
-        elif not written:
-            yield replace(entry.at(*given.base, *entry.path), assumed=True)
-    yield _one(given.named, by_name)
-    for name, meanings in by_argument.items():
-        yield _one(given.of(name, Meaning()), meanings)
+def _named(given: Unwrapped, block: EngineBlock) -> Spot:
+    """The strategy's name, which says the engine, and what it stands for."""
+    named, former = given.named, given.strategy.former
+    fields = {"backend": block.engine}
+    if former:
+        return Spot(named.path, named.value, named.assumed, Fit.EQUIVALENT, f"a name of Lightning 1; {TOOL} calls it {former}", fields)
+    return Spot(named.path, named.value, named.assumed, fields=fields)
+
+
+def _spots(given: Unwrapped, block: EngineBlock, *names: str) -> list[Spot]:
+    """The arguments that say something, or the strategy's name."""
+    written = [Spot(given.place(name), given.arguments[name]) for name in names if name in given.arguments]
+    return written or [_named(given, block)]
+
+
+def _with_name(given: Unwrapped, block: EngineBlock, entries: list[Entry]) -> list[Entry]:
+    """The entries, that of the strategy's name first, also where no argument comes from it."""
+    if any(entry.path == given.named.path for entry in entries):
+        return sorted(entries, key=lambda entry: entry.path != given.named.path)
+    return [combined(_named(given, block), []), *entries]
 
 
 def _deepspeed(given: Unwrapped) -> Iterator[Entry]:
@@ -149,14 +132,16 @@ def _deepspeed(given: Unwrapped) -> Iterator[Entry]:
         return
     written = {**given.strategy.stands_for, **given.arguments}
     leaves = list(deepspeed_arguments.leaves_of({name: value for name, value in written.items() if name in deepspeed_arguments.ARGUMENTS}))
-    native = nested({leaf.key: leaf.value for leaf in leaves if not leaf.assumed})
+    block = EngineBlock("deepspeed", given.base, repeats=True)
+    for leaf in leaves:
+        if not leaf.assumed:
+            block.add(leaf.key, leaf.value, *_spots(given, block, *leaf.arguments))
+    scaling = _add_precision(given, block)
     defaults = {**{leaf.key: leaf.value for leaf in leaves if leaf.assumed}, **_unclipped(given)}
-    origin = {leaf.key: leaf.arguments for leaf in leaves}
-    blocks, scaling = _precision_blocks(given, {})
-    parsed = registry.get("deepspeed").parse(merge(native, blocks), defaults=defaults, topology=given.topology)
-    yield from _placed(given, _without_precision(given, parsed), {**origin, **scaling})
+    parsed = block.parsed(defaults=defaults, topology=given.topology)
+    yield from _with_name(given, block, block.placed(_without_precision(given, parsed)))
     yield from _precision_entry(given, parsed)
-    used = {name for leaf in leaves for name in leaf.arguments} | {name for names in scaling.values() for name in names}
+    used = {name for leaf in leaves for name in leaf.arguments} | scaling
     yield from _unused(given, used, _NO_EFFECT)
 
 
@@ -173,14 +158,12 @@ def _configured(given: Unwrapped) -> Iterator[Entry]:
         yield from _unused(given, {"config"}, _REPLACED)
         return
     given = replace(given, arguments={**given.arguments, "config": config})
-    blocks, scaling = _precision_blocks(given, config)
-    parsed = registry.get("deepspeed").parse(merge(config, blocks), defaults=_unclipped(given), topology=given.topology)
-    theirs = [entry for entry in _without_precision(given, parsed) if entry.key not in scaling]
-    ours = [entry for entry in _without_precision(given, parsed) if entry.key in scaling]
-    yield from _placed(given, ours, scaling)
-    yield from (_in_trainer(entry).at(*place, *entry.path) for entry in theirs)
+    block = EngineBlock("deepspeed", place, native=dict(config))
+    scaling = _add_precision(given, block)
+    parsed = block.parsed(defaults=_unclipped(given), topology=given.topology)
+    yield from _with_name(given, block, block.placed(map(_in_trainer, _without_precision(given, parsed))))
     yield from _precision_entry(given, parsed)
-    yield from _unused(given, {"config", *(name for names in scaling.values() for name in names)}, _REPLACED)
+    yield from _unused(given, {"config", *scaling}, _REPLACED)
 
 
 def _config(value: Any, folder: FilePath | None) -> Mapping[str, Any]:
@@ -209,15 +192,18 @@ def _unclipped(given: Unwrapped) -> Mapping[str, Any]:
     return {} if given.strategy.fabric else {"gradient_clipping": 0.0}
 
 
-def _precision_blocks(given: Unwrapped, config: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, tuple[str, ...]]]:
-    """The block that Lightning adds for the precision, and the arguments that decide its keys."""
+def _add_precision(given: Unwrapped, block: EngineBlock) -> set[str]:
+    """Adds the sections that Lightning writes for the precision; the arguments that decide keys of them."""
     scaling = {name: given.arguments.get(name, value) for name, value in deepspeed_arguments.SCALING.items()}
     try:
-        block = engine_block(word_of(given.precision.value if given.precision else None), scaling)
+        sections = precision_section(word_of(given.precision.value if given.precision else None), scaling)
     except Unreadable:
-        return {}, {}  # refused at its own place
-    block = {name: value for name, value in block.items() if name not in config}
-    return block, {f"fp16.{name}": (name,) for name in scaling} if "fp16" in block else {}
+        return set()  # refused at its own place
+    sections = {name: value for name, value in sections.items() if name not in block.native}
+    for section, settings in sections.items():
+        for name, value in settings.items():
+            block.add(f"{section}.{name}", value, *(_spots(given, block, name) if name in scaling else ()))
+    return set(scaling) if "fp16" in sections else set()
 
 
 def _without_precision(given: Unwrapped, parsed: Iterable[Entry]) -> list[Entry]:
@@ -253,7 +239,8 @@ def _precision_entry(given: Unwrapped, parsed: Iterable[Entry]) -> Iterator[Entr
         return
     if word.endswith("true"):
         ours.append(Meaning(Fit.EQUIVALENT, f"{word} rounds the first weights as well; DeepSpeed keeps fp32 masters all the same"))
-    yield replace(_one(given.precision, ours), assumed=given.precision.assumed)
+    spot = Spot(given.precision.path, given.precision.value, given.precision.assumed)
+    yield combined(spot, ours, repeats=True)
 
 
 def _unused(given: Unwrapped, used: set[str], why: str) -> Iterator[Entry]:
@@ -266,9 +253,4 @@ def _unused(given: Unwrapped, used: set[str], why: str) -> Iterator[Entry]:
     yield from _table(deepspeed_arguments.OWN, given, rest, known)
 
 
-_READERS = {
-    "DDPStrategy": _ddp,
-    "FSDPStrategy": _fsdp,
-    "DeepSpeedStrategy": _deepspeed,
-    "ModelParallelStrategy": _model_parallel,
-}
+_READERS = {"DDPStrategy": _ddp, "FSDPStrategy": _fsdp, "DeepSpeedStrategy": _deepspeed, "ModelParallelStrategy": _model_parallel}

@@ -10,7 +10,6 @@ from unishard.config import Config, leaves
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.formats.lightning.expressions import FSDP, strategy
-from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.trainer_expressions import MODULE, TRAINING, trainer
 from unishard.formats.reading import ReadDocument
@@ -63,7 +62,7 @@ def _fsdp(reading: ReadDocument, topology: Topology) -> Expressed:
 
 _MOVED: Mapping[str, Rule] = {
     **{path: TRAINING[path] for path in ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")},
-    **SAVING,
+    **{path: row for path, row in FSDP.items() if path.startswith("checkpoint.")},
 }
 """Rows of the Trainer's arguments, which hold beside every strategy."""
 _MESH = "write device_mesh=(copies, {0}), whose product is the number of ranks; or give --world-size"

@@ -10,16 +10,15 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
+from unishard.formats.fallbacks import copied, rows, when_default
 from unishard.formats.torchtitan.saving import SAVING
 from unishard.mapping.field_rows import lost, moved_together, none
-from unishard.mapping.rules import NO_KEY, Fit, Holds, Rule, When, unless
+from unishard.mapping.rules import Fit, Holds, Rule, When, unless
 
 __all__ = ["EXPRESSIONS"]
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ADAM = {"adamw": "AdamW", "adam": "Adam"}
-_ENGINES = frozenset({"fsdp"})
-"""What torchtitan runs."""
 
 
 def _training(**values: Any) -> Native:
@@ -99,19 +98,17 @@ def _scaled() -> Rule:
 
 
 _NO_FP16 = "torchtitan does not scale the loss; choose bf16"
-_NO_FILES = "torchtitan has no offload to files; choose cpu, or deepspeed"
-_NO_OPTIMIZER = "torchtitan has Adam and AdamW alone; choose one of them"
+_NO_OPTIMIZER = "torchtitan has only Adam and AdamW; choose one of them"
 _NO_GROUPS = "torchtitan treats all parameters alike; remove it"
 _CLIMB = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
-_BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
-_OWN_CHECK = "unishard's own check of collective calls"
+_BETWEEN = "FSDP gathers parameters in every forward"
 
-EXPRESSIONS: Mapping[str, Rule] = {
+_OWN: Mapping[str, Rule] = {
     "backend": Rule(
         Fit.UNSUPPORTED,
         "parallelism",
-        "torchtitan runs PyTorch's FSDP alone; give --set backend=fsdp",
-        when=(unless("fsdp", lambda cfg: cfg.backend in _ENGINES),),
+        "torchtitan runs only FSDP; give --set backend=fsdp",
+        when=(unless("fsdp", lambda cfg: cfg.backend == "fsdp"),),
     ),
     "sharding.strategy": Rule(
         Fit.EXACT,
@@ -130,12 +127,6 @@ EXPRESSIONS: Mapping[str, Rule] = {
     "sharding.group_size": Rule(Fit.EXACT, "parallelism.data_parallel_shard_degree", "a part of the ranks of --world-size"),
     "sharding.reshard_after_forward": Rule(Fit.EXACT, "parallelism.fsdp_reshard_after_forward", "", _reshard),
     "sharding.units": _code("shard modules of these classes", lambda cfg: cfg.sharding.units == "auto", "auto", "the model's blocks"),
-    "sharding.min_unit_params": Rule(
-        Fit.EQUIVALENT,
-        NO_KEY,
-        "the same maths with smaller units",
-        when=(unless("0", lambda cfg: not cfg.sharding.min_unit_params),),
-    ),
     "sharding.conditional_modules": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.conditional_modules, "empty"),
     "precision.compute": Rule(
         Fit.EXACT,
@@ -165,12 +156,6 @@ EXPRESSIONS: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.accumulate": Rule(
-        Fit.APPROXIMATE,
-        "none: that of the masters",
-        "FSDP adds gradients up in the format of the masters, which is more exact",
-        when=(unless("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),),
-    ),
     "precision.buffers": _code("cast the buffers", lambda cfg: cfg.precision.buffers == "keep", "keep"),
     "precision.loss_scale": _scaled(),
     "precision.initial_loss_scale": _scaled(),
@@ -178,15 +163,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
     **moved_together(
         "training.enable_cpu_offload",
         lambda cfg, topology: _training(enable_cpu_offload="cpu" in (cfg.offload.params, cfg.offload.optimizer)),
-        _NO_FILES,
     ),
-    "offload.pin_memory": Rule(
-        Fit.IGNORED,
-        NO_KEY,
-        "time alone; FSDP2 always pins",
-        when=(unless("true", lambda cfg: cfg.offload.pin_memory),),
-    ),
-    "offload.nvme_path": lost(_NO_FILES, lambda cfg: cfg.offload.nvme_path is None, "null"),
     "activation_checkpointing": Rule(
         Fit.EQUIVALENT,
         "activation_checkpoint.mode",
@@ -194,12 +171,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
         _checkpointing,
         (unless("none or full", lambda cfg: cfg.activation_checkpointing in ("none", "full")),),
     ),
-    "training.micro_batch_size": Rule(
-        Fit.EXACT,
-        "training.local_batch_size",
-        "",
-        lambda cfg, topology: _training(local_batch_size=cfg.training.micro_batch_size),
-    ),
+    "training.micro_batch_size": copied("training.micro_batch_size", "training.local_batch_size"),
     "training.gradient_accumulation_steps": Rule(Fit.EXACT, "training.global_batch_size", "-1 for one micro-batch of each rank", _whole),
     "training.global_batch_size": Rule(
         Fit.EXACT,
@@ -211,18 +183,10 @@ EXPRESSIONS: Mapping[str, Rule] = {
         Fit.EXACT,
         "training.max_norm",
         "inf for no clipping",
-        lambda cfg, topology: _training(
-            max_norm=math.inf if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping,
-        ),
-    ),
-    "training.nonfinite": Rule(
-        Fit.APPROXIMATE,
-        NO_KEY,
-        "torchtitan makes the update also when gradients are not finite",
-        when=(unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),),
+        lambda cfg, topology: _training(max_norm=math.inf if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping),
     ),
     "training.last_window": none("torchtitan's data begin again and do not end"),
-    "training.seed": Rule(Fit.EXACT, "debug.seed", "", lambda cfg, topology: {"debug": {"seed": cfg.training.seed}}),
+    "training.seed": copied("training.seed", "debug.seed"),
     "optimizer.name": Rule(
         Fit.UNSUPPORTED,
         "optimizer.name",
@@ -248,36 +212,22 @@ EXPRESSIONS: Mapping[str, Rule] = {
     "optimizer.groups": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
     "scheduler.name": Rule(Fit.EXACT, "lr_scheduler.decay_type, lr_scheduler.decay_ratio", "", _shape),
     "scheduler.warmup_steps": Rule(
-        Fit.APPROXIMATE,
-        "lr_scheduler.warmup_steps",
-        _CLIMB,
-        _warmup,
-        (unless("0", _no_warmup), unless("the same climb", _climbs_alike)),
+        Fit.APPROXIMATE, "lr_scheduler.warmup_steps", _CLIMB, _warmup, (unless("0", _no_warmup), unless("the same climb", _climbs_alike))
     ),
     "scheduler.warmup_type": Rule(
-        Fit.APPROXIMATE,
-        "none: always linear",
-        "torchtitan climbs in a straight line",
-        when=(unless("linear", lambda cfg: cfg.scheduler.warmup_type == "linear"),),
+        Fit.APPROXIMATE, "none: always linear", "torchtitan climbs in a straight line", when=(when_default("scheduler.warmup_type"),)
     ),
     "scheduler.warmup_start_ratio": Rule(
         Fit.APPROXIMATE,
         "none: 1 / warmup_steps",
         "torchtitan climbs from one part of the warm-up",
-        when=(unless("0", lambda cfg: not cfg.scheduler.warmup_start_ratio), unless("the same climb", _climbs_alike)),
+        when=(when_default("scheduler.warmup_start_ratio"), unless("the same climb", _climbs_alike)),
     ),
     "scheduler.delay_steps": Rule(
-        Fit.APPROXIMATE,
-        "none: always 0",
-        "torchtitan begins at once",
-        when=(unless("0", lambda cfg: not cfg.scheduler.delay_steps),),
+        Fit.APPROXIMATE, "none: always 0", "torchtitan begins at once", when=(when_default("scheduler.delay_steps"),)
     ),
-    "scheduler.total_steps": Rule(
-        Fit.EXACT,
-        "training.steps",
-        "",
-        lambda cfg, topology: {} if cfg.scheduler.total_steps is None else _training(steps=cfg.scheduler.total_steps),
-        (unless("constant", _constant, "the loop decides how long"),),
+    "scheduler.total_steps": copied(
+        "scheduler.total_steps", "training.steps", when=(unless("constant", _constant, "the loop decides how long"),)
     ),
     "scheduler.min_lr_ratio": Rule(
         Fit.EXACT,
@@ -285,11 +235,6 @@ EXPRESSIONS: Mapping[str, Rule] = {
         "",
         lambda cfg, topology: {} if _constant(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
     ),
-    "communication.reduce_bucket_size": none("time alone; FSDP2 reduces the gradients of a unit together"),
-    "communication.prefetch_bucket_size": none("time alone; FSDP2 gathers the next unit ahead"),
-    "communication.overlap": none("time alone; FSDP2 always overlaps"),
-    "communication.desync_check": none(_OWN_CHECK),
-    "communication.desync_timeout": none(_OWN_CHECK),
     "compile.mode": Rule(
         Fit.EQUIVALENT,
         "compile.enable",
@@ -303,13 +248,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
         "",
         lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}},
     ),
-    **SAVING,
-    "strict": none("says how unishard itself takes approximations"),
-    "native": Rule(
-        Fit.APPROXIMATE,
-        NO_KEY,
-        "torchtitan passes no other arguments on to FSDP",
-        when=(unless("nothing for the engine that runs", lambda cfg: not cfg.native.get(cfg.backend)),),
-    ),
 }
+
+EXPRESSIONS: Mapping[str, Rule] = rows(_OWN, SAVING)
 """The rows. Only those of fields that a source decides are written."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.config.nested import Native, flat, merge, nested
+from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
+from unishard.formats.documents import toml_text
+from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
@@ -16,13 +17,11 @@ from unishard.formats.torchtitan.expressions import EXPRESSIONS
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.torchtitan.older import placed, today
 from unishard.formats.torchtitan.own_tables import own_of
-from unishard.formats.torchtitan.text import toml_of
 from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, interpret
 from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.rules import Fit, Rule
-from unishard.plugins import registry
 
-__all__ = ["TorchtitanFormat"]
+__all__ = ["FORMAT"]
 
 _TOOL = "torchtitan 0.2"
 _SHARD, _REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
@@ -70,7 +69,10 @@ class TorchtitanFormat:
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """TOML."""
-        return toml_of(document)
+        return toml_text(document)
+
+
+FORMAT = TorchtitanFormat()
 
 
 def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
@@ -131,31 +133,24 @@ def _ranks(data: Mapping[str, Any]) -> Topology | None:
 
 def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
     """What FSDP's own table makes of the keys that torchtitan hands on, each at its own place."""
-    places: dict[Path, str] = {("version",): "parallelism"}
-    native: Native = {"version": 2}
     mesh, broken = _mesh(said)
     wrong = {entry.key for entry in broken}
     yield from broken
+    block = EngineBlock("fsdp", ("parallelism",))
+    block.add("version", 2, Spot(("parallelism",), 2, assumed=True))
     if mesh:
-        native["mesh"] = mesh
-        places[("mesh",)] = _SHARD
+        block.add("mesh", mesh, _spot(_SHARD, said), _spot(_REPLICATE, said))
     word = said.get(_RESHARD, "default")
     if isinstance(word, str) and word.lower() in RESHARDING:
-        native["reshard_after_forward"] = RESHARDING[word.lower()]
-        places[("reshard_after_forward",)] = _RESHARD
+        block.add("reshard_after_forward", RESHARDING[word.lower()], _spot(_RESHARD, said))
     else:
         note = f"must be one of {', '.join(RESHARDING)}, got {shown(word)}; write one of them"
         yield Entry(tuple(_RESHARD.split(".")), word, Meaning(Fit.UNSUPPORTED, note))
     for own, (key, silent) in ENGINE.items():
-        native = merge(native, nested({key: said.get(own, silent)}))
-        places[tuple(key.split("."))] = own
-    for entry in registry.get("fsdp").parse(native, topology=topology):
-        own = places.get(entry.path, "parallelism")
-        yield _at(entry, own, said)
-        if own == _SHARD:
-            yield _at(entry, _REPLICATE, said)
+        block.add(key, said.get(own, silent), _spot(own, said))
+    yield from block.entries(topology=topology)
     if not mesh:
-        yield from (_at(Entry((), None, _ALL), key, said) for key in (_SHARD, _REPLICATE) if key in said and key not in wrong)
+        yield from (combined(_spot(key, said), [_ALL]) for key in (_SHARD, _REPLICATE) if key in said and key not in wrong)
 
 
 _ALL = Meaning(Fit.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
@@ -174,7 +169,6 @@ def _mesh(said: Mapping[str, Any]) -> tuple[Native, list[Entry]]:
     return ({} if broken or known == {"replicate": 1} else known), broken
 
 
-def _at(entry: Entry, key: str, said: Mapping[str, Any]) -> Entry:
-    """The entry in torchtitan's words; assumed where the file does not have the key."""
-    value = said.get(key, _DEFAULTS.get(key, entry.value))
-    return replace(entry, path=tuple(key.split(".")), value=value, assumed=key not in said)
+def _spot(key: str, said: Mapping[str, Any]) -> Spot:
+    """Where a key stands; assumed where the file does not have it."""
+    return Spot(tuple(key.split(".")), said.get(key, _DEFAULTS.get(key)), assumed=key not in said)

@@ -16,7 +16,7 @@ __all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
 
 DEGREES = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
 RESHARDING = {"default": True, "always": True, "never": False}
-"""`parallelism.fsdp_reshard_after_forward` in FSDP2's words; `default` is false with pipeline parallelism alone."""
+"""`parallelism.fsdp_reshard_after_forward` in FSDP2's words; `default` is false only with pipeline parallelism."""
 
 ENGINE: Mapping[str, tuple[str, Any]] = {
     "training.enable_cpu_offload": ("cpu_offload", False),
@@ -166,7 +166,7 @@ def _checkpointing(value: Any, given: Given) -> Meaning:
 def _compiled(value: Any, given: Given) -> Meaning:
     parts = given.get("compile.components")
     if boolean(value) and isinstance(parts, list) and "model" not in parts:
-        return Meaning(Fit.EQUIVALENT, "the loss alone is compiled there, and nothing here", {"compile.mode": "none"})
+        return Meaning(Fit.EQUIVALENT, "only the loss is compiled there, nothing here", {"compile.mode": "none"})
     return Meaning(fields={"compile.mode": "per_block" if boolean(value) else "none"})
 
 
@@ -223,14 +223,14 @@ def _sharded(value: Any) -> bool:
 
 _FLOAT8 = refuses("it computes products in float8, which unishard does not; remove it", _off)
 _PIPELINE = "belongs to pipeline parallelism"
-_TIME = drops("time alone")
+_TIME = drops("affects only time")
 
 _REST: Mapping[str, str] = {
     "concerns the launcher and its folders": "comm memory_estimation",
     "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import experimental.custom_model_path",
-    "concerns logs alone": "metrics profiling",
-    "concerns the files of checkpoints alone": "training.checkpoint_interval training.checkpoint_interval_type training.checkpoint_folder",
-    "concerns evaluation alone": "validation eval inference",
+    "affects only logs": "metrics profiling",
+    "affects only the files of checkpoints": "training.checkpoint_interval training.checkpoint_interval_type training.checkpoint_folder",
+    "affects only evaluation": "validation eval inference",
     "is only read with a converter of that name": "mx quantize",
     "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name "
     "float8.filter_fqns float8.moe_fqns_prototype float8.emulate float8.force_recompute_fp8_weight_in_bwd float8.scaling_type_input "
@@ -252,7 +252,7 @@ _REST: Mapping[str, str] = {
     "belongs to tensor, context or expert parallelism": "parallelism.enable_async_tensor_parallel parallelism.disable_loss_parallel "
     "parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree training.enable_loss_parallel "
     "training.disable_loss_parallel experimental.context_parallel_rotate_method",
-    "time and memory alone": "training.gc_freq training.gc_debug optimizer.implementation parallelism.enable_compiled_autograd "
+    "affects only time and memory": "training.gc_freq training.gc_debug optimizer.implementation parallelism.enable_compiled_autograd "
     "compile.components activation_checkpoint.selective_ac_option activation_checkpoint.preserve_rng_state activation_checkpoint.debug "
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns activation_checkpoint.early_stop "
     "activation_checkpoint.memory_budget activation_checkpoint.determinism_check activation_checkpoint.visualize_memory_budget_pareto",

@@ -9,6 +9,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.formats.fallbacks import when_default
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, text
 from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
@@ -18,7 +19,7 @@ __all__ = ["SAVED", "SAVING"]
 _DUMP, _FOLDER = "job.dump_folder", "checkpoint.folder"
 _SILENT: Mapping[str, Any] = {_DUMP: "./outputs", _FOLDER: "checkpoint", "checkpoint.interval": 500, "checkpoint.keep_latest_k": 10}
 _LAST = "torchtitan also saves at the end of the training; call engine.save() there"
-_OFF = "is read where checkpoint.enable is true alone"
+_OFF = "only used when checkpoint.enable is true"
 _LEAST = 2
 
 
@@ -56,7 +57,7 @@ def _enabled(value: Any, given: Given) -> Meaning:
 
 
 def _key(fields: str, read: Any, note: str = "") -> Key:
-    """A key that says something where checkpoints are written alone."""
+    """A key that is only used where checkpoints are written."""
 
     def meaning(value: Any, given: Given) -> Meaning:
         return Meaning(fields=read(given)) if _saves(given) else Meaning(Fit.IGNORED, _OFF, kept=True)
@@ -84,7 +85,7 @@ SAVED: Mapping[str, Key] = {
     "checkpoint.interval": _key("checkpoint.every_steps", _interval, "checkpoint.every_minutes where interval_type is seconds"),
     "checkpoint.keep_latest_k": _key("checkpoint.keep_last", _limit, "0 keeps all"),
     "checkpoint.async_mode": _key("checkpoint.async_save", _mode),
-    **{f"checkpoint.{name}": drops("concerns the files of checkpoints alone") for name in _OTHERS.split()},
+    **{f"checkpoint.{name}": drops("affects only the files of checkpoints") for name in _OTHERS.split()},
 }
 """What each key says."""
 
@@ -125,13 +126,7 @@ _UNASKED = When(
 )
 
 SAVING: Mapping[str, Rule] = {
-    "checkpoint.dir": Rule(
-        Fit.EXACT,
-        "job.dump_folder, checkpoint.folder",
-        "",
-        _place,
-        (unless("null", lambda cfg: cfg.checkpoint.dir is None), _UNASKED),
-    ),
+    "checkpoint.dir": Rule(Fit.EXACT, "job.dump_folder, checkpoint.folder", "", _place, (when_default("checkpoint.dir"), _UNASKED)),
     "checkpoint.every_steps": Rule(
         Fit.EQUIVALENT,
         "checkpoint.enable, checkpoint.interval",
@@ -142,14 +137,14 @@ SAVING: Mapping[str, Rule] = {
     "checkpoint.every_minutes": Rule(
         Fit.APPROXIMATE,
         NO_KEY,
-        "torchtitan counts updates alone",
+        "torchtitan counts only steps",
         when=(
-            unless("null", lambda cfg: cfg.checkpoint.every_minutes is None),
+            when_default("checkpoint.every_minutes"),
             When(
                 "without every_steps",
                 lambda cfg: not _automatic(cfg),
                 Fit.UNSUPPORTED,
-                "torchtitan counts updates alone; set checkpoint.every_steps",
+                "torchtitan counts only steps; set checkpoint.every_steps",
             ),
         ),
     ),
@@ -159,21 +154,18 @@ SAVING: Mapping[str, Rule] = {
         "0 keeps all",
         _count,
         (
-            unless("null", lambda cfg: cfg.checkpoint.keep_last is None),
+            when_default("checkpoint.keep_last"),
             _UNASKED,
             When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
             When("1", lambda cfg: cfg.checkpoint.keep_last == 1, Fit.APPROXIMATE, f"torchtitan keeps at least {_LEAST}"),
         ),
     ),
-    "checkpoint.keep_every": Rule(Fit.APPROXIMATE, NO_KEY, _ALL, when=(unless("null", lambda cfg: cfg.checkpoint.keep_every is None),)),
-    "checkpoint.async_save": Rule(
-        Fit.EXACT, "checkpoint.async_mode", "", _async, (unless("false", lambda cfg: not cfg.checkpoint.async_save), _UNASKED)
-    ),
+    "checkpoint.async_save": Rule(Fit.EXACT, "checkpoint.async_mode", "", _async, (when_default("checkpoint.async_save"), _UNASKED)),
     "checkpoint.on_signal": Rule(
         Fit.APPROXIMATE,
         NO_KEY,
         "torchtitan ends at once at a signal: what was trained since the last checkpoint is lost",
-        when=(unless("empty", lambda cfg: not cfg.checkpoint.on_signal),),
+        when=(when_default("checkpoint.on_signal"),),
     ),
 }
 """How each field is said."""

@@ -25,7 +25,7 @@ from unishard.mapping.rules import Fit, Rule
 from unishard.plugins import registry
 from unishard.version import __version__
 
-__all__ = ["UnishardFormat"]
+__all__ = ["FORMAT"]
 
 _LEAVES = [path for path, _ in leaves(Config)]
 
@@ -68,6 +68,9 @@ class UnishardFormat:
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML, with a comment at each value that needs a decision."""
         return text_of(document, reading)
+
+
+FORMAT = UnishardFormat()
 
 
 def _placeholders(data: Mapping[str, Any]) -> Iterator[tuple[str, Undecided]]:

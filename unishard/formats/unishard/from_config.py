@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
-from io import StringIO
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from unishard.config import Config, Section
+from unishard.formats.documents import inline_yaml
 from unishard.formats.unishard.text import plain
 
 __all__ = ["described", "value_text"]
@@ -57,9 +55,4 @@ def _comment(text: str | None, indent: str) -> list[str]:
 
 def value_text(value: Any) -> str:
     """A value as it stands behind a key on one line."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = True
-    yaml.width = 2**16
-    out = StringIO()
-    yaml.dump({"value": plain(value)}, out)
-    return out.getvalue().strip().removeprefix("{value: ").removesuffix("}")
+    return inline_yaml(plain(value))

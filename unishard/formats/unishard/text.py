@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from unishard.config import Section
 from unishard.config.nested import Native
+from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument
 
 __all__ = ["plain", "text_of"]
@@ -27,12 +26,7 @@ def text_of(document: Native, reading: ReadDocument) -> str:
         for key in above:
             section = section[key]
         section.yaml_add_eol_comment(f"needs your decision: the value comes from {undecided.who}", name)
-    yaml = YAML()
-    yaml.width = 140
-    out = StringIO()
-    out.write(_header(reading))
-    yaml.dump(commented, out)
-    return out.getvalue()
+    return _header(reading) + yaml_text(commented)
 
 
 def plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""TOML of two levels, which is all that torchtitan has: tables of plain values. The standard library reads TOML but writes none."""
+"""Writes documents as YAML, JSON and TOML. `source` reads them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,51 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from io import StringIO
 from typing import Any
 
-__all__ = ["toml_of"]
+from ruamel.yaml import YAML
+
+__all__ = ["inline_yaml", "json_text", "toml_text", "yaml_text"]
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def toml_of(document: Mapping[str, Any]) -> str:
-    """The text of a document; null has no word in TOML and is left out."""
+def yaml_text(document: Any, *, old: bool = False, width: int = 140) -> str:
+    """The YAML of a document.
+
+    Args:
+        document: Nested mappings, with ruamel's comments or without.
+        old: Whether its tool reads YAML 1.1, as PyYAML does, where a bare `no` is false and `1e-5` is text.
+        width: Columns after which text is folded.
+    """
+    yaml = YAML()
+    yaml.width = width
+    if old:
+        yaml.version = (1, 1)
+        yaml.representer.ignore_aliases = lambda data: True
+    out = StringIO()
+    yaml.dump(document, out)
+    return out.getvalue().partition("---\n")[2] if old else out.getvalue()
+
+
+def inline_yaml(value: Any) -> str:
+    """The YAML of a value, behind a key on one line."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = True
+    yaml.width = 2**16
+    out = StringIO()
+    yaml.dump({"value": value}, out)
+    return out.getvalue().strip().removeprefix("{value: ").removesuffix("}")
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """The JSON of a document, indented."""
+    return json.dumps(document, indent=2) + "\n"
+
+
+def toml_text(document: Mapping[str, Any]) -> str:
+    """The TOML of a document, which the standard library reads but does not write. TOML has no null, so it is left out."""
     return "\n".join(_table(document, ())).strip("\n") + "\n"
 
 

@@ -1,0 +1,108 @@
+"""Hands the part of a document that speaks of an engine to the engine's own table, and puts what it says back where the document has it.
+
+A format that wraps an engine's arguments knows that engine by name; the rest of the core does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unishard.config.nested import Native, merge, nested
+from unishard.config.topology import Topology
+from unishard.mapping.entries import Entry, Meaning, Path
+from unishard.mapping.rules import Fit
+from unishard.plugins import registry
+
+__all__ = ["EngineBlock", "Spot", "combined"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a document says something."""
+
+    path: Path
+    value: Any
+    assumed: bool = False
+    """Whether the document does not say it, and its tool assumes it."""
+    fit: Fit = Fit.EXACT
+    note: str = ""
+    """How what the tool does differs from what the key says."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What it says beyond the arguments."""
+
+
+@dataclass(slots=True)
+class EngineBlock:
+    """An engine's arguments, each with the places in the document that say it."""
+
+    engine: str
+    base: Path
+    """Where the document would say an argument that it is silent about."""
+    names: Mapping[str, Path] = field(default_factory=dict)
+    """Under which names, by dotted argument, if others than the engine's."""
+    native: Native = field(default_factory=dict)
+    repeats: bool = False
+    """Whether a document in its own format again has every argument that says nothing in the config's words; otherwise those that the
+    engine's table would keep."""
+    spots: dict[str, tuple[Spot, ...]] = field(default_factory=dict)
+
+    def add(self, key: str, value: Any, *spots: Spot) -> None:
+        """An argument by its dotted key. Several may have one spot; without one, nothing is said of it."""
+        self.native = merge(self.native, nested({key: value}))
+        self.spots[key] = spots
+
+    def entries(self, *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None) -> list[Entry]:
+        """What the arguments say, one entry for each spot, and one for each default that must be said.
+
+        Args:
+            defaults: What the tool assumes where it is silent, by dotted key.
+            topology: The ranks, where they are known.
+        """
+        return self.placed(self.parsed(defaults=defaults, topology=topology))
+
+    def parsed(self, *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None) -> list[Entry]:
+        """What the engine says of its arguments, under its own names."""
+        return registry.get(self.engine).parse(self.native, defaults=defaults, topology=topology)
+
+    def placed(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The engine's entries at the places of the document."""
+        found: dict[Path, list[Meaning]] = {}
+        spots: dict[Path, Spot] = {}
+        for entry in entries:
+            places = self._spots(entry)
+            meaning = entry.meaning
+            if places and entry.assumed and not (meaning.fields or meaning.native or meaning.fit is Fit.UNSUPPORTED):
+                continue  # a default of the engine beside what is said, which decides nothing
+            if places is None:
+                places = (Spot((*self.base, *self.names.get(entry.key, entry.path)), entry.value, entry.assumed),)
+            for spot in places:
+                spots.setdefault(spot.path, spot)
+                found.setdefault(spot.path, []).append(meaning)
+        return [combined(spots[path], meanings, repeats=self.repeats) for path, meanings in found.items()]
+
+    def _spots(self, entry: Entry) -> tuple[Spot, ...] | None:
+        above = (".".join(entry.path[:length]) for length in range(len(entry.path), 0, -1))
+        return next((self.spots[key] for key in above if key in self.spots), None)
+
+
+def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) -> Entry:
+    """One entry for what several arguments say at one spot.
+
+    Args:
+        spot: Where.
+        meanings: What they say. The worst fit counts, with its notes; what is only left out does not, beside what says something.
+        repeats: Whether the key is repeated if it says nothing, whatever the engine's table says.
+    """
+    found = list(meanings)
+    telling = [one for one in found if one.fields or one.native or one.fit is not Fit.IGNORED] or found
+    said = [*telling, Meaning(spot.fit, spot.note, spot.fields)]
+    worst = max((one.fit for one in said), key=lambda fit: fit.badness)
+    notes = dict.fromkeys(one.note for one in said if one.note and one.fit is worst)
+    fields = {name: value for one in said for name, value in one.fields.items()}
+    native = {name: value for one in said for name, value in one.native.items()}
+    silent = worst is Fit.IGNORED and not fields and not native
+    kept = (repeats and silent) or (bool(found) and all(one.kept for one in found))
+    entry = Entry(spot.path, spot.value, Meaning(worst, "; ".join(notes), fields, native, kept=kept), spot.assumed)
+    return replace(entry, meaning=Meaning(worst, entry.meaning.note, kept=kept)) if worst is Fit.UNSUPPORTED else entry

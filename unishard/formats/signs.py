@@ -1,0 +1,30 @@
+"""The signs by which a document's format is recognized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["Signs", "has"]
+
+
+class Signs(NamedTuple):
+    """What speaks for one format."""
+
+    keys: Mapping[str, int]
+    """Dotted keys, and the weight of each. A key that several tools have says little."""
+    more: Callable[[Mapping[str, Any]], int] = lambda data: 0
+    """What a document as a whole adds to their sum."""
+
+    def weight(self, data: Mapping[str, Any]) -> int:
+        """How much a document speaks for the format; 0 for not at all."""
+        return sum(weight for key, weight in self.keys.items() if has(data, key)) + self.more(data)
+
+
+def has(data: Any, key: str) -> bool:
+    """Whether a document has a dotted key."""
+    for name in key.split("."):
+        if not isinstance(data, Mapping) or name not in data:
+            return False
+        data = data[name]
+    return True
