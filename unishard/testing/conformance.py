@@ -60,28 +60,28 @@ def cells() -> list[Cell]:
 def suite() -> list[Cell]:
     """The subset of cells that a test suite runs; `make parity` runs all of `cells()`.
 
-    For each feature: every second strategy, in its first dtype, at 2 ranks. For the first feature of each area: every strategy, and the
-    last one in every dtype and on 1 rank. For the plain loop at 2 ranks: long windows with clipping and windows of one micro-batch
-    without, in every combination of the other settings; and all of its cells at 1 and 4 ranks.
+    For each feature: one strategy, in turn, in its first dtype, at 2 ranks. For the first feature of each area: every strategy, and the
+    last one in every dtype. For the plain loop at 2 ranks: long windows with clipping and windows of one micro-batch without, in every
+    combination of strategy and dtype, each with one or both models; and all of its cells at 1 and 4 ranks.
     """
     return [cell for cell in cells() if _in_suite(cell)]
 
 
 def _in_suite(cell: Cell) -> bool:
     feature = FEATURES[cell.feature]
-    if cell.feature == "plain" and cell.world == 2:
-        return (cell.accumulation > 1) is (cell.clip is not None)
     if cell.feature == "plain":
-        return True
-    if 2 in feature.worlds and cell.world == 4:  # four ranks are slow on a small machine
-        return False
-    place = AREAS[area_of(cell.feature)].index(feature)
-    if place == 0 and cell.strategy == feature.strategies[-1]:
-        return True
+        return cell.world != 2 or _in_plain_suite(cell)
     if 2 in feature.worlds and cell.world != 2:
         return False
-    turn = feature.strategies.index(cell.strategy)
-    return cell.precision == feature.precisions[0] and (place == 0 or turn % 2 == place % 2 or len(feature.strategies) == 1)
+    place, turn = AREAS[area_of(cell.feature)].index(feature), feature.strategies.index(cell.strategy)
+    if place == 0 and cell.strategy == feature.strategies[-1]:
+        return True
+    return cell.precision == feature.precisions[0] and (place == 0 or turn == place % len(feature.strategies))
+
+
+def _in_plain_suite(cell: Cell) -> bool:
+    long_window = cell.accumulation > 1
+    return long_window is (cell.clip is not None) and (cell.model == "mlp" or long_window is (cell.precision == "bf16"))
 
 
 def plain_cells() -> list[Cell]:
