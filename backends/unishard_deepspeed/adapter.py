@@ -21,7 +21,7 @@ from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import OptimizerState
 from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
-from unishard_deepspeed.patches.state import copy_masters, find_states, keep_parts_alone
+from unishard_deepspeed.patches.state import copy_masters, relink_states, reshard_all
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.shards import Shards
 from unishard_deepspeed.stale_gradients import StaleGradients
@@ -31,7 +31,7 @@ __all__ = ["DeepSpeedAdapter"]
 
 
 class DeepSpeedAdapter(EngineAdapter):
-    """What `Engine` asks, done on a `DeepSpeedEngine`."""
+    """Implements `EngineAdapter` on a `DeepSpeedEngine`."""
 
     def __init__(
         self,
@@ -51,41 +51,41 @@ class DeepSpeedAdapter(EngineAdapter):
         self._clipping = clipping_of(cfg, engine, inner)
         self._shards = Shards(cfg, engine, inner)
         self._hooks = hooks
-        """On the model; they go with the engine."""
+        """Hooks on the model, removed with the engine."""
         self._conditional = conditional
         self._stale = StaleGradients(cfg, engine.optimizer)
-        self._unused = UnusedParameters(cfg, engine.optimizer, inner, device, self._stale.broken)
+        self._unused = UnusedParameters(cfg, engine.optimizer, inner, device, self._stale.missing)
         self._state = OptimizerState(engine.optimizer, inner, self._unused.masters, self._shards, self._kind)
         self.forward_is_collective = engine.zero_optimization_stage() == 3
-        # Before DeepSpeed's own hooks on the outputs, which some stages fail in when a backward is not the engine's.
-        # A function, not a method: copying the model, as for an average of its weights, must not copy the engine.
+        # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
+        # A function, not a method: copying the model, for example to average weights, must not copy the engine.
         self._output_hook = engine.module.register_forward_hook(lambda module, args, output: self._watch_early(module, output))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Through the `DeepSpeedEngine`."""
+        """Run the `DeepSpeedEngine`."""
         self._conditional.gather()
         return self._engine(*args, **kwargs)
 
     def watch(self, output: Any) -> None:
-        """Done by a hook on the model, before DeepSpeed's own hooks on the outputs."""
+        """Do nothing: a hook on the model does this before DeepSpeed's hooks on the outputs."""
 
     def _watch_early(self, module: nn.Module, output: Any) -> None:
-        if module is self.module:  # and no copy of it
+        if module is self.module:  # not a copy of it
             super().watch(output)
 
     def backward(self, loss: Tensor) -> None:
-        """Through the `DeepSpeedEngine`, which divides nothing."""
-        # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss itself by the accumulation steps,
-        # as it runs before the one that `backward` sets on it (DeepSpeed 0.19.8, runtime/engine.py, _backward_prologue_per_tensor).
+        """Run the backward of the `DeepSpeedEngine`, without its division by accumulation steps."""
+        # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss by the accumulation steps, because
+        # it runs before the hook that `backward` registers (DeepSpeed 0.19.8, runtime/engine.py, _backward_prologue_per_tensor).
         self._engine.backward(loss.view(()), scale_wrt_gas=False)
         self._conditional.drop()
-        self._unused.note()
+        self._unused.record_backward()
 
     def begin(self, *, last: bool) -> None:
-        """DeepSpeed learns of the end of a window from `step`."""
+        """Do nothing: DeepSpeed learns of the end of a window from `step`."""
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
-        """By `DeepSpeedEngine.step`."""
+        """Update with `DeepSpeedEngine.step`."""
         self._unused.find()
         self._clipping.prepare(max_norm, divisor)
         with self._shards.finished():
@@ -95,7 +95,7 @@ class DeepSpeedAdapter(EngineAdapter):
         return outcome
 
     def placement(self) -> Placement:
-        """What the engine really holds, read off its live tensors."""
+        """Report what the engine holds, from its live tensors."""
         return Placement(
             engine=type(self._engine).__name__,
             units=units(self._engine),
@@ -105,67 +105,67 @@ class DeepSpeedAdapter(EngineAdapter):
         )
 
     def finish_gradients(self) -> None:
-        """Reduce now what `DeepSpeedEngine.step` would reduce."""
+        """Reduce what `DeepSpeedEngine.step` would reduce."""
         self._unused.find()
         self._shards.reduce()
 
     def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
-        """Of ZeRO's flat gradients."""
+        """The shard in ZeRO's flat gradients."""
         if create:
-            self._unused.take_up(parameter)
-        return None if parameter in self._unused.left_out else self._shards.gradient(parameter)
+            self._unused.include(parameter)
+        return None if parameter in self._unused.unused else self._shards.gradient(parameter)
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
-        """Of ZeRO's flat master weights."""
+        """The shard in ZeRO's flat master weights."""
         return self._shards.master(parameter)
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """The parameter in `precision.compute`."""
+        """Update the parameter in `precision.compute`."""
         self._shards.refresh(parameter, full)
 
     def drop_gradients(self) -> None:
-        """Those in DeepSpeed's buffers too."""
+        """Drop gradients, also in DeepSpeed's buffers."""
         self._shards.drop()
         self._stale.clear()
         self._unused.forget()
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
-        """That inside DeepSpeed's."""
+        """The torch optimizer inside DeepSpeed's."""
         return self._inner.optimizer
 
     def settle(self) -> None:
-        """Reshard whatever is gathered. Collective.
+        """Reshard all gathered parameters. Collective.
 
         Raises:
-            CheckpointError: Parameters lie in files.
+            CheckpointError: Parameters are offloaded to files.
             BackendError: This DeepSpeed lacks a private name that it needs.
         """
         require("checkpoints", self._kind)
         if self._in_files:
             raise CheckpointError(
-                "offload.params: nvme keeps the parameters in files, which DeepSpeed 0.19.8 reads and writes whole, through buffers of its "
-                "own; set offload.params to cpu to save or load a checkpoint"
+                "offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or write shards; set offload.params "
+                "to cpu to save or load a checkpoint"
             )
-        keep_parts_alone(self.optimizer, self._kind)
+        reshard_all(self.optimizer, self._kind)
 
     def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """Of the state that is kept by flat master weights."""
+        """Shards of the state of flat master weights."""
         return self._state.shards(parameter)
 
     def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """By flat master weights."""
+        """Create state of flat master weights."""
         self._state.make(specs)
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Update every copy of the master weights, and let DeepSpeed find the optimizer's state. Collective."""
+        """Update every copy of the master weights, and let DeepSpeed find the optimizer state. Collective."""
         self.drop_gradients()
         copy_masters(self.optimizer, self._inner, self._kind)
-        find_states(self.optimizer, self._kind)
+        relink_states(self.optimizer, self._kind)
 
     def close(self) -> None:
-        """Destroy the `DeepSpeedEngine`, and take the hooks off the model."""
+        """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""
         self._unused.remove()
         self._output_hook.remove()
         for hook in self._hooks:

@@ -45,7 +45,7 @@ class DeepSpeedBackend:
 
     @property
     def tested(self) -> Mapping[str, Sequence[str]]:
-        """Versions that the suite was run on; docs/versions.md says what of it."""
+        """Versions that the suite was run on; see docs/versions.md."""
         return {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
 
     @property
@@ -96,7 +96,7 @@ class DeepSpeedBackend:
     def parse(
         self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
     ) -> list[Entry]:
-        """What a DeepSpeed config says, one entry for each key. Pure."""
+        """Interpret a DeepSpeed config, one entry for each key. Pure."""
         return arguments.parse(native, defaults=defaults, topology=topology)
 
     def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:

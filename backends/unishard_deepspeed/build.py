@@ -1,4 +1,4 @@
-"""From a model and the translated JSON to an adapter."""
+"""Build an adapter from a model and the translated JSON."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.conditional import ConditionalModules
-from unishard_deepspeed.fp32_weights import put_right
+from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.building import allow_fp16, forget_groups, keeping_groups
+from unishard_deepspeed.patches.building import allow_fp16, clear_mpu, keep_adagrad
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require_for
 from unishard_deepspeed.patches.reduction import reduce_units_by_parameter
 from unishard_deepspeed.patches.updates import average_between_groups
@@ -42,47 +42,47 @@ def build(
     """Shard a model in place and put an adapter around its engine. Collective.
 
     Args:
-        model: Whole on rank 0, trainable parameters in `precision.master`; rank 0's parameters and buffers count.
-        cfg: What to run.
+        model: Full on rank 0, trainable parameters in `precision.master`; rank 0's parameters and buffers are used.
+        cfg: The config.
         native: The JSON for `deepspeed.initialize`, not changed.
         topology: The ranks. The process group is up.
-        units: Those gathered, which are the leaf modules of stage 3; those that cast their inputs; and the conditional modules.
-        optimizer: Builds the optimizer from the named trainable parameters; None to evaluate only, at stage 3.
+        units: The gathered units, which are the leaf modules of stage 3; modules that cast their inputs; conditional modules.
+        optimizer: Builds the optimizer from the named trainable parameters; None for inference at stage 3.
     """
     deepspeed = start.load(topology)
     start.require_files(cfg)
-    device, formats, kind = device_of(topology), cfg.precision, kind_of(cfg)
+    device, precision, kind = device_of(topology), cfg.precision, kind_of(cfg)
     names = [unit.name for unit in units.gathered]
     settings, replicas = completed(native, model, names), replicas_of(cfg, topology, device.type)
     require_for(cfg, device.type, trains=optimizer is not None, units=bool(names), groups=replicas is not None)
-    if formats.compute == "fp16":
+    if precision.compute == "fp16":
         allow_fp16()
     if optimizer is None:
         sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=False)
         with start.quiet():
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
-            forget_groups()
+            clear_mpu()
         return DeepSpeedInferenceAdapter(engine, device, _casting(model, cfg, units))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if kind == "stage-3":
-        materialization.stand_in(model.parameters(), device)  # an optimizer refuses the meta device, and the shapes of parts
+        materialization.use_placeholders(model.parameters(), device)  # optimizers refuse the meta device and shards' shapes
         inner = InnerOptimizer(optimizer(named))
         originals = sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=True)
     else:
         materialization.materialize([*model.parameters(), *model.buffers()], device)
         broadcast([*model.parameters(), *model.buffers()])
         inner = InnerOptimizer(optimizer(named))
-        # DeepSpeed puts low tensors into the parameters and rounds the masters with them; these are the fp32 weights, not copies.
-        originals = [(parameter, parameter.data) for _, parameter in named] if formats.compute != formats.master else []
+        # DeepSpeed replaces the parameters' data by 16-bit tensors and rounds the master weights; these are the fp32 tensors, not copies.
+        originals = [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
     if kind == "stage-0":
-        settings["gradient_clipping"] = 0.0  # by a norm that is discarded, or of rounded gradients; see TorchClipping
-    with start.quiet(), keeping_groups(inner.optimizer) if kind != "stage-0" else nullcontext():
+        settings["gradient_clipping"] = 0.0  # its norm is discarded or of rounded gradients; see TorchClipping
+    with start.quiet(), keep_adagrad(inner.optimizer) if kind != "stage-0" else nullcontext():
         engine, *_ = deepspeed.initialize(model=model, optimizer=inner.optimizer, config=settings, dist_init_required=False, mpu=replicas)
     if replicas is not None:
-        forget_groups()
+        clear_mpu()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
-    put_right(cfg, inner, originals)
+    restore_fp32_weights(cfg, inner, originals)
     conditional = ConditionalModules(engine, units.conditional, names, kind)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)
@@ -91,14 +91,14 @@ def build(
 
 
 def _casting(model: nn.Module, cfg: Config, units: ModelUnits) -> list[RemovableHandle]:
-    """Hooks that cast the inputs of the root and of the units."""
+    """Register hooks that cast the inputs of the root and of the units."""
     if cfg.precision.compute == "fp32":
         return []
     return cast_inputs([model, *(unit.module for unit in units.casting)], DTYPES[cfg.precision.compute])
 
 
 def completed(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:
-    """The JSON with what only the model and the machine can say: names of units, sizes, whether memory can be page-locked."""
+    """Add to the JSON what depends on the model and the machine: names of units, sizes, whether memory can be pinned."""
     native = copy.deepcopy(native)
     zero = native["zero_optimization"]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -116,6 +116,6 @@ def completed(native: dict[str, Any], model: nn.Module, units: Sequence[str]) ->
 
 
 def _largest_unit(model: nn.Module, units: Sequence[str]) -> int:
-    """Most elements that are gathered together; what lies in no unit counts as one."""
+    """The largest number of elements gathered together; parameters outside units count as one unit."""
     sizes = [sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) for name in units]
     return max([*sizes, sum(parameter.numel() for parameter in model.parameters()) - sum(sizes)])

@@ -1,4 +1,4 @@
-"""Divides, measures and clips the gradients of one update, on ZeRO's optimizers and at stage 0."""
+"""Divide and clip the gradients of an update and take their norm, on ZeRO's optimizers and at stage 0."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from unishard.engine.optim.grad_norm import divide, norm_of
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
-from unishard_deepspeed.patches.updates import clip_to, divide_gradients, making_every_update
+from unishard_deepspeed.patches.updates import clip_to, divide_gradients, without_overflow_check
 from unishard_deepspeed.shards import give_gradients
 
 __all__ = ["Clipping", "clipping_of"]
 
 
 class Clipping(Protocol):
-    """How the gradients of an update are divided and clipped, and how it turned out."""
+    """Divides and clips the gradients of an update, and reports its outcome."""
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
-        """Before `engine.step()`: divide by this, and clip to this norm or not at all."""
+        """Set the divisor and the maximum norm before `engine.step()`; None for no clipping."""
 
     def step(self) -> tuple[float, bool]:
-        """Call `engine.step()`: the norm before clipping, and whether the update was made."""
+        """Call `engine.step()`; return the norm before clipping, and whether the update was made."""
         ...
 
 
 def clipping_of(cfg: Config, engine: Any, inner: InnerOptimizer) -> Clipping:
-    """What suits the optimizer that a DeepSpeed engine runs.
+    """Choose the implementation for the optimizer of a DeepSpeed engine.
 
     Args:
-        cfg: What runs.
-        engine: Of `deepspeed.initialize`.
-        inner: The torch optimizer in it.
+        cfg: The config.
+        engine: The engine that `deepspeed.initialize` returned.
+        inner: Its torch optimizer.
     """
     return TorchClipping(cfg, engine, inner) if engine.zero_optimization_stage() == 0 else EngineClipping(cfg, engine)
 
 
 class EngineClipping:
-    """DeepSpeed's optimizer clips and keeps the norm, and leaves out an update that is not finite, unless it is kept from it."""
+    """Stages 1 to 3: DeepSpeed's optimizer clips, keeps the norm, and skips non-finite updates unless `nonfinite` is `ignore`."""
 
     def __init__(self, cfg: Config, engine: Any) -> None:
         self._engine = engine
         self._kind = kind_of(cfg)
         self._skips = cfg.training.nonfinite != "ignore"
         self._limit = cfg.training.gradient_clipping or 0.0
-        """What the optimizer clips to, 0 for no clipping."""
+        """The optimizer's maximum norm, 0 for no clipping."""
         self._divisor = 1.0
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
-        """Set the optimizer's own limit and divisor, where they are others than before."""
+        """Set the optimizer's limit and divisor if they have changed."""
         if (max_norm or 0.0) != self._limit:
             PATCHES["clipping"].require()
             self._limit = max_norm or 0.0
             clip_to(self._engine.optimizer, self._limit)
         if divisor != 1 or self._divisor != 1:
-            require("divided", self._kind)
+            require("divisor", self._kind)
             self._divisor = divisor
             divide_gradients(self._engine.optimizer, divisor, self._kind)
 
     def step(self) -> tuple[float, bool]:
-        """Read both off the engine. The norm of an update that was left out is infinite."""
-        with nullcontext([False]) if self._skips else making_every_update(self._engine.optimizer, self._kind) as invalid:
+        """Read both from the engine. The norm of a skipped update is infinite."""
+        with nullcontext([False]) if self._skips else without_overflow_check(self._engine.optimizer, self._kind) as invalid:
             self._engine.step()
         if self._divisor != 1:
             self._divisor = 1.0
@@ -78,7 +78,7 @@ class EngineClipping:
 class TorchClipping:
     """Stage 0: divide and clip in the torch optimizer's step hook, between DeepSpeed's all-reduce and the update.
 
-    DeepSpeed discards the norm in fp32, and in bf16 and fp16 takes it of gradients that it has rounded (DeepSpeed 0.19.8,
+    In fp32 DeepSpeed discards the norm, and in bf16 and fp16 it computes the norm of rounded gradients (DeepSpeed 0.19.8,
     moe/utils.py, split_params_grads_into_shared_and_expert_params).
     """
 
@@ -91,20 +91,20 @@ class TorchClipping:
         self._divisor = 1.0
         self._norm = math.inf
         self._overflows = cfg.precision.compute == "fp16"
-        """Whether DeepSpeed's norm may be infinite where ours is not."""
+        """Whether DeepSpeed's norm may overflow although ours is finite."""
         inner.optimizer.register_step_pre_hook(self._before_update)
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
-        """Remember both for the hook."""
+        """Store both for the hook."""
         self._max_norm, self._divisor = max_norm, divisor
 
     def step(self) -> tuple[float, bool]:
-        """What the hook found; where DeepSpeed leaves the update out, it does not run."""
+        """Return what the hook computed; it does not run if DeepSpeed skips the update."""
         self._norm = math.inf
         give_gradients(self._inner.trained)
-        # DeepSpeed's norm is of gradients rounded to fp16, so that a sum beyond 65504 would be left out though it is finite in fp32.
-        # What is not finite in fp32 it still leaves out, by another check before.
-        with making_every_update(self._engine.optimizer, self._kind) if self._overflows else nullcontext():
+        # DeepSpeed takes the norm of gradients rounded to fp16, so it would skip a sum above 65504 that is finite in fp32.
+        # An earlier check still skips what is not finite in fp32.
+        with without_overflow_check(self._engine.optimizer, self._kind) if self._overflows else nullcontext():
             self._engine.step()
         return self._norm, math.isfinite(self._norm) or not self._skips
 
@@ -118,6 +118,6 @@ class TorchClipping:
         self._norm = float(norm)
         if self._skips and not math.isfinite(self._norm):
             for parameter in parameters:
-                parameter.grad = None  # torch's optimizers pass over parameters without gradient
+                parameter.grad = None  # torch's optimizers skip parameters without a gradient
         elif self._max_norm is not None:
             clip_grads_with_norm_(parameters, self._max_norm, norm)

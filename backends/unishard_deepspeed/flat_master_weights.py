@@ -1,4 +1,4 @@
-"""Lets a torch optimizer update only those parts of ZeRO's flat masters whose parameters have a gradient."""
+"""Let a torch optimizer update only the shards of ZeRO's flat master weights whose parameters have a gradient."""
 
 from __future__ import annotations
 
@@ -13,78 +13,78 @@ __all__ = ["FlatMasterWeights", "FlatShard"]
 
 
 class FlatShard(NamedTuple):
-    """Where a parameter lies in a master."""
+    """A parameter's shard in a flat master weight."""
 
     parameter: nn.Parameter
-    """The module's."""
+    """The module's parameter."""
     start: int
-    """First element in the flat master."""
+    """Its first element in the flat master weight."""
     numel: int
-    """Elements of it in this rank's part."""
+    """Its elements on this rank."""
 
 
 class FlatMasterWeights:
-    """Swaps, during `optimizer.step`, a flat master for views of the pieces that are to move.
+    """Replaces a flat master weight during `optimizer.step` by views of the shards to update.
 
-    A flat master has one step count and one set of moments, so it can only move as a whole. It is split when for the first time
-    some of its parameters are to move without the others, and stays so: each piece then has a step count of its own, and moments
-    that are views of the flat ones, where DeepSpeed and everyone else go on to find them. A flat master that always moves as a
-    whole, or not at all, is never split and costs nothing.
+    A flat master weight has one step count and one set of moments, so the optimizer can only update all of it. It is split when
+    for the first time only some of its parameters are to be updated, and stays split: each shard then has its own step count, and
+    moments that are views of the flat ones, where DeepSpeed still finds them. A flat master weight that is always updated
+    completely, or not at all, is never split and costs nothing.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, find: Callable[[], Mapping[Tensor, Sequence[FlatShard]]], settle: Callable[[], None]
     ) -> None:
-        """Watch an optimizer.
+        """Register hooks on an optimizer.
 
         Args:
-            optimizer: Its groups hold the masters while it steps.
-            find: Says what each master consists of; padding is in no piece. Called when a parameter stays for the first time.
-            settle: Called when the optimizer is about to step: `left_out` must be known then.
+            optimizer: Its groups hold the flat master weights while it steps.
+            find: Returns the shards of each flat master weight; padding is in no shard. Called at the first unused parameter.
+            settle: Called before the optimizer steps; `unused` must be known afterwards.
         """
-        self.left_out: set[Tensor] = set()
-        """Parameters that the next step does not move."""
+        self.unused: set[Tensor] = set()
+        """Parameters that the next step does not update."""
         self._optimizer = optimizer
         self._find = find
-        self._settle = settle
+        self._wait = settle
         self._split: dict[Tensor, list[tuple[FlatShard, Tensor]]] = {}
         self._stepping: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
     @cached_property
-    def pieces(self) -> Mapping[Tensor, Sequence[FlatShard]]:
-        """What each master on this rank consists of."""
+    def shards(self) -> Mapping[Tensor, Sequence[FlatShard]]:
+        """The shards of each flat master weight on this rank."""
         return self._find()
 
     def remove(self) -> None:
-        """Let go of the optimizer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def stepped(self, master: Tensor, piece: FlatShard) -> tuple[Tensor, int]:
-        """The tensor that the optimizer steps and keeps state of, and where a piece lies in it: the master, or a view of it."""
+    def stepped_tensor(self, master: Tensor, shard: FlatShard) -> tuple[Tensor, int]:
+        """The tensor that the optimizer steps (the flat master weight or a view of it), and the start of a shard in it."""
         for each, view in self._split.get(master, ()):
-            if each is piece:
+            if each is shard:
                 return view, 0
-        return master, piece.start
+        return master, shard.start
 
     def forget(self) -> None:
-        """Forget all state; every master is whole again."""
+        """Clear all state; no flat master weight is split afterwards."""
         self._split.clear()
         self._optimizer.state.clear()
 
     def split(self, master: Tensor) -> list[Tensor]:
-        """Let each piece have a state of its own from now on: views of the pieces, in their order."""
-        self._split[master] = [(piece, self._view(master, piece)) for piece in self.pieces[master]]
+        """Give each shard its own state from now on; returns views of the shards in order."""
+        self._split[master] = [(shard, self._view(master, shard)) for shard in self.shards[master]]
         return [view for _, view in self._split[master]]
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._settle()
-        if not self.left_out and not self._split:
+        self._wait()
+        if not self.unused and not self._split:
             return
         for group in optimizer.param_groups:
             self._stepping.append((group, group["params"]))
-            group["params"] = [part for master in group["params"] for part in self._moving(master)]
+            group["params"] = [tensor for master in group["params"] for tensor in self._tensors_to_step(master)]
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         for group, masters in self._stepping:
@@ -93,43 +93,43 @@ class FlatMasterWeights:
                 self.gather_state(master)
         self._stepping.clear()
 
-    def _moving(self, master: Tensor) -> list[Tensor]:
-        pieces = self.pieces.get(master, ())
-        staying = [piece for piece in pieces if piece.parameter in self.left_out]
-        if pieces and len(staying) == len(pieces):
+    def _tensors_to_step(self, master: Tensor) -> list[Tensor]:
+        shards = self.shards.get(master, ())
+        staying = [shard for shard in shards if shard.parameter in self.unused]
+        if shards and len(staying) == len(shards):
             return []
         if staying and master not in self._split:
             self.split(master)
         if master not in self._split:
             return [master]
-        moving = [(piece, view) for piece, view in self._split[master] if piece.parameter not in self.left_out]
-        for piece, view in moving:
-            view.grad = None if master.grad is None else master.grad.narrow(0, piece.start, piece.numel)
+        moving = [(shard, view) for shard, view in self._split[master] if shard.parameter not in self.unused]
+        for shard, view in moving:
+            view.grad = None if master.grad is None else master.grad.narrow(0, shard.start, shard.numel)
         return [view for _, view in moving]
 
-    def _view(self, master: Tensor, piece: FlatShard) -> Tensor:
-        """A piece with the state that it has had as a part of the whole."""
-        view = master.detach().narrow(0, piece.start, piece.numel)
+    def _view(self, master: Tensor, shard: FlatShard) -> Tensor:
+        """A view of a shard, with the state that it had in the flat master weight."""
+        view = master.detach().narrow(0, shard.start, shard.numel)
         for key, value in self._optimizer.state.get(master, {}).items():
             if not isinstance(value, Tensor):
                 self._optimizer.state[view][key] = value
             elif value.shape == master.shape:
-                self._optimizer.state[view][key] = value.narrow(0, piece.start, piece.numel)
+                self._optimizer.state[view][key] = value.narrow(0, shard.start, shard.numel)
             else:
                 self._optimizer.state[view][key] = value.clone()
         return view
 
     def gather_state(self, master: Tensor) -> None:
-        """Move what the step has made for single pieces into tensors for the whole, of which they get views."""
-        for piece, view in self._split.get(master, ()):
+        """Move state that the step created for single shards into flat tensors, and make it views of those."""
+        for shard, view in self._split.get(master, ()):
             view.grad = None
-            whole = self._optimizer.state[master]
+            flat = self._optimizer.state[master]
             for key, value in self._optimizer.state.get(view, {}).items():
                 if not isinstance(value, Tensor) or value.shape != view.shape:
-                    whole[key] = value  # a step count, say; the whole has none of its own
+                    flat[key] = value  # such as a step count, of which the flat state has none
                     continue
-                if key not in whole:
-                    whole[key] = torch.zeros(master.shape, dtype=value.dtype, device=value.device)
-                part = whole[key].narrow(0, piece.start, piece.numel)
-                if part.data_ptr() != value.data_ptr():
-                    self._optimizer.state[view][key] = part.copy_(value)
+                if key not in flat:
+                    flat[key] = torch.zeros(master.shape, dtype=value.dtype, device=value.device)
+                interval = flat[key].narrow(0, shard.start, shard.numel)
+                if interval.data_ptr() != value.data_ptr():
+                    self._optimizer.state[view][key] = interval.copy_(value)

@@ -1,4 +1,4 @@
-"""The adapter of a model at stage 3 that is only evaluated: DeepSpeed's `DeepSpeedZeRoOffload` in place of an optimizer."""
+"""The inference adapter at stage 3: DeepSpeed runs `DeepSpeedZeRoOffload` in place of an optimizer."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["DeepSpeedInferenceAdapter"]
 
 
 class DeepSpeedInferenceAdapter(InferenceAdapter):
-    """Gathers a unit for its forward and drops it afterwards."""
+    """Gathers a unit for its forward and reshards it afterwards."""
 
     def __init__(self, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle]) -> None:
         super().__init__(engine.module, device)
         self._engine = engine
         self._hooks = hooks
-        """On the model; they go with the engine."""
+        """Hooks on the model, removed with the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Through the module, whose hooks gather."""
-        # Not through the engine, which would take a backward through the outputs for one of its own (runtime/engine.py, forward).
+        """Run the module, whose hooks gather parameters."""
+        # Not the engine, which would treat a backward through the outputs as its own (runtime/engine.py, forward).
         return self.module(*args, **kwargs)
 
     def placement(self) -> Placement:
-        """What the engine really holds, read off its live tensors."""
+        """Report what the engine holds, from its live tensors."""
         return Placement(
             engine=type(self._engine).__name__,
             units=units(self._engine),
@@ -45,16 +45,16 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         )
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
-        """The partitioned parameter."""
-        require("masters", "stage-3")
-        return shards.master_part(self._engine.optimizer, None, parameter, "stage-3")
+        """The shard of the parameter itself."""
+        require("master-weights", "stage-3")
+        return shards.master_shard_of(self._engine.optimizer, None, parameter, "stage-3")
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """The partitioned parameter, in `precision.compute`."""
-        shards.low_precision_copy(parameter, full, "stage-3")
+        """Update the partitioned parameter, in `precision.compute`."""
+        shards.update_low_precision_copy(parameter, full, "stage-3")
 
     def close(self) -> None:
-        """Destroy the `DeepSpeedEngine`, and take the hooks off the model."""
+        """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._engine.destroy()

@@ -1,4 +1,4 @@
-"""The user's torch optimizer inside DeepSpeed's, read by its own groups: DeepSpeed puts the masters there that it steps."""
+"""The user's torch optimizer inside DeepSpeed's, whose groups hold the master weights."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["InnerOptimizer"]
 
 
 class InnerOptimizer:
-    """Whose parameters an optimizer was built for, and which masters DeepSpeed has put in their place."""
+    """An optimizer's original parameters, and the master weights by which DeepSpeed replaced them in its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before `deepspeed.initialize`: the groups still hold the module's parameters."""
+        """Call it before `deepspeed.initialize`, when the groups still hold the module's parameters."""
         self.optimizer = optimizer
         self.trained: list[nn.Parameter] = [tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.numel()]
-        """The module's parameters that DeepSpeed updates, in the same order on every rank; it leaves out those without elements."""
+        """The module's parameters that DeepSpeed updates, in the same order on every rank; it ignores empty ones."""
 
     @cached_property
     def masters(self) -> list[Tensor]:
-        """After `deepspeed.initialize`: the live masters on this rank, whole or flat; at stage 3 none.
+        """The live master weights on this rank after `deepspeed.initialize`, full or flat; none at stage 3.
 
-        Asked for between steps at first: during one, stages 1 and 2 leave only the group that steps in the optimizer.
+        First read between two steps: during a step, stages 1 and 2 keep only the stepping group in the optimizer.
         """
         return [master for group in self.optimizer.param_groups for master in group["params"]]
 
     @cached_property
-    def whole(self) -> dict[nn.Parameter, Tensor]:
-        """At stage 0: each parameter's master, which is itself where it is in the format of the masters."""
+    def full_masters(self) -> dict[nn.Parameter, Tensor]:
+        """Each parameter's master weight at stage 0; the parameter itself if it has the master dtype."""
         return dict(zip(self.trained, (master for master in self.masters if master.numel()), strict=True))

@@ -1,4 +1,4 @@
-"""The state of the user's optimizer by the parameters of the model, though it is kept by flat masters."""
+"""Optimizer state by model parameter, although it is stored by flat master weight."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from unishard.engine.optim.optimizer_state import StateSpec, fresh_state, tensor
 from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind
-from unishard_deepspeed.patches.state import forget_states, groups_of_masters
+from unishard_deepspeed.patches.state import groups_of_masters, unlink_states
 from unishard_deepspeed.shards import Shards
 
 __all__ = ["OptimizerState"]
 
 
 class OptimizerState:
-    """Reads the state in shards, and makes it anew."""
+    """Reads optimizer state as shards, and recreates it."""
 
     def __init__(self, optimizer: Any, inner: InnerOptimizer, masters: FlatMasterWeights, access: Shards, kind: Kind) -> None:
-        """Remember where to look.
+        """Hold the optimizers.
 
         Args:
-            optimizer: DeepSpeed's.
+            optimizer: DeepSpeed's optimizer.
             inner: The torch optimizer inside it.
-            masters: Of the torch optimizer, and how they are split.
-            access: Says what this rank holds of a master.
-            kind: Of the optimizer.
+            masters: The flat master weights of the torch optimizer, and how they are split.
+            access: Returns this rank's shard of a master weight.
+            kind: The kind of DeepSpeed optimizer.
         """
         self._optimizer = optimizer
         self._inner = inner
@@ -46,28 +46,28 @@ class OptimizerState:
 
     @cached_property
     def _places(self) -> dict[nn.Parameter, tuple[Tensor, FlatShard]]:
-        """Where each parameter lies."""
-        return {piece.parameter: (master, piece) for master, pieces in self._masters.pieces.items() for piece in pieces}
+        """The flat master weight and the shard of each parameter."""
+        return {shard.parameter: (master, shard) for master, shards in self._masters.shards.items() for shard in shards}
 
     def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """What this rank holds of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty where it holds nothing."""
+        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds nothing."""
         held = self._access.master(parameter)
         if parameter not in self._places or not held.values.numel():
             return {}
-        master, piece = self._places[parameter]
-        tensor, start = self._masters.stepped(master, piece)
+        master, shard = self._places[parameter]
+        tensor, start = self._masters.stepped_tensor(master, shard)
         tensors, numbers = tensors_and_numbers(self._torch, self._groups[master], tensor, self._torch.state.get(tensor, {}))
-        # At stage 3 a piece ends in padding, which is no part of the parameter.
-        stretches = {key: value if held.group is None else value.narrow(0, start, held.values.numel()) for key, value in tensors.items()}
-        found = {key: held._replace(values=values) for key, values in stretches.items()}
+        # At stage 3 a shard ends in padding, which does not belong to the parameter.
+        intervals = {key: value if held.group is None else value.narrow(0, start, held.values.numel()) for key, value in tensors.items()}
+        found = {key: held._replace(values=values) for key, values in intervals.items()}
         return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
 
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """Forget all state and make that of some parameters anew; the others have none, as before their first update."""
-        forget_states(self._inner, self._kind)
+        """Clear all state and create it for some parameters; the others have none, as before their first update."""
+        unlink_states(self._inner, self._kind)
         self._masters.forget()
-        for master, pieces in self._masters.pieces.items():
-            wanted = [specs.get(piece.parameter) for piece in pieces]
+        for master, shards in self._masters.shards.items():
+            wanted = [specs.get(shard.parameter) for shard in shards]
             if any(spec != wanted[0] for spec in wanted):
                 self._make_split(master, wanted)
             elif wanted[0] is not None:

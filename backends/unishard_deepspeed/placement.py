@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine really holds, read off its tensors."""
+"""What a DeepSpeed engine holds, from its live tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["MasterWeights", "parameter_bytes", "units"]
 
 
 class MasterWeights:
-    """Formats and number of elements of the masters on this rank, which stay as they were made."""
+    """Dtypes and number of elements of the master weights on this rank, which do not change."""
 
     def __init__(self, kind: Kind, inner: InnerOptimizer) -> None:
-        masters = _local_parts(inner.trained) if kind == "stage-3" else inner.masters
+        masters = _local_shards(inner.trained) if kind == "stage-3" else inner.masters
         self.dtypes = frozenset(name_of(master.dtype) for master in masters)
         self.numel = sum(master.numel() for master in masters)
 
 
-def _local_parts(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _local_shards(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     from deepspeed.utils import safe_get_local_fp32_param
 
     return [torch.empty_like(safe_get_local_fp32_param(parameter), device="meta") for parameter in parameters]
@@ -41,7 +41,7 @@ def units(engine: Any) -> tuple[str, ...]:
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of parameters on this rank: what is gathered, and this rank's own part, `ds_tensor` (DeepSpeed's page on ZeRO)."""
+    """Bytes of parameters on this rank: gathered ones, and this rank's shard, `ds_tensor` (DeepSpeed's page on ZeRO)."""
     return sum(tensor.numel() * tensor.element_size() for parameter in parameters for tensor in _held(parameter))
 
 

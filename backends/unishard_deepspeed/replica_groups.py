@@ -1,8 +1,8 @@
-"""Groups of ranks that hold a copy each, which DeepSpeed 0.19.8 no longer has since MiCS was taken out.
+"""Groups of ranks that each hold a copy (hybrid sharding), which DeepSpeed 0.19.8 lacks since MiCS was removed.
 
-ZeRO divides between the ranks of the data-parallel group that it is given. Here that is the group of ranks that share one copy;
-the gradients are averaged over the groups before the update. DeepSpeed takes ranks at the same place of different groups for
-model-parallel ones, so that it counts each part of the gradients once in the norm.
+ZeRO shards over the ranks of the data-parallel group that it gets: here the ranks that share one copy. Gradients are averaged
+over the groups before the update. DeepSpeed treats ranks at the same position of different groups as model-parallel, so it
+counts each gradient shard once in the norm.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["Replicas", "replicas_of"]
 
 
 class Replicas:
-    """What `deepspeed.initialize` takes as `mpu` (DeepSpeed 0.19.8, `__init__.py`)."""
+    """The argument `mpu` of `deepspeed.initialize` (DeepSpeed 0.19.8, `__init__.py`)."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
     @property
     def count(self) -> int:
-        """Groups that hold a copy each."""
+        """Number of groups that each hold a copy."""
         return self._mesh.size(0)
 
     def get_data_parallel_group(self) -> Any:
@@ -35,32 +35,32 @@ class Replicas:
         return self._mesh.get_group("shard")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their numbers among all ranks."""
+        """Their global ranks."""
         return dist.get_process_group_ranks(self.get_data_parallel_group())
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Size of that group."""
         return self._mesh.size(1)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among them."""
+        """This rank's index in that group."""
         return self._mesh.get_local_rank("shard")
 
     def get_model_parallel_group(self) -> Any:
-        """The ranks that hold the same part."""
+        """The ranks that hold the same shard."""
         return self._mesh.get_group("replicate")
 
     def get_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Size of that group."""
         return self.count
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among them."""
+        """This rank's index in that group."""
         return self._mesh.get_local_rank("replicate")
 
 
 def replicas_of(cfg: Config, topology: Topology, device: str) -> Replicas | None:
-    """The groups that a config asks for; None where all ranks share one copy. Collective."""
+    """Create the groups of a hybrid strategy; None if all ranks share one copy. Collective."""
     size = shard_group_size(cfg, topology)
     if not cfg.sharding.hybrid or size == topology.world_size:
         return None

@@ -1,6 +1,6 @@
-"""Stage 3: partitions a model parameter by parameter, so that no rank needs all of it at once.
+"""Stage 3: partition a model parameter by parameter, so that no rank needs a full copy.
 
-Left to itself, `deepspeed.initialize` takes a whole model on each rank, rounds it to bf16 and only then partitions it.
+By default, `deepspeed.initialize` needs a full model on each rank and rounds it to bf16 before it partitions it.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ def partition(
     *,
     train: bool,
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Bring rank 0's buffers whole and its parameters in parts onto every rank, in the compute format. Collective.
+    """Broadcast rank 0's buffers, and shard its parameters over the ranks in the compute dtype. Collective.
 
     Args:
         deepspeed: The package.
-        model: Whole on rank 0.
-        cfg: What to run.
+        model: Full on rank 0.
+        cfg: The config.
         settings: The JSON for `deepspeed.initialize`.
         device: Where this rank computes.
-        replicas: The groups that hold a copy each, where there are several.
-        train: Whether the fp32 weights are needed; else the parameters are frozen.
+        replicas: The groups that each hold a copy, if there are several.
+        train: Whether to keep fp32 weights; if not, the parameters are frozen.
 
     Returns:
-        Where the compute format is not that of the masters: each trainable parameter, and this rank's part of its master weight,
-        from which the masters must be set, since DeepSpeed makes them from what was rounded.
+        If compute and master dtype differ: each trainable parameter with this rank's shard of its fp32 weight, to set the
+        master weights, because DeepSpeed makes them from the rounded parameters.
     """
     with start.quiet():
-        deepspeed.init_distributed(dist_init_required=False)  # takes up the group that is there, as `initialize` does
+        deepspeed.init_distributed(dist_init_required=False)  # uses the existing process group, as `initialize` does
     group = None if replicas is None else replicas.get_data_parallel_group()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     low = cfg.precision.compute != "fp32"
@@ -61,18 +61,18 @@ def partition(
         for parameter in parameters:
             materialize([parameter], device)
             broadcast([parameter])
-            if 0 in parameter.stride():  # a stand-in; `contiguous` keeps its strides where it has one element, and DeepSpeed sends bytes
+            if 0 in parameter.stride():  # a placeholder; `contiguous` keeps strides of a single element, and DeepSpeed sends bytes
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
             parameter.data = parameter.data.contiguous()
             if not train:
                 cast_to_compute([parameter], cfg.precision)
-            whole = parameter.data.view(-1)
+            full = parameter.data.view(-1)
             if low and parameter.is_floating_point():
                 parameter.data = parameter.data.to(DTYPES[cfg.precision.compute])
             if train and parameter.requires_grad and cfg.precision.compute != cfg.precision.master:
-                size = -(-whole.numel() // ranks)
-                originals.append((parameter, whole[size * rank :][:size].clone()))
-            del whole
+                size = -(-full.numel() // ranks)
+                originals.append((parameter, full[size * rank :][:size].clone()))
+            del full
         sizes = [parameter.numel() for parameter in parameters]
         with start.quiet():
             init = deepspeed.zero.Init(
@@ -89,7 +89,7 @@ def partition(
 
 
 def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters that are whole at a time: no more elements than the largest has, since each `deepspeed.zero.Init` reads the JSON anew."""
+    """Group parameters up to the size of the largest: each `deepspeed.zero.Init` parses the JSON, so one call handles several."""
     largest, batch, elements = max((parameter.numel() for parameter in parameters), default=0), list[nn.Parameter](), 0
     for parameter in parameters:
         if batch and elements + parameter.numel() > largest:
@@ -103,6 +103,6 @@ def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 @torch.no_grad()
 def _clear_padding(parameter: Any, size: int, rank: int) -> None:
-    """Zero what this rank's part has beyond the end of the parameter; DeepSpeed leaves there what was in memory."""
-    part = parameter.ds_tensor
-    part[max(0, size - part.numel() * rank) :].zero_()
+    """Zero the padding at the end of this rank's shard, which DeepSpeed leaves uninitialized."""
+    shard = parameter.ds_tensor
+    shard[max(0, size - shard.numel() * rank) :].zero_()

@@ -1,4 +1,4 @@
-"""Gradients and parameters of a DeepSpeed engine, by the parameters of the model."""
+"""Shards of a DeepSpeed engine's gradients and master weights, by model parameter."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Shards", "give_gradients"]
 
 
 def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Stage 0: give parameters without a gradient one of zeros, in the format in which theirs are added up.
+    """Stage 0: create zero gradients in the accumulation dtype for parameters without one.
 
-    DeepSpeed would make it in the parameter's own format, which torch then refuses (DeepSpeed 0.19.8, runtime/engine.py,
+    DeepSpeed would create them in the parameter's dtype, which torch then refuses (DeepSpeed 0.19.8, runtime/engine.py,
     _get_gradients_for_reduction).
     """
     for parameter in parameters:
@@ -30,7 +30,7 @@ def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class Shards:
-    """What a window's gradients and the masters are made of, on every stage."""
+    """Shards of a window's gradients and of the master weights, at every stage."""
 
     def __init__(self, cfg: Config, engine: Any, inner: InnerOptimizer) -> None:
         self._engine = engine
@@ -38,42 +38,42 @@ class Shards:
         self._kind = kind_of(cfg)
         self._offloads = cfg.offload.optimizer != "none"
         self._gradients: dict[nn.Parameter, Shard] | None = None
-        """Of the window that is at its end."""
+        """Gradient shards, once reduced in this window."""
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce the gradients now instead of in `engine.step()`. Collective.
+        """Reduce the gradients before `engine.step()` does. Collective.
 
         Raises:
-            BackendError: DeepSpeed has not the names for it.
+            BackendError: DeepSpeed lacks a private name for it.
         """
         require("gradients", self._kind)
         if self._kind == "stage-0":
             give_gradients(self._inner.trained)
         shards.reduce_gradients(self._engine)
         self._finish_copies()
-        self._gradients = shards.gradient_parts(self._engine, self._inner, self._kind)
+        self._gradients = shards.gradient_shards(self._engine, self._inner, self._kind)
 
     def gradient(self, parameter: nn.Parameter) -> Shard | None:
-        """After `reduce`: this rank's part of a gradient."""
+        """This rank's shard of a gradient, after `reduce`."""
         return None if self._gradients is None else self._gradients.get(parameter)
 
     def master(self, parameter: nn.Parameter) -> Shard:
-        """This rank's part of a master.
+        """This rank's shard of a master weight.
 
         Raises:
-            BackendError: DeepSpeed has not the names for it.
+            BackendError: DeepSpeed lacks a private name for it.
         """
-        require("masters", self._kind)
-        return shards.master_part(self._engine.optimizer, self._inner, parameter, self._kind)
+        require("master-weights", self._kind)
+        return shards.master_shard_of(self._engine.optimizer, self._inner, parameter, self._kind)
 
     def refresh(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Bring the parameter up to its edited master."""
-        shards.low_precision_copy(parameter, value, self._kind)
+        """Update a parameter to its edited master weight."""
+        shards.update_low_precision_copy(parameter, value, self._kind)
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Inside, if `reduce` was called, `engine.step()` takes the gradients as they are now."""
+        """A block in which `engine.step()` uses the gradients as they are, if `reduce` was called."""
         if self._gradients is None:
             yield
             return
@@ -85,18 +85,18 @@ class Shards:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """Forget the window.
+        """Drop the window's gradients.
 
         Raises:
-            BackendError: DeepSpeed has not the names for it.
+            BackendError: DeepSpeed lacks a private name for it.
         """
-        require("dropped", self._kind)
+        require("discard", self._kind)
         self._gradients = None
         self._finish_copies()
         shards.drop_gradients(self._engine, self._kind)
 
     def _finish_copies(self) -> None:
-        """Let gradients arrive in page-locked host memory, into which DeepSpeed copies them without waiting.
+        """Wait for gradients that DeepSpeed copies to pinned host memory asynchronously.
 
         (DeepSpeed 0.19.8, runtime/zero/stage3.py, _offload_grad_partition_at_boundary; runtime/zero/stage_1_and_2.py,
         async_inplace_copy_grad_to_fp32_buffer_from_gpu.)

@@ -1,4 +1,4 @@
-"""Zeroes the gradients that DeepSpeed would apply again: it overwrites those alone that a micro-batch, or a window, has used."""
+"""Zero stale gradients, which DeepSpeed would apply again: it overwrites only gradients that a micro-batch or window used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["StaleGradients"]
 
 
 class StaleGradients:
-    """What of the last window is left in an optimizer.
+    """Gradients of the last window that remain in an optimizer.
 
-    Which parameters the next window uses is not known before it. So all is zeroed after each update, where DeepSpeed has the names
-    for it; where it has not, only a run that leaves a parameter out is refused.
+    Which parameters the next window uses is not known in advance. So all are zeroed after each update, if DeepSpeed has the private
+    names for it; if not, only runs that do not use a parameter are refused.
     """
 
     def __init__(self, cfg: Config, optimizer: Any) -> None:
@@ -26,21 +26,21 @@ class StaleGradients:
         self._kind = kind_of(cfg)
         self._kept = PATCHES["stale-gradients"] if self._kind == "stage-3" else None
         self._offloaded = PATCHES[f"stale-offloaded-{self._kind}"] if cfg.offload.optimizer != "none" else None
-        self.broken: list[Patch] = [patch for patch in (self._kept, self._offloaded) if patch is not None and not patch.works]
-        """What cannot be zeroed."""
+        self.missing: list[Patch] = [patch for patch in (self._kept, self._offloaded) if patch is not None and not patch.works]
+        """Patches for gradients that cannot be zeroed, because DeepSpeed lacks a private name."""
 
     def clear(self, *, updated: bool = True) -> None:
-        """After an update.
+        """Zero stale gradients after an update.
 
         Args:
             updated: Whether it was made.
 
         Raises:
-            BackendError: It was left out, which DeepSpeed would do with all that follow, and it has not the names for it.
+            BackendError: It was skipped, DeepSpeed would then skip all later ones, and it lacks the private names to prevent that.
         """
-        if self._kept is not None and self._kept not in self.broken:
+        if self._kept is not None and self._kept not in self.missing:
             clear_stale_gradients(self._optimizer)
-        if self._offloaded is not None and self._offloaded not in self.broken:
+        if self._offloaded is not None and self._offloaded not in self.missing:
             clear_offloaded(self._optimizer, self._kind)
         elif self._offloaded is not None and not updated:
             self._offloaded.require()

@@ -1,4 +1,4 @@
-"""Brings DeepSpeed up in a process whose group unishard has started: quietly, without compiling anything, on the right device."""
+"""Import and set up DeepSpeed in a process whose group unishard started: quietly, without compilation, on this rank's device."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from unishard_deepspeed.patches.building import compile_nothing, leave_process_g
 __all__ = ["OLDEST", "load", "quiet", "require_files"]
 
 OLDEST = (0, 19, 8)
-"""The first version that adds up in fp32 what stage 2 reduces in bf16 and fp16 (runtime/zero/stage_1_and_2.py)."""
+"""The first version in which stage 2 with bf16 or fp16 accumulates and reduces in fp32 (runtime/zero/stage_1_and_2.py)."""
 
 _EXPECTED = (
-    # About every torch optimizer but Adam, AdamW and Adagrad; unishard's suite is the test.
+    # For every torch optimizer except Adam, AdamW and Adagrad; unishard's suite tests them.
     "untested optimizer",
-    # About a model without units (DeepSpeed 0.19.8, utils/z3_leaf_module.py); `verify` compares the units with what was asked.
+    # For a model without units (DeepSpeed 0.19.8, utils/z3_leaf_module.py); `verify` compares the units with the config.
     "ZeRO leaf module configuration did not match any modules",
 )
-"""In warnings that say nothing new."""
+"""Substrings of warnings to suppress."""
 
 _world: Any = None
-"""The process group that DeepSpeed's own references belong to."""
+"""The process group that DeepSpeed's references belong to."""
 
 
 def load(topology: Topology) -> ModuleType:
-    """DeepSpeed, imported and set up for this process. Safe to call again, also after the process group was restarted.
+    """Import DeepSpeed and set it up for this process. Can be called again, also after the process group was restarted.
 
     Raises:
-        BackendError: It is too old, would compute on another kind of device than the model, or cannot forget a process group.
+        BackendError: It is too old, would compute on another type of device than the model, or cannot release a process group.
     """
     global _world
     _require_version()
     device = device_of(topology)
-    _say_where(device, topology)
+    _set_device(device, topology)
     with quiet():
         import deepspeed
         from deepspeed.accelerator import get_accelerator
@@ -73,16 +73,16 @@ def _require_version() -> None:
     if tuple(map(int, re.findall(r"\d+", installed)[:3])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise BackendError(
-            f"backend deepspeed needs deepspeed>={oldest}, and {installed} is installed, which rounds gradients in shard_grad_op with "
-            f"bf16 that are to be added up in fp32; pip install -U 'deepspeed>={oldest}'"
+            f"backend deepspeed needs deepspeed>={oldest}; {installed} is installed, which in shard_grad_op with bf16 rounds gradients "
+            f"that should accumulate in fp32; pip install -U 'deepspeed>={oldest}'"
         )
 
 
-def _say_where(device: torch.device, topology: Topology) -> None:
-    """Put the device of this rank into the environment, where DeepSpeed looks for it.
+def _set_device(device: torch.device, topology: Topology) -> None:
+    """Set this rank's device in the environment variables that DeepSpeed reads.
 
     Raises:
-        BackendError: The user has put another kind of device there.
+        BackendError: The user has set another type of device.
     """
     asked = os.environ.setdefault("DS_ACCELERATOR", "cpu") if device.type == "cpu" else os.environ.get("DS_ACCELERATOR", "cuda")
     if asked != device.type:
@@ -90,7 +90,7 @@ def _say_where(device: torch.device, topology: Topology) -> None:
             f"DS_ACCELERATOR={asked} is set, but this rank computes on {device.type}; unset DS_ACCELERATOR"
             + (", or hide the devices with CUDA_VISIBLE_DEVICES= to train on the CPU" if asked == "cpu" else "")
         )
-    # DeepSpeed takes the launcher's local rank for the number of the device, also while it trains, and asserts that MPI's is the same
+    # DeepSpeed uses the launcher's local rank as the device index, also during training, and asserts that MPI's is the same
     # (DeepSpeed 0.19.8, runtime/engine.py, zero/partition_parameters.py and zero/utils.py).
     if device.type == "cpu":
         os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))
@@ -100,10 +100,10 @@ def _say_where(device: torch.device, topology: Topology) -> None:
 
 
 def require_files(cfg: Config) -> None:
-    """Check that DeepSpeed can keep in files what a config asks for, before anything is changed.
+    """Check that DeepSpeed can offload to files as configured, before anything is changed.
 
     Raises:
-        BackendError: Its op is not there and cannot be built, or it would round the parameters.
+        BackendError: Its async_io op is missing and cannot be built, or it would round the parameters.
     """
     if cfg.offload.params != "nvme":
         return
@@ -111,40 +111,40 @@ def require_files(cfg: Config) -> None:
         from deepspeed.accelerator import get_accelerator
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        there = AsyncIOBuilder().is_compatible(verbose=False)
+        available = AsyncIOBuilder().is_compatible(verbose=False)
     if cfg.precision.compute == "fp32" and not get_accelerator().is_fp16_supported():
-        # It then takes bf16 for the format that it was told (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, _set_dtype).
+        # It then uses bf16 instead of the configured dtype (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, _set_dtype).
         raise BackendError(
             "offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed 0.19.8); set it to cpu, or "
             "precision to bf16"
         )
-    if not there:
+    if not available:
         raise BackendError(
-            "offload to nvme needs DeepSpeed's async_io op, which can be neither found nor built here; install libaio with its headers "
+            "offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio with its headers "
             "(libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
         )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what DeepSpeed prints while it builds an engine, and deprecations inside the modules that it imports so late."""
+    """Suppress what DeepSpeed prints while it builds an engine, and deprecation warnings of modules that it imports."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
 def _quieten(logger: logging.Logger) -> None:
-    """Warnings and worse, on stderr; DeepSpeed logs to stdout."""
+    """Log only warnings and errors, to stderr; DeepSpeed logs to stdout."""
     logger.setLevel(logging.WARNING)
     own = [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]
     for handler in own:
         logger.removeHandler(handler)
     if own and logging.lastResort is not None:
         logger.addHandler(logging.lastResort)
-    if _is_news not in logger.filters:
-        logger.addFilter(_is_news)
+    if _is_unexpected not in logger.filters:
+        logger.addFilter(_is_unexpected)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_unexpected(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return not any(expected in message for expected in _EXPECTED)

@@ -7,4 +7,4 @@ from unishard_fsdp.backend import FSDPBackend
 __all__ = ["backend"]
 
 backend = FSDPBackend()
-"""What the entry point `fsdp` of the group `unishard.backends` names."""
+"""The object of the entry point `fsdp` in the group `unishard.backends`."""

@@ -1,4 +1,4 @@
-"""What the adapters of torch have in common; `fsdp_adapter` has FSDP2, `ddp_adapter` DistributedDataParallel."""
+"""The base of the torch adapters; `fsdp_adapter` is for FSDP2, `ddp_adapter` for DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ __all__ = ["TorchAdapter"]
 
 
 class TorchAdapter(EngineAdapter):
-    """What torch's forms of data parallelism have in common."""
+    """The base of the adapters for torch's forms of data parallelism."""
 
     _copies: int
-    """How often all ranks together hold each gradient."""
+    """Number of copies of each gradient over all ranks."""
 
     def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
         super().__init__(module, device, optimizer)
         self._steps_always = cfg.training.nonfinite == "ignore"
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._copies = dist.get_world_size()
-        self._last = True  # torch's own default: each backward ends a window
+        self._last = True  # torch's default: each backward ends a window
 
     def backward(self, loss: Tensor) -> None:
-        """Through autograd, which the engine has hooked."""
+        """Run autograd, with the engine's hooks."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
-        """Clip by the norm over all ranks, and step the torch optimizer."""
+        """Clip by the global norm, and step the torch optimizer."""
         gradients = [local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
         norm = total_norm(gradients, self.device, copies=self._copies) / divisor
         value = float(norm)
@@ -61,7 +61,7 @@ class TorchAdapter(EngineAdapter):
 
     @torch.no_grad()
     def placement(self) -> Placement:
-        """What the engine really holds, read off its live tensors."""
+        """Report what the engine holds, from its live tensors."""
         masters = [local(parameter) for parameter in self._masters()]
         return Placement(
             engine=self._class_name(),
@@ -76,15 +76,15 @@ class TorchAdapter(EngineAdapter):
         return OptimizerState(self.torch_optimizer, self._stepped())
 
     def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """What the optimizer steps in the place of parameters."""
+        """Map parameters to the tensors that the optimizer steps instead."""
         return {}
 
     def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """As the torch optimizer keeps its state, on shards like those of the parameter."""
+        """The torch optimizer's state, in shards like those of the parameter."""
         return self._state.shards(parameter)
 
     def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """In the torch optimizer."""
+        """Create state in the torch optimizer."""
         self._state.make(specs)
 
     @abstractmethod
@@ -99,7 +99,7 @@ class TorchAdapter(EngineAdapter):
         return self._trainable
 
     def finish_gradients(self) -> None:
-        """Backward has reduced them: its last one in a window always does."""
+        """Do nothing: the last backward of a window has reduced them."""
 
     def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
         """`parameter.grad`."""
@@ -114,14 +114,14 @@ class TorchAdapter(EngineAdapter):
         return shard_of(parameter)
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """There is one copy, unless a subclass keeps another."""
+        """Do nothing: there is one copy, unless a subclass keeps another."""
 
     def drop_gradients(self) -> None:
-        """Set them to None."""
+        """Set gradients to None."""
         for parameter in self._trainable:
             parameter.grad = None
 
     def close(self) -> None:
-        """Free the gradients; torch's data parallelism belongs to the module."""
+        """Free the gradients; torch's hooks stay with the module."""
         for parameter in self._trainable:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Reads FSDP's own arguments into the config's words and writes them back. Imports no torch."""
+"""Translate FSDP's own arguments to config fields and back. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,31 +20,29 @@ _VERSION_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use
 
 
 def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None) -> list[Entry]:
-    """What the arguments say, one entry for each, and what FSDP assumes where they are silent.
+    """Interpret the arguments, one entry for each, and FSDP's defaults for those that are absent.
 
     Args:
         native: Nested mappings, such as `{"version": 2, "reshard_after_forward": False}`.
-        defaults: What a tool around FSDP assumes, by dotted key; counts more than FSDP's own.
-        topology: The ranks, where they are known.
+        defaults: Defaults of a tool around FSDP, by dotted key; they override FSDP's.
+        topology: The ranks, if known.
     """
     assumed = _assumed(native, dict(defaults or {}))
     return interpret(KEYS, native, tool=_TOOL, defaults=assumed, topology=topology)
 
 
 def arguments(cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
-    """The arguments of FSDP2 for a config, and what became of each of its fields."""
+    """The arguments of FSDP2 for a config, and the result for each of its fields."""
     expressed = express(EXPRESSIONS, cfg, topology, undecided)
     if not cfg.sharding.hybrid or topology.world_size > 1:
         return expressed
-    # One rank is what is said of a number that nobody knows, and a mesh needs it.
-    word = FieldResult(
-        Fit.NEEDS_INPUT, "mesh", "the number of groups comes from the number of ranks; give --world-size and --gpus-per-node"
-    )
+    # A topology of one rank means that the number of ranks is unknown, but a mesh needs it.
+    word = FieldResult(Fit.NEEDS_INPUT, "mesh", "depends on the number of ranks; add --world-size and --gpus-per-node")
     return expressed._replace(fields={**expressed.fields, "sharding.strategy": word, "sharding.group_size": word})
 
 
 def _assumed(native: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """What decides the strategy and the format of reductions where the arguments do not say it."""
+    """The defaults that decide the strategy and the reduce dtype if the arguments do not."""
     version = native.get("version", defaults.get("version"))
     if version is None:
         version = 1 if any(key in native for key in _VERSION_1) else 2
@@ -57,7 +55,7 @@ def _assumed(native: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, A
         defaults.pop("reshard_after_forward", None)
     else:
         defaults.pop("sharding_strategy", None)
-    formats = native.get("mixed_precision")
-    if isinstance(formats, Mapping) and formats.get("param_dtype") is not None:
-        assumed["mixed_precision.reduce_dtype"] = formats["param_dtype"]
+    dtypes = native.get("mixed_precision")
+    if isinstance(dtypes, Mapping) and dtypes.get("param_dtype") is not None:
+        assumed["mixed_precision.reduce_dtype"] = dtypes["param_dtype"]
     return assumed | defaults

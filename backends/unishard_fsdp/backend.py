@@ -1,4 +1,4 @@
-"""The backend object: what the core asks of it. Stateless; torch is imported only by `prepare`."""
+"""The backend object. Stateless; only `prepare` imports torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FSDPBackend:
 
     @property
     def tested(self) -> Mapping[str, Sequence[str]]:
-        """Versions that the suite was run on; docs/versions.md says what of it."""
+        """Versions that the suite was run on; see docs/versions.md."""
         return {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15")}
 
     @property
@@ -62,14 +62,14 @@ class FSDPBackend:
 
     @property
     def constants(self) -> Mapping[str, tuple[Any, str]]:
-        """Native keys that are written whatever the config says, in the forms that have them: `(value, why)`."""
+        """Native keys that are always written, in the forms that have them: `(value, why)`."""
         return options.CONSTANTS
 
     def translate(self, cfg: Config, topology: Topology) -> Translation:
         """The arguments of `fully_shard`, `replicate` or DistributedDataParallel as data, and the report. Pure.
 
         Raises:
-            ConfigError: `native.fsdp` holds a key that does not exist, that has no meaning in this form, or that a field decides.
+            ConfigError: `native.fsdp` has a key that does not exist, does not apply to this form, or is set by a config field.
         """
         decided, report = apply(RULES, cfg, topology)
         written = merge(decided, options.constants_of(decided["data_parallel"]))
@@ -85,18 +85,18 @@ class FSDPBackend:
 
     @property
     def keys(self) -> Mapping[str, Key]:
-        """FSDP's own arguments, of version 1 and 2, and what each says in the config's words."""
+        """FSDP's own arguments, of versions 1 and 2, and the config fields that they set."""
         return KEYS
 
     @property
     def expressions(self) -> Mapping[str, Rule]:
-        """How a training script without unishard says each field to FSDP2."""
+        """How a training script without unishard sets each field with FSDP2."""
         return EXPRESSIONS
 
     def parse(
         self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
     ) -> list[Entry]:
-        """What FSDP's own arguments say, one entry for each. Pure."""
+        """Interpret FSDP's own arguments, one entry for each. Pure."""
         return arguments.parse(native, defaults=defaults, topology=topology)
 
     def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
@@ -105,7 +105,7 @@ class FSDPBackend:
 
     @property
     def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
-        """Directories of torch.distributed.checkpoint, and those of Accelerate."""
+        """Checkpoint formats of torch.distributed.checkpoint and of Accelerate."""
         from unishard_fsdp.checkpoints import FORMATS
 
         return FORMATS

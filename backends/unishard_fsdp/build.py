@@ -1,4 +1,4 @@
-"""From a model and the native config to an adapter."""
+"""Build an adapter from a model and the native config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unishard.errors import BackendError
 from unishard.plugins.backend import OptimizerBuilder
 from unishard_fsdp import options, sharding
 from unishard_fsdp.conditional import ConditionalParameters
-from unishard_fsdp.ddp import Averaging, replicated
+from unishard_fsdp.ddp import AveragingHook, wrap_ddp
 from unishard_fsdp.ddp_adapter import DDPAdapter
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
@@ -30,7 +30,7 @@ from unishard_fsdp.patches import PATCHES
 __all__ = ["build"]
 
 _SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
-"""The argument of DistributedDataParallel; torch 2.13 gave it another name."""
+"""The argument of DistributedDataParallel, which torch 2.13 renamed."""
 
 
 def build(
@@ -61,24 +61,24 @@ def build(
 
 
 def _require(native: options.FullyShard | options.Replicate, *, patched: bool, mixed: bool) -> None:
-    """Refuse, before anything is changed, what this torch cannot do.
+    """Check that this torch supports the run, before anything is changed.
 
     Args:
-        native: What runs.
+        native: The native config.
         patched: Whether the model has conditional modules.
         mixed: Whether gradients are summed in another dtype than they are computed in.
 
     Raises:
-        BackendError: A private name that the run needs is gone, or a setting is newer than this torch.
+        BackendError: A private name that the run needs is missing, or a setting needs a newer torch.
     """
     if patched:
-        PATCHES["whole-units"].require()
+        PATCHES["conditional-modules"].require()
         if mixed and native.requires_gradient_sync == "last_micro_batch":
-            PATCHES["late-gradients"].require()
+            PATCHES["mixed-accumulation"].require()
     if native.reduce_scatter_unused_params and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise BackendError(
             f"native.fsdp.reduce_scatter_unused_params needs torch 2.13 or newer, and this is torch {torch.__version__}; remove it, and "
-            "name the classes that a rank may leave out in sharding.conditional_modules"
+            "name the classes that a rank may skip in sharding.conditional_modules"
         )
 
 
@@ -87,15 +87,15 @@ def _ddp(
 ) -> DDPAdapter:
     sharding.load(model, (), device)
     if native.conditional_modules:
-        # A rank that happens to have used all of them in a step is no sign that it always will (torch 2.13, reducer.cpp).
+        # DDP warns if a rank used all parameters in the first step, but later steps may differ (torch 2.13, reducer.cpp).
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
 
-    def wrap(averaging: Averaging) -> DistributedDataParallel:
-        return replicated(
+    def wrap(averaging: AveragingHook) -> DistributedDataParallel:
+        return wrap_ddp(
             averaging,
             module=model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            init_sync=False,  # `load` has sent everything
+            init_sync=False,  # `load` has broadcast everything
             bucket_cap_mb=native.bucket_cap_mb,  # torch 2.13 multiplies it by 2**20 and rounds
             find_unused_parameters=native.find_unused_parameters or bool(native.conditional_modules),
             static_graph=native.static_graph,
@@ -118,17 +118,17 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _partitioned(optimizer: Any) -> Any:
     """A ZeroRedundancyOptimizer around a copy of an optimizer that has no state yet, on this rank's parameters."""
     with warnings.catch_warnings():
-        # Importing it runs code that nobody here uses through torch's own deprecated torch.jit (torch 2.13).
+        # The import uses torch's deprecated torch.jit, for code that is not used here (torch 2.13).
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def partition(groups: list[dict[str, Any]], **unused: Any) -> Any:
         own = object.__new__(type(optimizer))
         vars(own).update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
-        vars(own).pop("step", None)  # a scheduler has put one there that is bound to `optimizer`
+        vars(own).pop("step", None)  # a scheduler has set a `step` that is bound to `optimizer`
         return own
 
-    # About `optimizer` itself, which its copy steps for (torch 2.13, optim/lr_scheduler.py).
+    # The warning is about `optimizer`, but its copy steps (torch 2.13, optim/lr_scheduler.py).
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`", UserWarning)
-    # The very dicts of the groups, so that a scheduler made on the optimizer goes on writing the learning rates of this one.
+    # The same group dicts, so that a scheduler on the optimizer still writes the live learning rates.
     return ZeroRedundancyOptimizer(list(optimizer.param_groups), optimizer_class=partition)  # type: ignore[arg-type]  # torch only calls it

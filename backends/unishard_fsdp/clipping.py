@@ -1,4 +1,4 @@
-"""Norm, division and clipping of gradients that are in parts or whole."""
+"""Norm, division and clipping of sharded or replicated gradients."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["local", "scale", "total_norm"]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor. Call it under `no_grad`, where it costs no autograd node."""
+    """This rank's local tensor. Call it under `no_grad`, to avoid an autograd node."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) -> Tensor:
-    """Global L2 norm, an fp32 scalar on `device`, the same on every rank. Collective unless every rank holds a copy.
+    """Global L2 norm, an fp32 scalar on `device`, equal on all ranks. Collective unless every rank holds all gradients.
 
-    Works on the local parts: one collective of one number instead of DTensor's dispatch for each gradient. It goes over all ranks
-    also where groups of them hold a copy each, so that all take the same decision about clipping and skipping to the last bit.
+    Uses local shards: one collective of one number instead of DTensor's dispatch per gradient. It reduces over all ranks even if
+    groups each hold a copy, so that the norm is bit-equal and all ranks clip and skip alike.
 
     Args:
-        gradients: What this rank holds of them.
+        gradients: This rank's shards.
         device: Where this rank computes.
-        copies: How often all ranks together hold each gradient.
+        copies: Number of copies of each gradient over all ranks.
     """
     norm = norm_of(gradients).to(device) if gradients else torch.zeros((), device=device)
     if copies == dist.get_world_size():
@@ -37,13 +37,13 @@ def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) ->
 
 
 def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor: float) -> None:
-    """Divide gradients, and scale them down to `max_norm` by the formula of `torch.nn.utils.clip_grad_norm_` (torch 2.13), in place.
+    """Divide gradients and clip them to `max_norm` in place, as `torch.nn.utils.clip_grad_norm_` does (torch 2.13).
 
     Args:
-        gradients: Before division.
-        norm: Theirs after division.
+        gradients: The gradients before division.
+        norm: Their norm after division.
         max_norm: None for no clipping.
-        divisor: Mostly 1.
+        divisor: The divisor, mostly 1.
     """
     if not gradients or (max_norm is None and divisor == 1):
         return

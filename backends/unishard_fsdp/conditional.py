@@ -1,4 +1,4 @@
-"""Parameters that a rank may not use: which of them no rank has used in an accumulation window."""
+"""Find conditional parameters that no rank has used in an accumulation window."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["ConditionalParameters"]
 
 
 class ConditionalParameters:
-    """The sharded parameters of whole units. One that no rank has used in a window has no gradient, as in plain torch."""
+    """The sharded parameters of conditional modules. If no rank has used one in a window, it has no gradient, as in plain torch."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self.parameters = parameters
         self.used: set[Tensor] = set()
-        """Those that this rank has used since the last update."""
+        """The parameters that this rank has used since the last update."""
         self._flags = torch.empty(len(parameters), dtype=torch.uint8, device=device)
         self._found = False
 
     def find(self) -> None:
-        """At the end of a window, once: take away the zeros that no rank has a gradient to add to. Collective."""
+        """Remove the zero gradients of parameters that no rank has used, once at the end of a window. Collective."""
         if self._found or not self.parameters:
             return
         self._found = True
@@ -34,6 +34,6 @@ class ConditionalParameters:
                 parameter.grad = None
 
     def forget(self) -> None:
-        """The window is over."""
+        """Reset at the end of a window."""
         self.used.clear()
         self._found = False

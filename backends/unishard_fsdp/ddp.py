@@ -1,4 +1,4 @@
-"""DistributedDataParallel by its documented interface: it averages through a hook that says whether everything was averaged."""
+"""DistributedDataParallel with a communication hook that detects whether all gradients were reduced."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unishard_fsdp.patches import PATCHES
 
-__all__ = ["Averaging", "replicated"]
+__all__ = ["AveragingHook", "wrap_ddp"]
 
 _logger = logging.getLogger("unishard")
 
 
-class Averaging:
-    """A communication hook that averages over all ranks, as DDP does without a hook, and notices the last bucket.
+class AveragingHook:
+    """A communication hook that averages over all ranks, as DDP does by default, and detects the last bucket.
 
-    DDP reduces its buckets in their order, each when all its gradients are there (torch 2.13, reducer.cpp, mark_bucket_ready), so the last
-    one comes only where no gradient is missing.
+    DDP reduces buckets in order, each when all its gradients are ready (torch 2.13, reducer.cpp, mark_bucket_ready), so the last one
+    is reduced only if no gradient is missing.
     """
 
     def __init__(self) -> None:
         self.finished = False
-        """Whether the last backward has reduced everything."""
+        """Whether the last backward has reduced all buckets."""
 
     def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average one `torch.distributed.GradBucket`."""
@@ -37,19 +37,19 @@ class Averaging:
         return future.then(lambda reduced: reduced.value()[0])
 
 
-def replicated(averaging: Averaging, **arguments: Any) -> DistributedDataParallel:
-    """DDP that averages through a hook, in the same buckets from the first update on. Collective."""
+def wrap_ddp(averaging: AveragingHook, **arguments: Any) -> DistributedDataParallel:
+    """Wrap a model in DDP with the hook, and with the same buckets from the first update on. Collective."""
     buckets = PATCHES["ddp-buckets"]
-    if dist.get_world_size() > 2:  # of two ranks' gradients the sum is the same in either order
+    if dist.get_world_size() > 2:  # the sum over two ranks does not depend on the order
         if buckets.works:
             from unishard_fsdp.patches.buckets import FixedBuckets
 
-            return _hooked(FixedBuckets(**arguments), averaging)
+            return _with_hook(FixedBuckets(**arguments), averaging)
         if dist.get_rank() == 0:
             _logger.warning("%s", buckets.refusal())
-    return _hooked(DistributedDataParallel(**arguments), averaging)
+    return _with_hook(DistributedDataParallel(**arguments), averaging)
 
 
-def _hooked(replica: DistributedDataParallel, averaging: Averaging) -> DistributedDataParallel:
+def _with_hook(replica: DistributedDataParallel, averaging: AveragingHook) -> DistributedDataParallel:
     replica.register_comm_hook(None, lambda _, bucket: averaging.average(bucket))
     return replica

@@ -1,6 +1,6 @@
-"""How a training script without unishard says each field to FSDP2 (torch 2.13): one row for each leaf of the schema, in its order.
+"""How a training script without unishard sets each field with FSDP2 (torch 2.13): one row per leaf of the schema, in its order.
 
-Imports no torch. What FSDP does not do, the script does; the notes say what to write there.
+Imports no torch. What FSDP does not do, the script must; the notes say what to write there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _reshard(cfg: Config, topology: Topology) -> Native:
 
 
 def _mesh(cfg: Config, topology: Topology) -> Native:
-    """The axes, the number of groups left out where the ranks are not known."""
+    """The mesh axes, without the number of groups if the number of ranks is unknown."""
     if not cfg.sharding.hybrid:
         return {} if _sharded(cfg) else {"mesh": {"replicate": topology.world_size, "shard": 1}}
     group = shard_group_size(cfg, topology)
@@ -61,7 +61,7 @@ def _mixed(cfg: Config) -> bool:
     return cfg.precision.compute != "fp32"
 
 
-def _format(argument: str, word: str) -> Native:
+def _dtype(argument: str, word: str) -> Native:
     return {"mixed_precision": {argument: DTYPES[word]}}
 
 
@@ -70,13 +70,13 @@ def _offloaded(cfg: Config) -> bool:
 
 
 def _own(cfg: Config, topology: Topology) -> Native:
-    """The settings of `native.fsdp` that are arguments; the others are calls of the script."""
+    """The settings in `native.fsdp` that are arguments; the others are calls in the script."""
     policy: Mapping[str, Any] = cfg.native.get("fsdp", {}).get("mp_policy", {})
     return {"mixed_precision": dict(policy)} if policy else {}
 
 
 _NEAREST = "reshard_after_forward: false"
-_BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
+_BETWEEN = "FSDP shards parameters between steps and gathers them in every forward"
 
 EXPRESSIONS: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "version", "FSDP2", lambda cfg, topology: {"version": 2}),
@@ -90,19 +90,19 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "no_shard",
                 lambda cfg: not _sharded(cfg),
                 Fit.EQUIVALENT,
-                "a mesh that only replicates, which is DistributedDataParallel to rounding",
+                "a mesh that only replicates; equals DistributedDataParallel except for rounding",
             ),
             When(
                 "shard_optimizer",
                 lambda cfg: cfg.sharding.strategy == "shard_optimizer",
                 Fit.APPROXIMATE,
-                f"{_NEAREST} is the nearest; {_BETWEEN}, and reduces gradients on every micro-batch",
+                f"{_NEAREST}: {_BETWEEN}, and reduces every micro-batch",
             ),
             When(
                 "shard_grad_op or hybrid_shard_grad_op",
                 lambda cfg: cfg.sharding.within_group == "shard_grad_op",
                 Fit.APPROXIMATE,
-                f"{_NEAREST} is the nearest; {_BETWEEN}",
+                f"{_NEAREST}: {_BETWEEN}",
             ),
         ),
     ),
@@ -123,7 +123,7 @@ EXPRESSIONS: Mapping[str, Rule] = {
     "sharding.min_unit_params": Rule(
         Fit.EQUIVALENT,
         "min_num_params",
-        "FSDP cuts at any module of this size, not at blocks",
+        "FSDP makes units of any module of this size, not only blocks",
         _least,
         (
             When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),
@@ -131,33 +131,33 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "beside class names",
                 lambda cfg: not _by_size(cfg),
                 Fit.EQUIVALENT,
-                "FSDP has no smallest size beside class names; the same maths with smaller units",
+                "FSDP has no minimum size with class names; same maths with smaller units",
             ),
         ),
     ),
     "sharding.conditional_modules": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,
-        "call fully_shard on none of these modules, and set_reduce_scatter_unused_params(True) on the root",
+        "do not call fully_shard on them; call set_reduce_scatter_unused_params(True) on the root",
         when=(When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),),
     ),
     "precision.compute": Rule(
         Fit.EXACT,
         "mixed_precision.param_dtype",
         "",
-        lambda cfg, topology: _format("param_dtype", cfg.precision.compute) if _mixed(cfg) else {},
+        lambda cfg, topology: _dtype("param_dtype", cfg.precision.compute) if _mixed(cfg) else {},
     ),
     "precision.master": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,
-        "cast the model to this format before fully_shard, since the optimizer updates what it is given",
+        "cast the model to this dtype before fully_shard",
         when=(
             When("compute is fp32", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
             When(
                 "fp32",
                 lambda cfg: cfg.precision.master == "fp32",
                 Fit.EXACT,
-                "as long as the training script loads the model in fp32",
+                "if the training script loads the model in fp32",
             ),
         ),
     ),
@@ -165,17 +165,17 @@ EXPRESSIONS: Mapping[str, Rule] = {
         Fit.EXACT,
         "mixed_precision.reduce_dtype",
         "",
-        lambda cfg, topology: _format("reduce_dtype", cfg.precision.reduce) if _mixed(cfg) else {},
+        lambda cfg, topology: _dtype("reduce_dtype", cfg.precision.reduce) if _mixed(cfg) else {},
     ),
     "precision.accumulate": Rule(
         Fit.EXACT,
-        "format of the parameters' gradients",
+        "dtype of the parameters' gradients",
         when=(
             When(
                 "not that of master",
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master,
                 Fit.APPROXIMATE,
-                "FSDP2 adds gradients up in the format of the masters, which is more exact",
+                "FSDP2 accumulates gradients in the master dtype, which is more exact",
             ),
         ),
     ),
@@ -218,13 +218,13 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "selective",
                 lambda cfg: cfg.activation_checkpointing == "selective",
                 Fit.EQUIVALENT,
-                "the units are computed again as a whole: the same results, less memory, more time",
+                "recomputes the units completely: same results, less memory, more time",
             ),
             When(
                 "other classes",
                 lambda cfg: True,
                 Fit.EQUIVALENT,
-                "the units are computed again, not these classes: the same results, other memory and time",
+                "recomputes the units, not these classes: same results, other memory and time",
             ),
         ),
     ),
@@ -240,9 +240,9 @@ EXPRESSIONS: Mapping[str, Rule] = {
                 "more than mp_policy",
                 lambda cfg: set(cfg.native["fsdp"]) != {"mp_policy"},
                 Fit.NEEDS_INPUT,
-                "make the calls that these settings are named after: set_requires_gradient_sync and the like",
+                "call the method of each setting, such as set_requires_gradient_sync",
             ),
         ),
     ),
 }
-"""Rows of FSDP2's arguments and of the script around it."""
+"""Rows for FSDP2's arguments and for the training script."""

@@ -20,14 +20,14 @@ from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.generation import gathering_in_generate
-from unishard_fsdp.host_optimizer import OnHost
+from unishard_fsdp.host_optimizer import HostCopies
 from unishard_fsdp.patches import PATCHES
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
 __all__ = ["FSDPAdapter"]
 
 _MIXED = "mixed torch.Tensor and DTensor"
-"""In what torch 2.13 raises when an operation meets a parameter that is not gathered (torch/distributed/tensor/_dispatch.py)."""
+"""In torch 2.13's error for an operation on a parameter that is not gathered (torch/distributed/tensor/_dispatch.py)."""
 
 _DISCARD, _DTYPES, _FOREIGN = PATCHES["discard"], PATCHES["trainable-dtypes"], PATCHES["foreign-backward"]
 
@@ -50,9 +50,9 @@ class FSDPAdapter(TorchAdapter):
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._root = root
-        self._on_host: OnHost | None = None
+        self._host_copies: HostCopies | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
-            self._on_host = OnHost(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
+            self._host_copies = HostCopies(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
         self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
         if isinstance(native, options.FullyShard):
@@ -69,16 +69,16 @@ class FSDPAdapter(TorchAdapter):
 
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
-        # FSDP2 casts too, but passes over a UserDict such as a transformers BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
+        # FSDP2 casts too, but not inside a UserDict such as a transformers BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
         casts = cfg.precision.compute != "fp32" and native.mp_policy.cast_forward_inputs
         self._hooks = cast_inputs(
             (part for part in module.modules() if casts and isinstance(part, FSDPModule)), DTYPES[cfg.precision.compute]
         )
 
     def begin(self, *, last: bool) -> None:
-        """Set when FSDP2 reduces, averages between groups and reshards."""
+        """Set when FSDP2 reduces, averages between groups, and reshards."""
         if last is self._last:
-            return  # setting a flag walks all modules
+            return  # setting a flag traverses all modules
         self._last = last
         if not last:
             self._unreduced.begin()
@@ -90,12 +90,12 @@ class FSDPAdapter(TorchAdapter):
             self._root.set_reshard_after_backward(last)
 
     def backward(self, loss: Tensor) -> None:
-        """With what FSDP2 lacks for gradients that are not reduced yet."""
+        """Run autograd, with patches for unreduced gradients."""
         with self._unreduced.backward(last=self._last):
             super().backward(loss)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Through the sharded module.
+        """Run the sharded module.
 
         Raises:
             ModelError: A unit's parameter is used outside it.
@@ -107,18 +107,18 @@ class FSDPAdapter(TorchAdapter):
             if _MIXED not in str(error) or not self._sharded:
                 raise
             raise ModelError(
-                f"the forward uses a parameter of a unit outside it, where only a part of it is there ({error}); the units are "
-                f"{', '.join(self._units()[:8])}: name the classes of the blocks in sharding.units, so that what is used elsewhere, "
-                "such as the weight of an embedding, stays with the root"
+                f"the forward uses a unit's parameter outside the unit, where only its shard is available ({error}); the units are "
+                f"{', '.join(self._units()[:8])}: name only the classes of the blocks in sharding.units, so that weights used "
+                "elsewhere, such as an embedding's, stay with the root"
             ) from error
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """With the parameters of the root gathered."""
+        """Run `generate` with the root's parameters gathered."""
         with gathering_in_generate(self.module):
             return super().generate(*args, **kwargs)
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
-        """Of resharded parameters."""
+        """Reshard, and update."""
         self.settle()
         self._conditional.find()
         outcome = super().update(max_norm, divisor, finished=finished)
@@ -131,13 +131,13 @@ class FSDPAdapter(TorchAdapter):
 
     def settle(self) -> None:
         """Reshard every unit."""
-        # A forward between backward and step leaves units gathered, and the next forward would use them as they were.
+        # A forward between backward and step leaves units gathered, and the next forward would use the old values.
         for _, part in self._sharded_modules:
             part.reshard()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Without gathered copies, which keep their own `requires_grad`."""
+        """Freeze parameters; reshard first, because gathered copies keep their own `requires_grad`."""
         changes_dtypes = self._mixed and not self._ran
         if changes_dtypes:
             _DTYPES.require()
@@ -162,7 +162,7 @@ class FSDPAdapter(TorchAdapter):
         """The gathered parameters.
 
         Raises:
-            ContractError: This torch does not say.
+            ContractError: This torch lacks a private name that this needs.
         """
         if not _FOREIGN.works:
             raise ContractError(_FOREIGN.refusal())
@@ -174,17 +174,17 @@ class FSDPAdapter(TorchAdapter):
         return [cast(nn.Module, part) for _, part in self._sharded_modules]
 
     def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        return self._on_host.stepped if self._on_host else {}
+        return self._host_copies.stepped if self._host_copies else {}
 
     def _step(self) -> None:
-        (self._on_host or self.optimizer).step()
+        (self._host_copies or self.optimizer).step()
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Drop gathered copies."""
-        self.settle()  # what is gathered was made from the old values
+        """Reshard, to drop gathered copies of the old value."""
+        self.settle()
 
     def drop_gradients(self) -> None:
-        """Those not reduced yet too, and a forward without a backward."""
+        """Drop gradients, also unreduced ones, and a forward without a backward."""
         if self._syncs_late or self._averages_late:
             _DISCARD.require()
         super().drop_gradients()
@@ -199,16 +199,16 @@ class FSDPAdapter(TorchAdapter):
             drop_unreduced(self._modules())
 
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
-        """And let FSDP2 learn of it."""
+        """Change `requires_grad`, and update FSDP2's dtypes."""
         if self._mixed:
             _DTYPES.require()
-        self.settle()  # where a unit is still gathered, its names mean copies
+        self.settle()  # in a gathered unit, names refer to gathered copies
         super().set_trainable(names, trainable)
         if self._mixed:
             self._refresh_trainable()
 
     def close(self) -> None:
-        """Take the casts off the model."""
+        """Remove the input casts from the model."""
         super().close()
         for hook in self._hooks:
             hook.remove()
@@ -221,7 +221,7 @@ class FSDPAdapter(TorchAdapter):
 
 
 def averages_late(native: options.FullyShard | options.Replicate) -> bool:
-    """Whether gradients are averaged between groups only at the end of a window, where this torch can be had to do so."""
+    """Whether gradients are averaged between groups only at the end of a window, if this torch supports it."""
     if not isinstance(native, options.FullyShard) or native.requires_all_reduce != "last_micro_batch":
         return False
     hybrid = PATCHES["hybrid-accumulation"]

@@ -1,4 +1,4 @@
-"""Lets a sharded model's `generate` find its parameters whole."""
+"""Gather a sharded model's root parameters for `generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["gathering_in_generate"]
 
 @contextmanager
 def gathering_in_generate(module: nn.Module) -> Iterator[None]:
-    """Gather what lies in no unit: an encoder, or the model inside an adapter, runs without the forward of the root."""
+    """Gather parameters outside units: `generate` may run an encoder, or the model inside an adapter, without the root's forward."""
     before = vars(module).get("generate")
     register_fsdp_forward_method(module, "generate")
     try:

@@ -1,4 +1,4 @@
-"""Steps an optimizer in host memory while the parameters stay on the device, which FSDP2's own offload cannot."""
+"""Step an optimizer in host memory while parameters stay on the device, which FSDP2's own offload does not support."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from unishard_fsdp.clipping import local
 
-__all__ = ["OnHost"]
+__all__ = ["HostCopies"]
 
 
-class OnHost:
-    """The host copies that an optimizer steps, in the place of the parameters that it was built from.
+class HostCopies:
+    """Host copies of parameters, which an optimizer steps instead of them.
 
-    The parameters stay the masters: each step starts from what they are then, so that whoever writes into them is heard.
+    The parameters stay the master weights: each step starts from their current values, so edits take effect.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
-        """Move an optimizer that has not stepped yet, with any state that it has made when it was built."""
+        """Move an optimizer that has not stepped yet, with the state that it may have created when it was constructed."""
         self._pin_memory = pin_memory
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         state = dict(optimizer.state)
@@ -28,12 +28,12 @@ class OnHost:
         for group in optimizer.param_groups:
             group["params"] = [self._copy_of(parameter) for parameter in group["params"]]
         for parameter, values in state.items():
-            optimizer.state[self._copies[parameter]] = _on_host(values)  # type: ignore[index]  # torch calls its keys tensors
+            optimizer.state[self._copies[parameter]] = _host_copies(values)  # type: ignore[index]  # torch calls its keys tensors
         self._optimizer = optimizer
 
     @property
     def stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The copy of each parameter."""
+        """The host copy of each parameter."""
         return self._copies
 
     @torch.no_grad()
@@ -54,8 +54,8 @@ class OnHost:
 
     def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
         with torch.no_grad():
-            part = local(parameter)
-            copy = nn.Parameter(self._empty(part).copy_(part))
+            shard = local(parameter)
+            copy = nn.Parameter(self._empty(shard).copy_(shard))
         vars(copy).update(vars(parameter))
         self._copies[parameter] = copy
         return copy
@@ -64,6 +64,6 @@ class OnHost:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self._pin_memory)
 
 
-def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+def _host_copies(values: Mapping[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         return {name: local(value).to("cpu", copy=True) if isinstance(value, Tensor) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The adapter of a model under `fully_shard` that is only evaluated."""
+"""The inference adapter for a model under `fully_shard`."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["FSDPInferenceAdapter"]
 
 
 class FSDPInferenceAdapter(InferenceAdapter):
-    """Gathers a unit for its forward, drops it afterwards, and has nothing to reduce."""
+    """Gathers a unit for its forward and reshards it afterwards."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Through the sharded module."""
+        """Run the sharded module."""
         return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """With the parameters of the root gathered."""
+        """Run `generate` with the root's parameters gathered."""
         with gathering_in_generate(self.module):
             return super().generate(*args, **kwargs)
 
     @torch.no_grad()
     def placement(self) -> Placement:
-        """What the engine really holds, read off its live tensors."""
-        parts = [name for name, part in self.module.named_modules() if isinstance(part, FSDPModule)]
+        """Report what the engine holds, from its live tensors."""
+        sharded = [name for name, module in self.module.named_modules() if isinstance(module, FSDPModule)]
         return Placement(
-            engine=FSDPModule.__name__ if "" in parts else type(self.module).__name__,
-            units=tuple(name for name in parts if name),
+            engine=FSDPModule.__name__ if "" in sharded else type(self.module).__name__,
+            units=tuple(name for name in sharded if name),
             master_dtypes=frozenset(),
             master_numel=0,
             param_bytes=sum(local(parameter).nbytes for parameter in self.module.parameters()),
@@ -48,7 +48,7 @@ class FSDPInferenceAdapter(InferenceAdapter):
         return shard_of(parameter)
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Drop gathered copies, which were made from the old values."""
+        """Reshard, to drop gathered copies of the old value."""
         self.settle()
 
     def settle(self) -> None:
@@ -58,4 +58,4 @@ class FSDPInferenceAdapter(InferenceAdapter):
                 module.reshard()
 
     def close(self) -> None:
-        """FSDP2 belongs to the module and goes with it."""
+        """Do nothing: FSDP2's hooks stay with the module."""

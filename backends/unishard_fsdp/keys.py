@@ -1,4 +1,4 @@
-"""What FSDP's own arguments say: those of FSDP1's constructor and of `fully_shard` (torch 2.13), one row each.
+"""FSDP's own arguments, those of FSDP1's constructor and of `fully_shard` (torch 2.13): one row each.
 
 A few belong to the tools around them (Accelerate 1.15.0, Composer 0.32). FSDP1 and FSDP2 name things differently; `version` tells which
 of the two a document speaks of. Imports no torch.
@@ -131,7 +131,7 @@ _UNSET = Meaning(Fit.IGNORED, "is not set")
 
 
 def _time(why: str, *words: str, kept: bool = False) -> Key:
-    """An argument about time, memory or files alone: a flag, or one of these words."""
+    """An argument that affects only time, memory or files: a flag, or one of these words."""
 
     def read(value: Any, given: Given) -> Meaning:
         one_of(dict.fromkeys(word.lower() for word in words))(value) if words else boolean(value)
@@ -202,7 +202,7 @@ def _pin_key(value: Any, given: Given) -> Meaning:
 
 
 _POLICIES = {word.lower(): word for word in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")}
-_WHOLE = "one unit is gathered for the whole model there; the model's blocks are units here, with the same maths and less memory"
+_NO_UNITS = "FSDP gathers the model as one unit; unishard gathers blocks: same maths, less memory"
 
 
 def _policy_key(value: Any, given: Given) -> Meaning:
@@ -210,7 +210,7 @@ def _policy_key(value: Any, given: Given) -> Meaning:
     if not _sharded(given):
         return Meaning(Fit.IGNORED, _NO_SHARDS)
     if policy == "NO_WRAP":
-        return Meaning(Fit.EQUIVALENT, _WHOLE, {"sharding.units": "auto"})
+        return Meaning(Fit.EQUIVALENT, _NO_UNITS, {"sharding.units": "auto"})
     if policy == "SIZE_BASED_WRAP":
         return Meaning(Fit.EQUIVALENT, "units are cut at another place: at the model's blocks of this size", {"sharding.units": "auto"})
     names = given.get("transformer_layer_cls_to_wrap")
@@ -283,7 +283,7 @@ def _files_key(value: Any, given: Given) -> Meaning:
     word = one_of({word: word for word in _FILES})(value)
     # FSDP2 writes no local files, so the key is not repeated beside its arguments.
     kept = not word.startswith("local") and word != "2"
-    return Meaning(Fit.IGNORED, "concerns the files of checkpoints alone", kept=kept)
+    return Meaning(Fit.IGNORED, "concerns only checkpoint files", kept=kept)
 
 
 _NO_XLA = "unishard runs on PyTorch's own devices, not on XLA; remove it"
@@ -308,19 +308,19 @@ KEYS: Mapping[str, Key] = {
         "unishard shards every parameter; leave these modules out of the model that prepare gets, or freeze them and remove the key", _off
     ),
     "backward_prefetch": _time(
-        "time alone; the next unit is always gathered ahead, see communication.prefetch_bucket_size",
+        "affects only time; the next unit is always prefetched, see communication.prefetch_bucket_size",
         *("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE", "1", "2", "3"),
     ),
-    "forward_prefetch": _time("time alone; see communication.prefetch_bucket_size"),
-    "limit_all_gathers": _time("memory and time alone; FSDP2 always limits them"),
+    "forward_prefetch": _time("affects only time; see communication.prefetch_bucket_size"),
+    "limit_all_gathers": _time("affects only memory and time; FSDP2 always limits them"),
     "use_orig_params": _time("FSDP2 always keeps the parameters' own names and groups"),
     "sync_module_states": _time("prepare always gives every rank the parameters of rank 0"),
     "cpu_ram_efficient_loading": _time("concerns how the training script loads the model", kept=True),
-    "state_dict_type": _set(_files_key, "", Fit.IGNORED, "concerns the files of checkpoints alone"),
+    "state_dict_type": _set(_files_key, "", Fit.IGNORED, "concerns only checkpoint files"),
     "load_monolith_rank0_only": _time("concerns how a checkpoint is read"),
     "activation_checkpointing": _set(_checkpointing_key, "activation_checkpointing"),
-    "activation_checkpointing_offload": _time("memory alone; what blocks keep stays on the device here, the results are the same"),
-    "activation_checkpointing_reentrant": _time("the same results; unishard's has no reentrance"),
+    "activation_checkpointing_offload": _time("affects only memory; unishard keeps saved tensors on the device, same results"),
+    "activation_checkpointing_reentrant": _time("same results; unishard's is not reentrant"),
     **PRECISION,
     "xla": refuses(_NO_XLA, _off),
     "xla_fsdp_v2": refuses(_NO_XLA, _off),

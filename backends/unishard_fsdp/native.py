@@ -1,4 +1,4 @@
-"""Validates `native: {fsdp: ...}`, the user's own settings that are merged last into the native config. Imports no torch."""
+"""Validate `native: {fsdp: ...}`, the user's settings that are merged last into the native config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DECIDED: Mapping[str, str] = {
     "prefetch_numel": "communication.prefetch_bucket_size",
     "bucket_cap_mb": "communication.reduce_bucket_size",
 }
-"""Native keys that a field decides, and which field."""
+"""Native keys that a config field sets, and that field."""
 
 SAME_MATHS = frozenset(
     {
@@ -49,18 +49,18 @@ SAME_MATHS = frozenset(
         "zero_redundancy_optimizer",
     }
 )
-"""Free keys that are about time, memory or collectives alone; any other may train something else."""
+"""Keys that affect only time, memory or collectives; any other may change the maths."""
 
 _ACCUMULATES = ("requires_gradient_sync", "requires_all_reduce")
 _ZERO_REDUNDANCY = "zero_redundancy_optimizer"
 
 
 def check(cfg: Config, written: Native) -> dict[str, Any]:
-    """The user's settings by dotted key, once each of them is known to be one.
+    """Validate the user's settings, and return them by dotted key.
 
     Args:
         cfg: The config; its `native.fsdp` is checked.
-        written: The native config that the fields decide.
+        written: The native config from the fields.
 
     Raises:
         ConfigError: All problems at once, at `native.fsdp.<key>`.
@@ -82,38 +82,38 @@ def fit(key: str, value: Any, written: Native) -> tuple[Fit, str]:
 
     Args:
         key: Dotted.
-        value: What the user writes there.
+        value: The user's value.
         written: The native config that the fields decide.
     """
     reduced = written.get("mp_policy", {}).get("reduce_dtype")
     if key in _ACCUMULATES and value == "last_micro_batch" and reduced not in (None, "float32"):
-        return Fit.APPROXIMATE, f"FSDP2 adds up in the reduce format what it does not reduce yet, here {reduced} (torch 2.13)"
+        return Fit.APPROXIMATE, f"FSDP2 accumulates unreduced gradients in the reduce dtype, here {reduced} (torch 2.13)"
     if key in SAME_MATHS:
-        return Fit.EQUIVALENT, "your own setting, about time, memory or collectives; the maths stays"
-    return Fit.APPROXIMATE, "only PyTorch's engines have this setting, so another backend trains without it"
+        return Fit.EQUIVALENT, "affects only time, memory or collectives"
+    return Fit.APPROXIMATE, "only PyTorch has this setting; another backend trains without it"
 
 
 def _refusal(key: str, value: Any, written: Native, cfg: Config) -> str | None:
-    """Why a key may not be set; what instead."""
+    """Why a key may not be set, and what to do instead."""
     form = written["data_parallel"]
     if key in DECIDED:
         return f"is decided by {DECIDED[key]}; set it there"
     if key == _ZERO_REDUNDANCY and value is True and not (cfg.sharding.strategy == "shard_optimizer" and cfg.precision.compute == "fp32"):
-        return "is for sharding.strategy shard_optimizer with precision.compute fp32; choose both or remove it"
+        return "needs sharding.strategy shard_optimizer and precision.compute fp32; set both or remove it"
     if key == "requires_all_reduce" and written.get(key) is None and key in _keys(form):
-        return "times the reduction between groups that hold a copy each; set sharding.strategy to hybrid_shard or remove it"
+        return "is only for hybrid strategies; set sharding.strategy to hybrid_shard or remove it"
     if key in _keys(form):
         return None
     others = [other for other in FORMS if key in _keys(other)]
     if others:
-        return f"belongs to {' and '.join(others)}, and this strategy and precision run as {form}; remove it"
+        return f"belongs to {' and '.join(others)}, but this strategy and precision use {form}; remove it"
     free = [name for name in _keys(form) if name not in DECIDED]
     near = get_close_matches(key, [*free, *DECIDED], 1)
     return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; {form} takes {', '.join(free)}"
 
 
 def _keys(form: str) -> dict[str, FieldInfo]:
-    """The fields of a form by dotted key, sections opened."""
+    """The fields of a form by dotted key, including those of sections."""
     found: dict[str, FieldInfo] = {}
     for name, field in FORMS[form].model_fields.items():
         sections = [

@@ -1,4 +1,4 @@
-"""The state of a torch optimizer in shards, as a checkpoint reads and writes it."""
+"""A torch optimizer's state in shards, for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["OptimizerState"]
 
 
 class OptimizerState:
-    """Reads what an optimizer keeps by the parameters of the model, and makes it anew."""
+    """Reads optimizer state by model parameter, and recreates it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepped: Mapping[nn.Parameter, Tensor]) -> None:
-        """Nothing is read yet.
+        """Hold the optimizer.
 
         Args:
-            optimizer: Steps what is in its groups.
-            stepped: What it steps for each parameter, where that is not the parameter itself.
+            optimizer: The torch optimizer.
+            stepped: Maps parameters to the tensors that it steps instead.
         """
         self._optimizer = optimizer
         self._stepped = stepped
-        self._groups = {held: group for group in optimizer.param_groups for held in group["params"]}
+        self._groups = {tensor: group for group in optimizer.param_groups for tensor in group["params"]}
 
     @torch.no_grad()
     def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """What this rank holds of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty where it holds nothing."""
-        held = self._stepped.get(parameter, parameter)
-        state = self._optimizer.state.get(held)
+        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds nothing."""
+        tensor = self._stepped.get(parameter, parameter)
+        state = self._optimizer.state.get(tensor)
         if not state:
             return {}
-        tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[held], held, state)
+        tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[tensor], tensor, state)
         place = shard_of(parameter)
         found = {
             key: place._replace(values=local(value) if place.group is None else local(value).view(-1)) for key, value in tensors.items()
@@ -45,9 +45,9 @@ class OptimizerState:
 
     @torch.no_grad()
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """Forget all state and make that of some parameters anew; the others have none, as before their first update."""
+        """Clear all state and create it for some parameters; the others have none, as before their first update."""
         self._optimizer.state.clear()
         for parameter, spec in specs.items():
-            held = self._stepped.get(parameter, parameter)
-            if held in self._groups:  # ZeroRedundancyOptimizer divides the parameters between the ranks
-                self._optimizer.state[held] = fresh_state(self._optimizer, self._groups[held], held, spec)
+            tensor = self._stepped.get(parameter, parameter)
+            if tensor in self._groups:  # ZeroRedundancyOptimizer distributes parameters over the ranks
+                self._optimizer.state[tensor] = fresh_state(self._optimizer, self._groups[tensor], tensor, spec)

@@ -1,4 +1,4 @@
-"""The native config: the arguments of `fully_shard` or DistributedDataParallel as data. Imports no torch."""
+"""The native config: arguments of `fully_shard` or DistributedDataParallel as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class MixedPrecision(_Arguments):
     """`torch.distributed.fsdp.MixedPrecisionPolicy`, with dtypes by name."""
 
     param_dtype: DType | None
-    """Format of the gathered parameters; null for their own."""
+    """Dtype of the gathered parameters; null for their own."""
     reduce_dtype: DType | None
-    """Format in which gradients are reduced; null for `param_dtype`."""
+    """Dtype in which gradients are reduced; null for `param_dtype`."""
     output_dtype: DType | None
-    """Format to which the root module's output is cast; null for none."""
+    """Dtype to which the root module's output is cast; null for no cast."""
     cast_forward_inputs: bool
     """Whether floating-point inputs of units and root are cast to `param_dtype`."""
 
@@ -50,21 +50,21 @@ class CPUOffload(_Arguments):
     """`torch.distributed.fsdp.CPUOffloadPolicy`."""
 
     pin_memory: bool
-    """Page-locked host memory, where a CUDA device is present; torch 2.13 raises without one, so it is left out there."""
+    """Pinned host memory, if there is a CUDA device; ignored without one, because torch 2.13 would raise."""
 
 
 class HostOptimizer(_Arguments):
-    """unishard's own: the torch optimizer steps host copies of the parts, whose state lies beside them."""
+    """unishard's own: the torch optimizer steps host copies of the shards, with its state in host memory."""
 
     pin_memory: bool
-    """Page-locked copies, where a CUDA device is present."""
+    """Pinned copies, if there is a CUDA device."""
 
 
 class Mesh(_Arguments):
-    """A device mesh of two axes; ranks in a row are neighbours on the axis `shard`."""
+    """A device mesh of two axes; consecutive ranks are neighbors on the axis `shard`."""
 
     replicate: int
-    """Groups, each of which holds a whole copy."""
+    """Groups that each hold a full copy."""
     shard: int
     """Ranks that share one copy."""
 
@@ -78,33 +78,33 @@ class FullyShard(_Arguments):
     units: Literal["auto"] | list[str]
     """Classes of the modules that are gathered together, or `auto`."""
     min_unit_params: int
-    """Smaller modules are no unit."""
+    """Smaller modules are not units."""
     conditional_modules: list[str]
-    """Classes of modules that a rank may not use; they belong to the unit around them."""
+    """Classes of modules that a rank may skip; they belong to the unit around them."""
     reshard_after_forward: bool
-    """For units; the root is never resharded after forward, since it is needed first in backward (torch's own default)."""
+    """For units; the root is never resharded after forward, because backward needs it first (torch's default)."""
     reshard_after_backward: Timing
     """`set_reshard_after_backward`."""
     requires_gradient_sync: Timing
     """`set_requires_gradient_sync`."""
     requires_all_reduce: Timing | None
-    """`set_requires_all_reduce`: when gradients are averaged over the axis `replicate`; null where there is none."""
+    """`set_requires_all_reduce`: when gradients are averaged over the axis `replicate`; null without that axis."""
     prefetch_numel: int | None
-    """Elements that `set_modules_to_forward_prefetch` and `_backward_prefetch` may gather ahead; null for torch's own prefetch."""
+    """Elements that `set_modules_to_forward_prefetch` and `_backward_prefetch` may gather ahead; null for torch's prefetch."""
     mp_policy: MixedPrecision
     offload_policy: CPUOffload | None
     host_optimizer: HostOptimizer | None
-    """Where only the optimizer is offloaded and parameters are gathered unit by unit; null elsewhere."""
+    """Set if only the optimizer is offloaded and parameters are gathered unit by unit; otherwise null."""
     reduce_scatter_unused_params: bool
     """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different parameters."""
 
 
 class Replicate(_Arguments):
-    """`fully_shard` on a mesh of (ranks, 1): whole fp32 parameters on each rank with FSDP2's mixed precision."""
+    """`fully_shard` on a mesh of (ranks, 1): full fp32 parameters on each rank with FSDP2's mixed precision."""
 
     data_parallel: Literal["replicate"]
     conditional_modules: list[str]
-    """Classes of modules that a rank may not use."""
+    """Classes of modules that a rank may skip."""
     reshard_after_backward: Timing
     """When the copy in `mp_policy.param_dtype` is freed."""
     requires_gradient_sync: Timing
@@ -119,21 +119,21 @@ class DistributedDataParallel(_Arguments):
 
     data_parallel: Literal["DistributedDataParallel"]
     conditional_modules: list[str]
-    """Classes of modules that a rank may not use; DDP then looks for unused parameters after each forward."""
+    """Classes of modules that a rank may skip; DDP then looks for unused parameters after each forward."""
     requires_gradient_sync: Timing
-    """`last_micro_batch` is DDP's `no_sync` on all others."""
+    """`last_micro_batch` uses DDP's `no_sync` on all other micro-batches."""
     bucket_cap_mb: float = Field(gt=0)
-    """MiB of gradient in one all-reduce; the first bucket has 1 MiB."""
+    """MiB of gradients per all-reduce; the first bucket has 1 MiB."""
     find_unused_parameters: bool
-    """Look for parameters without a gradient after each forward; without it DDP refuses them."""
+    """Look for parameters without a gradient after each forward; if false, DDP raises for them."""
     static_graph: bool
     """The set of used parameters never changes."""
     gradient_as_bucket_view: bool
-    """Gradients live in the buckets, which saves a copy of them."""
+    """Gradients are views of the buckets, which saves a copy."""
     forward_sync_buffers: bool
     """Broadcast rank 0's buffers before each forward."""
     zero_redundancy_optimizer: bool
-    """`torch.distributed.optim.ZeroRedundancyOptimizer`: whole parameters stay on each rank, each rank steps its part of them."""
+    """`torch.distributed.optim.ZeroRedundancyOptimizer`: each rank holds full parameters and steps some of them."""
 
 
 Options = FullyShard | Replicate | DistributedDataParallel
@@ -143,25 +143,25 @@ FORMS: Mapping[str, type[Options]] = {
     "replicate": Replicate,
     "DistributedDataParallel": DistributedDataParallel,
 }
-"""The native config of each form, by `data_parallel`."""
+"""The native config class of each form, by `data_parallel`."""
 
 CONSTANTS: Mapping[str, tuple[Any, str]] = {
-    "mp_policy.cast_forward_inputs": (True, "inputs of a unit must have its parameters' format; torch's default, written out"),
-    "mp_policy.output_dtype": (None, "outputs stay in the compute format, as in the other engines"),
+    "mp_policy.cast_forward_inputs": (True, "inputs of a unit must have its parameters' dtype; torch's default"),
+    "mp_policy.output_dtype": (None, "outputs stay in the compute dtype, as in other engines"),
     "reduce_scatter_unused_params": (False, "a parameter that no rank used is not updated, as in plain torch"),
-    "find_unused_parameters": (False, "DDP then refuses unused parameters; looking for them costs a walk of the graph each step"),
+    "find_unused_parameters": (False, "DDP then raises for unused parameters; finding them traverses the graph each step"),
     "static_graph": (False, "the set of used parameters may change"),
-    "gradient_as_bucket_view": (True, "same maths, and one copy of the gradients less"),
-    "forward_sync_buffers": (False, "buffers are broadcast once before training; FSDP2 and DeepSpeed never do it in forward either"),
-    "zero_redundancy_optimizer": (False, "shard_optimizer means fully_shard unless native.fsdp.zero_redundancy_optimizer is true"),
+    "gradient_as_bucket_view": (True, "same maths, and one copy of the gradients fewer"),
+    "forward_sync_buffers": (False, "buffers are broadcast once before training, as with FSDP2 and DeepSpeed"),
+    "zero_redundancy_optimizer": (False, "shard_optimizer uses fully_shard unless this is set to true"),
 }
-"""Dotted keys that are written whatever the config says, in the forms that have them: `(value, why)`."""
+"""Dotted keys that are always written, in the forms that have them: `(value, why)`."""
 
 _PARSER: TypeAdapter[Options] = TypeAdapter(Annotated[Options, Field(discriminator="data_parallel")], config=ConfigDict(defer_build=True))
 
 
 def constants_of(form: str) -> Native:
-    """The constants that a form has, nested."""
+    """The constants of a form, nested."""
     native: Native = {}
     for key, (value, _) in CONSTANTS.items():
         section, _, leaf = key.rpartition(".")
@@ -171,9 +171,9 @@ def constants_of(form: str) -> Native:
 
 
 def parse(native: Native) -> Options:
-    """A native config as an object.
+    """Parse a native config.
 
     Raises:
-        pydantic.ValidationError: It is none; `native.check` has told the user so before.
+        pydantic.ValidationError: It is invalid; `native.check` reports this to the user earlier.
     """
     return _PARSER.validate_python(native)

@@ -1,4 +1,4 @@
-"""Which parameters of each unit got a gradient in the micro-batches that are accumulated without reduction, seen by torch's own hooks."""
+"""Track with torch's hooks which parameters of each unit get a gradient while gradients accumulate without reduction."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["ParameterUsage"]
 
 
 class ParameterUsage:
-    """Watches the gathered parameters of sharded modules. Costs a call of `set.add` for each gradient."""
+    """Tracks the gathered parameters of sharded modules. The cost is a call of `set.add` per gradient."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Before the forward of the first micro-batch that is accumulated."""
+        """Register hooks, before the forward of the first micro-batch that is accumulated."""
         self._gathered: dict[nn.Module, list[nn.Parameter]] = {}
         self._used: set[Tensor] = set()
         self._watched: set[Tensor] = set()
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         for module in modules:
-            # Behind FSDP2's own hook, which puts the gathered parameters into the module.
+            # After FSDP2's own hook, which sets the gathered parameters on the module.
             self._hooks[module] = module.register_forward_pre_hook(partial(self._enter, _own_names(module)))
 
     def not_entered(self) -> list[nn.Module]:
@@ -32,7 +32,7 @@ class ParameterUsage:
         return list(self._hooks)
 
     def partly_used(self) -> list[nn.Module]:
-        """Modules of which some parameters have a gradient in this window and others have none. Call it before each backward."""
+        """Modules in which only some parameters have a gradient in this window. Call it before each backward."""
         found = []
         for module, parameters in self._gathered.items():
             trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -42,17 +42,17 @@ class ParameterUsage:
         return found
 
     def forget(self) -> None:
-        """The window is over."""
+        """Reset at the end of a window."""
         self._used.clear()
 
     def _enter(self, names: Mapping[str, None], module: nn.Module, args: Any) -> None:
         self._hooks.pop(module).remove()
-        # A parameter that a module inside this one shares may be sharded now; it is watched there.
+        # A parameter shared with a module inside this one may be sharded now; it is tracked there.
         parameters = [module.get_parameter(name) for name in names]
         self._gathered[module] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
 
     def _watch(self, trained: Iterable[nn.Parameter]) -> None:
-        """Hook each parameter once; one that was unfrozen later gets its hook then."""
+        """Register one hook per parameter, also for those unfrozen later."""
         for parameter in trained:
             if parameter not in self._watched:
                 self._watched.add(parameter)

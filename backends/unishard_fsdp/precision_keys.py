@@ -1,4 +1,4 @@
-"""What FSDP's mixed precision says: `MixedPrecision` of FSDP1 and `MixedPrecisionPolicy` of FSDP2 (torch 2.13). Imports no torch."""
+"""Keys of FSDP's mixed precision: `MixedPrecision` of FSDP1 and `MixedPrecisionPolicy` of FSDP2 (torch 2.13). Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unishard.mapping.rules import Fit
 __all__ = ["DTYPES", "PRECISION", "dtype"]
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""torch's names of the config's formats."""
+"""torch's names of the config's dtypes."""
 
 _WORDS = {name: short for short, long in DTYPES.items() for name in (short, long)} | {
     "float": "fp32",
@@ -24,7 +24,7 @@ _COMPOSER = ("pure", "default", "full")
 
 
 def dtype(value: Any) -> str:
-    """A number format in the config's word.
+    """Read a dtype, in the config's word.
 
     Raises:
         Unreadable: It is none that unishard computes in.
@@ -36,12 +36,12 @@ def dtype(value: Any) -> str:
 
 
 def _short(value: Any, given: Given) -> Meaning:
-    """One word for all formats, as Accelerate takes it."""
+    """Read one word for all dtypes, as Accelerate accepts it."""
     word = str(value).strip().lower()
     if value is None or value == {}:
         return Meaning(Fit.IGNORED, "is not set")
     if word in _COMPOSER:
-        raise Unreadable(f"must name formats, got {shown(value)}, which only says something beside Composer's `precision`; write a mapping")
+        raise Unreadable(f"must name dtypes, got {shown(value)}, which only says something beside Composer's `precision`; write a mapping")
     found = dtype(value)
     return Meaning(fields={"precision.compute": found, "precision.reduce": found})
 
@@ -64,15 +64,15 @@ def _buffers(value: Any, given: Given) -> Meaning:
 def _output(value: Any, given: Given) -> Meaning:
     param = given.get("mixed_precision.param_dtype")
     if value is None or (param is not None and dtype(value) == dtype(param)):
-        return Meaning(Fit.IGNORED, "outputs have the format that the model computes in")
-    key, note = "fsdp.mp_policy.output_dtype", "another engine leaves outputs in the format that the model computes in"
+        return Meaning(Fit.IGNORED, "outputs already have the compute dtype")
+    key, note = "fsdp.mp_policy.output_dtype", "another engine leaves outputs in the compute dtype"
     return Meaning(Fit.APPROXIMATE, note, native={key: DTYPES[dtype(value)]})
 
 
 def _inputs(value: Any, given: Given) -> Meaning:
     if boolean(value):
         return Meaning(Fit.IGNORED, "is what happens: floating-point inputs are cast")
-    note = "another engine casts floating-point inputs to the format that the model computes in"
+    note = "another engine casts floating-point inputs to the compute dtype"
     return Meaning(Fit.APPROXIMATE, note, native={"fsdp.mp_policy.cast_forward_inputs": False})
 
 

@@ -1,4 +1,4 @@
-"""What PyTorch makes of each field of the config: one `Rule` a leaf, in the order of the schema. Imports no torch."""
+"""How PyTorch implements each config field: one `Rule` per leaf, in the order of the schema. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _strategy(*names: str) -> Callable[[Config], bool]:
 
 
 def _within(name: str) -> Callable[[Config], bool]:
-    """Whether this is the strategy among the ranks that share one copy."""
+    """Whether this is the strategy within a group of ranks that share one copy."""
     return lambda cfg: cfg.sharding.within_group == name
 
 
@@ -56,7 +56,7 @@ def _may_wait(cfg: Config) -> bool:
 
 
 def _waits(cfg: Config) -> bool:
-    """The same, if FSDP2 accumulates in the right format until then: it does so in the one that it reduces in (torch 2.13)."""
+    """The same, if FSDP2 then accumulates in the right dtype: it accumulates in the reduce dtype (torch 2.13)."""
     return _may_wait(cfg) and cfg.precision.reduce == cfg.precision.accumulate
 
 
@@ -67,14 +67,14 @@ def _timing(cfg: Config, topology: Topology) -> Native:
     if form != "DistributedDataParallel":
         native["reshard_after_backward"] = _EVERY if cfg.sharding.within_group == "full_shard" else _LAST
     if form == "fully_shard":
-        # FSDP2 adds up in the reduce format what it has not sent to the other groups yet.
+        # FSDP2 accumulates in the reduce dtype until gradients are reduced between groups.
         late = _LAST if cfg.precision.reduce == cfg.precision.accumulate else _EVERY
         native["requires_all_reduce"] = late if _groups(cfg, topology) > 1 else None
     return native
 
 
 def _groups(cfg: Config, topology: Topology) -> int:
-    """Groups that hold a copy each, where the strategy is hybrid."""
+    """Number of groups that each hold a copy, for hybrid strategies."""
     return topology.world_size // shard_group_size(cfg, topology) if cfg.sharding.hybrid else 1
 
 
@@ -93,15 +93,15 @@ def _reduce(cfg: Config) -> Native:
     return {"mp_policy": {"reduce_dtype": DTYPES[cfg.precision.reduce]}}
 
 
-def _optimizer_alone(cfg: Config) -> bool:
-    """Only the optimizer is offloaded, and not by FSDP2, which would then gather parameters from the host each time."""
+def _only_optimizer(cfg: Config) -> bool:
+    """Whether only the optimizer is offloaded; not by FSDP2, which would gather parameters from the host."""
     return cfg.offload.optimizer == "cpu" and cfg.offload.params == "none" and cfg.sharding.within_group == "full_shard"
 
 
 def _offload(cfg: Config) -> Native:
     place = {"pin_memory": cfg.offload.pin_memory} if "cpu" in (cfg.offload.params, cfg.offload.optimizer) else None
-    alone = _optimizer_alone(cfg)
-    return {"offload_policy": None if alone else place, "host_optimizer": place if alone else None}
+    only_optimizer = _only_optimizer(cfg)
+    return {"offload_policy": None if only_optimizer else place, "host_optimizer": place if only_optimizer else None}
 
 
 def _prefetch(cfg: Config) -> Native:
@@ -119,54 +119,51 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "fully_shard, replicate or DistributedDataParallel; set_requires_gradient_sync, set_requires_all_reduce, "
         "set_reshard_after_backward",
-        "fully_shard on each unit and the root; gradients are reduce-scattered on every micro-batch",
+        "fully_shard on units and root; gradients are reduce-scattered every micro-batch",
         _timing,
         (
             When(
                 "no_shard in fp32",
                 lambda cfg: cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "fp32",
                 Fit.EXACT,
-                "DistributedDataParallel; gradients are all-reduced on the last micro-batch (no_sync on the others)",
+                "DistributedDataParallel; all-reduce on the last micro-batch (no_sync on the others)",
             ),
             When(
                 "no_shard in bf16 or fp16",
                 lambda cfg: cfg.sharding.strategy == "no_shard",
                 Fit.EXACT,
-                "fully_shard over groups of one rank: the masters and a copy in the compute format on each rank",
+                "fully_shard over groups of one rank: each has master weights and a compute copy",
             ),
             When(
                 "shard_optimizer with native.fsdp.zero_redundancy_optimizer",
                 _zero_redundancy,
                 Fit.EXACT,
-                "DistributedDataParallel with ZeroRedundancyOptimizer; each rank steps whole parameters and broadcasts them",
+                "ZeroRedundancyOptimizer: each rank steps some full parameters and broadcasts them",
             ),
             When(
                 "shard_optimizer",
                 _strategy("shard_optimizer"),
                 Fit.EQUIVALENT,
-                "fully_shard, gathered once a step; gradients are reduce-scattered on the last micro-batch; between steps the parameters "
-                "are in parts as well",
+                "parameters are sharded between steps and gathered once a step; reduce-scatter on the last micro-batch",
             ),
             When(
                 "shard_grad_op",
                 _strategy("shard_grad_op"),
                 Fit.EQUIVALENT,
-                "fully_shard, gathered once a step; gradients are reduce-scattered on every micro-batch; between steps the parameters "
-                "are in parts as well; FSDP's own SHARD_GRAD_OP is full_shard with reshard_after_forward: false",
+                "parameters are sharded between steps and gathered once a step; reduce-scatter every micro-batch; FSDP's SHARD_GRAD_OP "
+                "is full_shard with reshard_after_forward: false",
             ),
             When(
                 "hybrid_shard",
                 _strategy("hybrid_shard"),
                 Fit.EXACT,
-                "fully_shard on a mesh of two axes; in each group as full_shard, and on the last micro-batch of a window each rank's part "
-                "of the gradients is all-reduced over the groups",
+                "full_shard in each group; gradient shards are all-reduced over the groups on the last micro-batch",
             ),
             When(
                 "hybrid_shard_grad_op",
                 _strategy("hybrid_shard_grad_op"),
                 Fit.EQUIVALENT,
-                "fully_shard on a mesh of two axes; in each group as shard_grad_op, and on the last micro-batch of a window each rank's "
-                "part of the gradients is all-reduced over the groups",
+                "shard_grad_op in each group; gradient shards are all-reduced over the groups on the last micro-batch",
             ),
         ),
     ),
@@ -223,45 +220,45 @@ _OWN: Mapping[str, Rule] = {
     "precision.compute": Rule(
         Fit.EXACT,
         "MixedPrecisionPolicy(param_dtype=...)",
-        "the parameters that the optimizer steps are the masters; copies in this format are made when they are gathered",
+        "the optimizer steps the master weights; gathering makes copies in this dtype",
         _for(_MIXED, _compute),
     ),
     "precision.master": Rule(
         Fit.EXACT,
-        "format of the parameters",
-        "`prepare` casts the trainable parameters to it before sharding; the optimizer's state follows it",
+        "dtype of the parameters",
+        "`prepare` casts trainable parameters before sharding; optimizer state has this dtype too",
     ),
     "precision.reduce": Rule(
         Fit.EXACT,
         "MixedPrecisionPolicy(reduce_dtype=...)",
-        "the sum over the ranks is taken in this format",
+        "the sum over the ranks is taken in this dtype",
         _for(_MIXED, _reduce),
         (
             When(
-                "another format than accumulate with no_shard or shard_optimizer",
+                "another dtype than accumulate with no_shard or shard_optimizer",
                 lambda cfg: _may_wait(cfg) and not _waits(cfg),
                 Fit.EQUIVALENT,
-                "gradients are reduced on every micro-batch, since FSDP2 accumulates in the reduce format what it has not reduced yet",
+                "reduced every micro-batch, because FSDP2 accumulates unreduced gradients in this dtype",
             ),
         ),
     ),
     "precision.accumulate": Rule(
         Fit.EXACT,
-        "format of the parameters' gradients",
-        "a gradient has the format of its parameter, which is the master",
+        "dtype of the parameters' gradients",
+        "a gradient has the dtype of its parameter, the master weight",
         when=(
             When(
                 "not that of master, with no_shard or shard_optimizer and reduce in the same",
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master and _waits(cfg),
                 Fit.EXACT,
-                "FSDP2 adds up in the reduce format until the last micro-batch (torch 2.13)",
+                "FSDP2 accumulates in the reduce dtype until the last micro-batch (torch 2.13)",
             ),
             When(
                 "not that of master",
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master,
                 Fit.UNSUPPORTED,
-                "FSDP2 keeps a gradient in the format of its parameter, the fp32 master; remove it, or reduce in this format as well and "
-                "choose no_shard or shard_optimizer, or backend deepspeed",
+                "FSDP2 keeps a gradient in the dtype of its parameter, the fp32 master weight; remove it, or reduce in this dtype too with "
+                "no_shard or shard_optimizer, or choose backend deepspeed",
             ),
         ),
     ),
@@ -300,11 +297,11 @@ _OWN: Mapping[str, Rule] = {
                 "cpu with shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
                 lambda cfg: cfg.sharding.within_group != "full_shard",
                 Fit.EQUIVALENT,
-                "masters, gradients and optimizer state lie in host memory; gathered parameters stay on the device until the step",
+                "master weights, gradients and state are in host memory; gathered parameters on the device",
             ),
             When(
                 "cpu without offload.params: cpu",
-                _optimizer_alone,
+                _only_optimizer,
                 Fit.EQUIVALENT,
                 "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state lies in host memory, "
                 "the fp32 parts lie on the device as well",
@@ -326,7 +323,7 @@ _OWN: Mapping[str, Rule] = {
             When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
         ),
     ),
-    "optimizer.name": loop("torch's (AdamW and Adam fused; SGD where parameters are whole), or lion-pytorch's"),
+    "optimizer.name": loop("torch's (fused AdamW and Adam; fused SGD without shards), or lion-pytorch's"),
     "communication.reduce_bucket_size": Rule(
         Fit.EXACT,
         "DistributedDataParallel(bucket_cap_mb=...)",
@@ -351,7 +348,7 @@ _OWN: Mapping[str, Rule] = {
     "communication.overlap": Rule(
         Fit.EXACT,
         "none: always overlapped",
-        "reduction goes on beside backward",
+        "reduction overlaps backward",
         when=(
             When("false", lambda cfg: not cfg.communication.overlap, Fit.EQUIVALENT, "overlapped all the same; the results do not differ"),
         ),

@@ -1,4 +1,4 @@
-"""Turns a whole model into a sharded or replicated one, in place, as the native config says."""
+"""Shard or replicate a model in place, as the native config says."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ Apply = Callable[[nn.Module], object]
 def load(
     model: nn.Module, units: Sequence[Unit], device: torch.device, apply: Apply | None = None, *, frozen: Precision | None = None
 ) -> None:
-    """Bring rank 0's model onto every rank's device and shard it, one unit at a time, the root last. Collective.
+    """Broadcast rank 0's model to every rank and shard it, one unit at a time, the root last. Collective.
 
-    Only one unit beside the shards is ever whole on the device.
+    Besides shards, only one full unit at a time is on the device.
 
     Args:
-        model: Whole on rank 0; each parameter and buffer is placed and sent once, however many names it has.
-        units: Sharded before the root; the root takes what is left.
+        model: Full on rank 0; a parameter or buffer with several names is moved and broadcast once.
+        units: Sharded before the root, which gets the other parameters.
         device: Where this rank computes.
-        apply: Shards a module whose tensors are in place; None leaves it whole.
-        frozen: For a model that is not trained: freeze it, and hold it in this config's compute format.
+        apply: Shards a module whose tensors have their data; None to not shard.
+        frozen: For inference: freeze the model and cast it to this section's compute dtype.
     """
     seen: set[Tensor] = set()
-    parts: list[tuple[nn.Module, list[Tensor]]] = []
+    queue: list[tuple[nn.Module, list[Tensor]]] = []
     for module in [*(unit.module for unit in reversed(units)), model]:
         own = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in seen]
         seen.update(own)
-        parts.append((module, own))
+        queue.append((module, own))
     del seen
-    while parts:
-        module, own = parts.pop(0)
+    while queue:
+        module, own = queue.pop(0)
         materialize(own, device)
         broadcast(own)
         if frozen is not None:
@@ -59,7 +59,7 @@ def load(
 
 
 def _keep_attributes(apply: Apply, module: nn.Module) -> None:
-    """Shard a module; its new parameters get what users have set on the old ones, such as a flag that an optimizer factory reads."""
+    """Shard a module, and copy attributes that users have set on its parameters, such as a flag for an optimizer factory."""
     attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
     apply(module)
     for name, parameter in module.named_parameters():
@@ -67,7 +67,7 @@ def _keep_attributes(apply: Apply, module: nn.Module) -> None:
 
 
 def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
-    """All ranks on one axis, or those of a strategy with several copies."""
+    """A mesh of all ranks on one axis, or with the axes of a hybrid strategy."""
     if axes is None:
         return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (axes.replicate, axes.shard), mesh_dim_names=("replicate", "shard"))
@@ -89,7 +89,7 @@ def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
 def apply_fully_shard(
     model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Precision | None = None
 ) -> None:
-    """`fully_shard` on each unit and the root; `frozen` as in `load`. Collective."""
+    """Call `fully_shard` on each unit and the root; `frozen` as in `load`. Collective."""
     mesh = _mesh(device, options.mesh)
     sizes = [unit.numel for unit in units]
     offload = OffloadPolicy()
@@ -114,14 +114,14 @@ def apply_fully_shard(
 
 
 def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
-    """`fully_shard` over groups of one rank, on each unit, so that all-reduces overlap backward, and on the root. Collective.
+    """Call `fully_shard` over groups of one rank on each unit, so that all-reduces overlap backward, and on the root. Collective.
 
     Raises:
         ModelError: A parameter has no dimensions.
     """
     scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
     if scalar:
-        raise ModelError(f"parameter {scalar} has no dimensions, which fully_shard refuses (torch 2.13); give it the shape (1,)")
+        raise ModelError(f"parameter {scalar} is 0-d, which fully_shard does not support (torch 2.13); give it the shape (1,)")
     mesh = _mesh(device, Mesh(replicate=dist.get_world_size(), shard=1))
 
     def apply(module: nn.Module) -> None:
@@ -133,10 +133,10 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
 
 
 def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int) -> None:
-    """Gather ahead, on each unit, as many of those that follow as have `limit` elements together.
+    """Let each unit prefetch as many of the following units as fit into `limit` elements.
 
-    The order is that of the modules. Where a model runs them in another, units are gathered too early or in vain; torch then
-    waits for and frees them at the end of backward (torch 2.13, FSDPParamGroup.finalize_backward).
+    Uses the order of the modules. If a model runs them in another order, units are gathered too early or unnecessarily; torch
+    waits for these and frees them at the end of backward (torch 2.13, FSDPParamGroup.finalize_backward).
     """
     for order, lengths, prefetch in (
         (units, sizes, "set_modules_to_forward_prefetch"),

@@ -1,4 +1,4 @@
-"""Which part of a parameter or a gradient this rank holds under torch's forms of data parallelism."""
+"""This rank's shard of a parameter or gradient under torch's forms of data parallelism."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["shard_of"]
 
 
 def shard_of(tensor: Tensor) -> Shard:
-    """What this rank holds of a parameter or a gradient. Call it under `no_grad`.
+    """This rank's shard of a parameter or gradient. Call it under `no_grad`.
 
-    `fully_shard` divides dim 0 by the formula of `torch.chunk`; on a mesh of two axes each row of replicas makes its own whole.
+    `fully_shard` splits dim 0 like `torch.chunk`; on a mesh of two axes each group holds a full tensor.
     """
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):

@@ -28,20 +28,20 @@ def environment(monkeypatch):
 
 def test_on_cuda_deepspeed_takes_the_number_of_the_device_for_the_local_rank(environment):
     environment.setenv("LOCAL_RANK", "3")
-    start._say_where(CUDA, RANK)
+    start._set_device(CUDA, RANK)
     assert os.environ["LOCAL_RANK"] == "0"
     assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
     assert "DS_ACCELERATOR" not in os.environ
     environment.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
-    start._say_where(torch.device("cuda", 2), RANK)
+    start._set_device(torch.device("cuda", 2), RANK)
     assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("2", "2")
 
 
 def test_on_the_cpu_the_launchers_local_rank_stays(environment):
-    start._say_where(CPU, RANK)
+    start._set_device(CPU, RANK)
     assert (os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("3", "cpu")
     environment.setenv("LOCAL_RANK", "1")
-    start._say_where(CPU, RANK)
+    start._set_device(CPU, RANK)
     assert os.environ["LOCAL_RANK"] == "1"
 
 
@@ -55,7 +55,7 @@ def test_on_the_cpu_the_launchers_local_rank_stays(environment):
 def test_another_kind_of_device_in_the_environment_is_refused(environment, accelerator, device, message):
     environment.setenv("DS_ACCELERATOR", accelerator)
     with pytest.raises(BackendError, match=message):
-        start._say_where(device, RANK)
+        start._set_device(device, RANK)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def loaded(environment):
 
     def load(device: torch.device) -> list[str]:
         environment.setattr(start, "device_of", lambda topology: device)
-        environment.setattr(start, "_say_where", lambda *_: None)
+        environment.setattr(start, "_set_device", lambda *_: None)
         environment.setattr(type(get_accelerator()), "device_name", lambda self, index=None: device.type)
         ops = type("Ops", (), {"__compatible_ops__": property(lambda self: asked.append("ops") or {})})()
         environment.setattr(deepspeed, "ops", ops)
@@ -89,7 +89,7 @@ def test_deepspeed_imported_for_another_kind_of_device_is_refused(environment):
     import deepspeed  # noqa: F401
 
     environment.setattr(start, "device_of", lambda topology: CUDA)
-    environment.setattr(start, "_say_where", lambda *_: None)
+    environment.setattr(start, "_set_device", lambda *_: None)
     with pytest.raises(BackendError, match=r"DeepSpeed was imported for cpu before .*, which computes on cuda; unset"):
         start.load(RANK)
 
@@ -104,7 +104,7 @@ def test_offloaded_gradients_have_arrived_before_they_are_read_or_dropped(monkey
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
     monkeypatch.setattr(shards, "require", lambda *_: None)
     monkeypatch.setattr(shards.shards, "reduce_gradients", lambda *_: calls.append("reduce"))
-    monkeypatch.setattr(shards.shards, "gradient_parts", lambda *_: calls.append("read") or {})
+    monkeypatch.setattr(shards.shards, "gradient_shards", lambda *_: calls.append("read") or {})
     monkeypatch.setattr(shards.shards, "drop_gradients", lambda *_: calls.append("drop"))
     sections = {"training": {"micro_batch_size": 1}, "offload": {"optimizer": offload}}
     cfg = Config.model_validate({"backend": "deepspeed", "sharding": "shard_grad_op", **sections})
@@ -128,7 +128,7 @@ def test_offloaded_gradients_are_averaged_between_groups_on_the_device(monkeypat
     monkeypatch.setattr(torch.Tensor, "to", pretended)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(device))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, operation, group: calls.append(tensor) or tensor.mul_(0.5))
-    monkeypatch.setattr(updates, "_PIECE", 4)
+    monkeypatch.setattr(updates, "_ELEMENTS_AT_ONCE", 4)
     gradient = torch.arange(6.0)
     updates._average_on_host(gradient, "group", CUDA)
     assert gradient.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]

@@ -56,17 +56,20 @@ def test_everything_may_be_in_sections() -> None:
     [
         (
             {"no_decay": ["bias", "layernorm"]},
-            "optimizer.no_decay: 'layernorm' matches no parameter; write a part of a name such as embed.weight, layers.0.up.weight, "
+            "optimizer.no_decay: 'layernorm' matches no parameter; write part of a name, such as embed.weight, layers.0.up.weight, "
             "layers.0.up.bias, layers.0.norm.weight, head.weight",
         ),
         (
             {"groups": [{"params": ["embed"], "lr": 0.1}, {"params": ["head", "Head"], "lr": 0.1}]},
             "optimizer.groups[1].params: 'Head' matches no parameter",
         ),
-        ({"no_decay": ["frozen"]}, "optimizer.no_decay: 'frozen' matches only frozen parameters; remove it or set requires_grad on them"),
+        (
+            {"no_decay": ["frozen"]},
+            "optimizer.no_decay: 'frozen' matches only frozen parameters; remove it, or call requires_grad_(True) on them",
+        ),
         (
             {"groups": [{"params": ["weight"], "lr": 0.1}, {"params": ["head"], "lr": 0.1}]},
-            "optimizer.groups[1].params: matches only parameters that an earlier section takes; put this one before it",
+            "optimizer.groups[1].params: matches only parameters of earlier sections; move this section up",
         ),
     ],
     ids=["no match", "no match in a section", "frozen", "taken"],

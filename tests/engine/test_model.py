@@ -33,15 +33,15 @@ def scalar() -> nn.Module:
     ("model", "message"),
     [
         (nn.ReLU(), "ReLU has no parameters; there is nothing to train"),
-        (nn.Linear(2, 2).requires_grad_(False), "all 2 parameters of Linear are frozen; set requires_grad"),
+        (nn.Linear(2, 2).requires_grad_(False), "all 2 parameters of Linear are frozen; unfreeze the ones to train"),
         (nn.Linear(2, 2).double(), "must be fp32, bf16 or fp16, .* weight and 1 others of Linear are torch.float64; call model.float()"),
-        (nn.LazyLinear(2), "parameter weight of LazyLinear has no shape yet; run the model once on a batch"),
+        (nn.LazyLinear(2), "parameter weight of LazyLinear has no shape yet .lazy module.; run the model once on a batch"),
         (scalar(), r"parameter scale of Linear has no dimensions, so it cannot be sharded; give it the shape \(1,\)"),
         (hooked(), "parameter weight of Linear has a gradient hook, which sharding would lose; remove it"),
         (hooked_after_accumulation(), "parameter bias of Linear has a gradient hook"),
         (
             torch.compile(nn.Linear(2, 2), backend="eager"),
-            "compiled already; prepare with the module itself, model._orig_mod",
+            "already compiled; pass the original module, model._orig_mod",
         ),
     ],
     ids=["none", "frozen", "double", "lazy", "scalar", "hook", "late hook", "compiled"],
@@ -67,6 +67,6 @@ def test_a_description_is_that_of_what_must_agree() -> None:
     model = nn.BatchNorm1d(2).requires_grad_(False)
     assert description_of(model)["weight"] == "(2,) torch.float32 frozen"
     assert description_of(model)["num_batches_tracked"] == "() torch.int64"
-    assert description_of(nn.LazyLinear(2))["weight"] == "uninitialised"
+    assert description_of(nn.LazyLinear(2))["weight"] == "uninitialized"
     assert description_of(nn.Linear(1, 1, device="meta"))["weight"] == "(1, 1) torch.float32"
     assert description_of("no module") == {"class of the model": "str"}

@@ -238,9 +238,9 @@ class Around(torch.optim.SGD):
 
 
 REFUSED = {
-    "rows": (lambda params: torch.optim.Adafactor(params), "keeps 'row_var' as a tensor of shape"),
-    "closure": (lambda params: NeedsClosure(params, lr=0.1), "what NeedsClosure keeps of a parameter cannot be found out"),
-    "another": (lambda params: Around(params, lr=0.1), "Around steps another optimizer, its inner"),
+    "rows": (lambda params: torch.optim.Adafactor(params), "the state 'row_var' of Adafactor is a tensor of shape"),
+    "closure": (lambda params: NeedsClosure(params, lr=0.1), "the state keys of NeedsClosure cannot be determined"),
+    "another": (lambda params: Around(params, lr=0.1), "Around wraps another optimizer .inner."),
 }
 
 
@@ -255,5 +255,5 @@ def test_what_cannot_be_found_out_is_refused(what: str) -> None:
 def test_a_number_that_the_optimizer_does_not_keep_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
     like = optimizer.param_groups[0]["params"][0]
-    with pytest.raises(CheckpointError, match="SGD keeps no number 'step', only none"):
+    with pytest.raises(CheckpointError, match="the state of SGD has no number 'step', only none"):
         fresh_state(optimizer, optimizer.param_groups[0], like, StateSpec({"exp_avg": torch.float32}, {"step": 3.0}))

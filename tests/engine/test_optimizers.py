@@ -12,7 +12,7 @@ from torch import nn
 
 from unishard.config import Optimizer
 from unishard.engine.optim import optimizers
-from unishard.engine.optim.optimizers import adopt, checked, description_of, factory
+from unishard.engine.optim.optimizers import description_of, factory, from_factory, move_to_shards
 from unishard.errors import ConfigError
 from unishard.plugins.backend import OptimizerBuilder
 
@@ -76,31 +76,31 @@ def test_lion_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda params: None, "factory returned NoneType; it must return a torch.optim.Optimizer"),
-        (lambda params: torch.optim.SGD([params[0]], lr=1.0), r"factory left out 3 of 4 trainable parameters; freeze those"),
+        (lambda params: None, "the function returned NoneType; it must return a torch.optim.Optimizer"),
+        (lambda params: torch.optim.SGD([params[0]], lr=1.0), r"the function omitted 3 of 4 trainable parameters; freeze those"),
         (
             lambda params: torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=1.0),
-            "factory took 1 parameters that it was not given",
+            "the function added 1 parameters that are not in its argument",
         ),
-        (lambda params: torch.optim.Adafactor(params), "Adafactor works on whole tensors, and engines hand it parts; choose no_shard"),
-        (lambda params: torch.optim.LBFGS(params), "LBFGS computes the loss again within a step"),
-        (lambda params: torch.optim.SGD(params, lr=1.0, differentiable=True), "SGD has differentiable=True, and nothing goes backward"),
-        (lambda params: torch.optim.Adam(params, lr=1.0, capturable=True), "Adam has capturable=True, and the update is not captured"),
+        (lambda params: torch.optim.Adafactor(params), "Adafactor needs full tensors, but engines step shards; choose no_shard"),
+        (lambda params: torch.optim.LBFGS(params), "LBFGS recomputes the loss inside step"),
+        (lambda params: torch.optim.SGD(params, lr=1.0, differentiable=True), "SGD has differentiable=True, but there is no backward"),
+        (lambda params: torch.optim.Adam(params, lr=1.0, capturable=True), "Adam has capturable=True, but updates are not captured"),
     ],
     ids=["nothing", "too few", "foreign", "factored", "line search", "differentiable", "capturable"],
 )
 def test_refused(build: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"optimizer: {message}"):
-        built(checked(build, sharded=True), model())
+        built(from_factory(build, sharded=True), model())
 
 
 def test_no_factory() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer: is a str; pass a new torch\.optim\.Optimizer over model\.parameters\(\), or"):
-        checked("adamw", sharded=False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"optimizer: is a str; pass a new torch\.optim\.Optimizer of model\.parameters\(\), or"):
+        from_factory("adamw", sharded=False)  # type: ignore[arg-type]
 
 
 def test_whole_tensors_may_be_factored() -> None:
-    assert type(built(checked(torch.optim.Adafactor, sharded=False), model())) is torch.optim.Adafactor
+    assert type(built(from_factory(torch.optim.Adafactor, sharded=False), model())) is torch.optim.Adafactor
 
 
 def stepped(on: nn.Module, kind: Any, **options: Any) -> torch.optim.Optimizer:
@@ -126,21 +126,21 @@ def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
     [
         (
             lambda on: stepped(on, torch.optim.AdamW),
-            "AdamW has state of 4 parameters already, which sharding would lose; pass one that",
+            "AdamW already has state of 4 parameters, which sharding would lose; pass an optimizer that",
         ),
-        (lambda on: stepped(on, torch.optim.SGD, momentum=0.9), "SGD has state of 4 parameters already"),
-        (lambda on: stepped(on, torch.optim.Adagrad), "Adagrad has state of 4 parameters already"),
-        (loaded, "AdamW has state of 4 parameters already"),
+        (lambda on: stepped(on, torch.optim.SGD, momentum=0.9), "SGD already has state of 4 parameters"),
+        (lambda on: stepped(on, torch.optim.Adagrad), "Adagrad already has state of 4 parameters"),
+        (loaded, "AdamW already has state of 4 parameters"),
         (
             lambda on: torch.optim.SGD(model().parameters(), lr=0.1),
-            r"SGD holds 4 parameters that are not among Sequential's; make it from model.parameters\(\), after the last change",
+            r"SGD has 4 parameters that are not in Sequential; create it from model.parameters\(\) after the last change",
         ),
         (
             lambda on: torch.optim.SGD(on[0].parameters(), lr=0.1),
-            r"SGD leaves out 2 trainable parameters \(1.weight, 1.bias\); freeze those with requires_grad_\(False\) or add them to a group",
+            r"SGD lacks 2 trainable parameters \(1.weight, 1.bias\); add them to a group, or freeze them with requires_grad_\(False\)",
         ),
-        (partly_frozen, "group 1 of SGD holds only frozen parameters; leave it out"),
-        (lambda on: torch.optim.Adafactor(on.parameters()), "Adafactor works on whole tensors, and engines hand it parts"),
+        (partly_frozen, "group 1 of SGD has only frozen parameters; remove it"),
+        (lambda on: torch.optim.Adafactor(on.parameters()), "Adafactor needs full tensors, but engines step shards"),
         (lambda on: torch.optim.Adam(on.parameters(), capturable=True), "Adam has capturable=True"),
     ],
     ids=["stepped", "momentum", "eager state", "loaded", "foreign", "left out", "frozen group", "whole tensors", "capturable"],
@@ -148,7 +148,7 @@ def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
 def test_an_object_that_cannot_be_moved(make: Callable[[nn.Module], torch.optim.Optimizer], message: str) -> None:
     on = model()
     with pytest.raises(ConfigError, match=f"optimizer: {message}"):
-        adopt(make(on), on, sharded=True)
+        move_to_shards(make(on), on, sharded=True)
 
 
 def test_an_object_keeps_its_groups_on_other_parameters() -> None:
@@ -165,7 +165,7 @@ def test_an_object_keeps_its_groups_on_other_parameters() -> None:
         maximize=True,
     )
     groups = list(optimizer.param_groups)
-    build = adopt(optimizer, on, sharded=True)
+    build = move_to_shards(optimizer, on, sharded=True)
     assert built(build, after) is optimizer
     assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
     moved = dict(after.named_parameters())
@@ -179,7 +179,7 @@ def test_an_object_keeps_its_groups_on_other_parameters() -> None:
 def test_state_before_the_first_step_is_made_anew() -> None:
     on, after = model(), model()
     optimizer = torch.optim.Adagrad(on.parameters(), lr=0.1, initial_accumulator_value=0.5)
-    built(adopt(optimizer, on, sharded=True), after)
+    built(move_to_shards(optimizer, on, sharded=True), after)
     after(torch.ones(1, 2)).square().sum().backward()
     gradient = after[0].bias.grad.clone()  # type: ignore[index,union-attr]
     optimizer.step()

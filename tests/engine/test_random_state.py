@@ -54,5 +54,5 @@ def test_new_streams_differ_by_rank_and_step_and_can_be_repeated():
 @pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
 @pytest.mark.parametrize("state", [b"", b"{}", b"[3, [1], null]", b"\xff\xfe"])
 def test_a_state_that_does_not_fit_is_refused(kind, state):
-    with pytest.raises(CheckpointError, match=f"random numbers of kind {kind} do not fit"):
+    with pytest.raises(CheckpointError, match=f"{kind} random state does not fit"):
         random_state.restore({kind: torch.tensor(bytearray(state), dtype=torch.uint8)}, CPU)

@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, Se
 
 from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.config import Config
-from unishard.engine.optim.builder import Recipe
-from unishard.engine.optim.schedulers import TorchSchedule, check, made
+from unishard.engine.optim.builder import OptimizerSetup
+from unishard.engine.optim.schedulers import TorchSchedule, build_scheduler, check
 from unishard.errors import CheckpointError, ConfigError
 
 
@@ -25,9 +25,12 @@ ONE = optimizer()
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        (3, r"is a int; pass a torch\.optim\.lr_scheduler\.LRScheduler, or a function from an optimizer to one"),
-        (ReduceLROnPlateau(ONE), r"ReduceLROnPlateau needs a metric, which an update does not have; leave it out and set group\['lr'\]"),
-        (StepLR(optimizer(), 1), "StepLR was made on an optimizer that prepare was not given; pass that one too, or pass a function"),
+        (3, r"is a int; pass a torch\.optim\.lr_scheduler\.LRScheduler, or a function that builds one"),
+        (ReduceLROnPlateau(ONE), r"ReduceLROnPlateau needs a metric, which is not available in an update; remove it and set group\['lr'\]"),
+        (
+            StepLR(optimizer(), 1),
+            "StepLR belongs to an optimizer that was not passed to prepare; pass that optimizer too, or",
+        ),
     ],
     ids=["number", "needs a metric", "another optimizer"],
 )
@@ -41,13 +44,13 @@ def test_refused(scheduler: Any, message: str) -> None:
     [
         (lambda built: None, "function returned NoneType; it must return a torch"),
         (ReduceLROnPlateau, "ReduceLROnPlateau needs a metric"),
-        (lambda built: StepLR(optimizer(), 1), "function returned a StepLR of another optimizer; build it from its argument"),
+        (lambda built: StepLR(optimizer(), 1), "function returned a StepLR of another optimizer; build it from the function's argument"),
     ],
     ids=["nothing", "needs a metric", "another optimizer"],
 )
 def test_a_function_that_returns_something_else(build: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"scheduler: {message}"):
-        made(build, ONE)
+        build_scheduler(build, ONE)
 
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
@@ -56,18 +59,18 @@ def test_nothing_is_given_twice(section: str) -> None:
     model = torch.nn.Linear(1, 1)
     own = torch.optim.SGD(model.parameters(), lr=1.0)
     given = {"optimizer": (own, None), "scheduler": (None, lambda built: StepLR(built, 1))}[section]
-    with pytest.raises(ConfigError, match=f"{section}: is in the config, and prepare was given one as well; remove one of the two"):
-        Recipe(cfg, model, *given)
+    with pytest.raises(ConfigError, match=f"{section}: is in the config and was also passed to prepare; remove one of them"):
+        OptimizerSetup(cfg, model, *given)
 
 
 def test_an_object_on_an_object_and_a_function_on_the_config_s() -> None:
     model = torch.nn.Linear(1, 1)
     own = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = StepLR(own, 1)
-    recipe = Recipe(Config.model_validate({}), model, own, scheduler)
+    recipe = OptimizerSetup(Config.model_validate({}), model, own, scheduler)
     assert recipe(model.named_parameters()) is own
     assert recipe.scheduler is scheduler
-    recipe = Recipe(Config.model_validate({}), model, None, lambda built: StepLR(built, 1))
+    recipe = OptimizerSetup(Config.model_validate({}), model, None, lambda built: StepLR(built, 1))
     assert recipe.scheduler is None
     built = recipe(model.named_parameters())
     assert recipe.scheduler is not None
@@ -125,7 +128,7 @@ def test_goes_on_with_everything_that_it_writes(build: Any, before: int) -> None
     options = [{key: value for key, value in group.items() if key != "params"} for group in then.param_groups]
     facts = ScheduleFacts(**saved.facts())
     now, resumed = running(build, before)
-    resumed.go_on(facts, options)
+    resumed.resume(facts, options)
     for _ in range(4):
         assert {**now.param_groups[0], "params": None} == {**then.param_groups[0], "params": None}
         saved.advance()
@@ -135,7 +138,7 @@ def test_goes_on_with_everything_that_it_writes(build: Any, before: int) -> None
 def test_after_another_schedule_it_makes_as_many_updates_or_says_that_it_cannot() -> None:
     _, expected = running(stairs, 3)
     _, new = running(stairs, 0)
-    new.go_on(ScheduleFacts(updates=3, peaks=[1.0]), [])
+    new.resume(ScheduleFacts(updates=3, peaks=[1.0]), [])
     assert new.lr == expected.lr
-    with pytest.raises(CheckpointError, match=r"StepLR has made 3 updates and cannot go back to 2"):
-        new.go_on(ScheduleFacts(updates=2, peaks=[1.0]), [])
+    with pytest.raises(CheckpointError, match=r"StepLR is at update 3 and cannot go back to 2"):
+        new.resume(ScheduleFacts(updates=2, peaks=[1.0]), [])

@@ -125,7 +125,7 @@ def test_small_units_join_what_is_around_them() -> None:
 
 
 def test_a_size_that_leaves_no_unit_is_an_error_with_the_candidates() -> None:
-    with pytest.raises(ModelError, match=r"min_unit_params: 10,000,000 leaves no unit; the candidates are model\.embed_tokens"):
+    with pytest.raises(ModelError, match=r"min_unit_params: 10,000,000 is larger than every unit; the candidates are model\.embed_tokens"):
         names(llama(), min_unit_params=10_000_000)
 
 

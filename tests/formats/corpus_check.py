@@ -56,7 +56,7 @@ CAUSES: Mapping[str, str] = {
     ),
     "parameters on the host without the optimizer": r"offload_param\S*: FSDP2's sharded parameters are the fp32 masters",
     "gradients that add up in another format than the parameters'": (
-        r"grad_accum_dtype: FSDP2 keeps a gradient in the format of its parameter"
+        r"grad_accum_dtype: FSDP2 keeps a gradient in the dtype of its parameter"
     ),
     "other parallelism than over data": (
         r"^\S+: (splits ranks in other ways than data parallelism|(tensor|context|sequence) parallelism is more than data parallelism)"

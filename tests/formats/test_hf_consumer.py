@@ -163,6 +163,6 @@ def test_mismatches_are_those_that_transformers_finds(arguments: Any) -> None:
     config = {"zero_optimization": {}, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
     document = {"per_device_train_batch_size": 4, "deepspeed": config}
     told = arguments(yaml.safe_dump(document)).hf_deepspeed_config.mismatches
-    stopped = [entry for entry in read(document, "hf").entries if "transformers stops" in entry.meaning.note]
+    stopped = [entry for entry in read(document, "hf").entries if "transformers refuses this" in entry.meaning.note]
     refused = {entry.key.removeprefix("deepspeed.") for entry in stopped}
     assert refused == {line.split()[2].split("=")[0] for line in told} == {"train_micro_batch_size_per_gpu", "gradient_clipping"}

@@ -193,13 +193,13 @@ ASKED = ("output_dir", "save_strategy", "save_steps", "saves_per_epoch", "save_f
 @pytest.mark.parametrize(
     ("document", "name", "key", "word"),
     [
-        (HF | {"output_dir": "a", "save_strategy": "epoch"}, "hf", "save_strategy", "end of epochs"),
-        (HF | {"output_dir": "a", "save_strategy": "best"}, "hf", "save_strategy", "best so far"),
-        (HF | {"output_dir": "a", "save_steps": 0.1}, "hf", "save_steps", "part of the number of updates"),
+        (HF | {"output_dir": "a", "save_strategy": "epoch"}, "hf", "save_strategy", "after epochs"),
+        (HF | {"output_dir": "a", "save_strategy": "best"}, "hf", "save_strategy", "best evaluation so far"),
+        (HF | {"output_dir": "a", "save_steps": 0.1}, "hf", "save_steps", "fraction of all steps"),
         (AXOLOTL | {"saves_per_epoch": 4}, "axolotl", "saves_per_epoch", "in epochs"),
-        (AXOLOTL | {"save_strategy": "epoch"}, "axolotl", "save_strategy", "end of epochs"),
+        (AXOLOTL | {"save_strategy": "epoch"}, "axolotl", "save_strategy", "after epochs"),
         (COMPOSER | {"save_folder": "a", "save_interval": "1ep"}, "composer", "save_interval", "1ep are epochs"),
-        (lightning(model_checkpoint(dirpath="a")), "lightning", "trainer.callbacks.0", "end of epochs"),
+        (lightning(model_checkpoint(dirpath="a")), "lightning", "trainer.callbacks.0", "after epochs"),
         (
             lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss")),
             "lightning",

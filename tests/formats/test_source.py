@@ -51,7 +51,7 @@ def test_the_warning_names_what_strict_readers_refuse_and_who_they_are(tmp_path:
     (warning,) = opened(tmp_path, LENIENT).warnings
     assert "has a comment (line 1) and a trailing comma (line 7); transformers" in warning
     assert "Accelerate" in warning
-    assert "DeepSpeed 0.19.8 itself reads its config with hjson" in warning
+    assert "DeepSpeed 0.19.8 takes it: hjson" in warning
     assert opened(tmp_path, '{"a": [1, {"b": "//"}], "c": 1.5E+3}').warnings == ()
 
 
@@ -82,11 +82,11 @@ def test_what_is_nearly_json_is_read_as_yaml_with_a_warning(tmp_path: Path) -> N
         ('{\n"a": [1, 2', ":2: is not JSON: the bracket opened on line 2 is never closed; write ']' at its end"),
         ('{"a" 1}', ":1: is not JSON: a colon is missing after 'a'; write one"),
         ('{"a": 1}\n{"b": 2}', ":2: is not JSON: something follows the closing bracket; remove it, or keep one document in the file"),
-        ('{"a": "C:\\dir"}', ":1: is not JSON: text that cannot be read (Invalid \\escape); close the quotes, and write backslashes twice"),
+        ('{"a": "C:\\dir"}', ":1: is not JSON: unreadable text (Invalid \\escape); close the quotes, and write backslashes twice"),
         ('{"a":\n True, "b" 1}', ":2: is not JSON: no value begins with 'True, \"b\" 1}'; write true"),
         ('{\n"a": {"b": 1,\n"b": 2}}', ":3: a.b: is written twice, first on line 2; keep one of the two"),
         ('{"a": ' + "9" * 500 + "}", ":1: a: has more than 400 digits; write a number that a setting can have"),
-        ('{"a": "\\ud800"}', ":1: a: holds half of a character (a lone surrogate); write the text anew"),
+        ('{"a": "\\ud800"}', ":1: a: has a lone surrogate (half a character); rewrite the text"),
         ('{"a":' * 200, ":1: a: is nested more than 100 levels deep, which no config is; name another file"),
         ("[1, 2]", "is a list, and a config is a mapping of keys to values; name another file"),
         ("3", "is a single value, and a config is a mapping of keys to values; name another file"),
@@ -107,7 +107,7 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line_with_its_place(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("[" * 3000, "opens more than 100 brackets in each other"),
+        ("[" * 3000, "nests more than 100 brackets"),
         ("k:\n" * 20000, "has more than 10000 lines"),
         (
             "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20)),

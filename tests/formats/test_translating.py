@@ -195,11 +195,11 @@ def test_recognised(data: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        ({}, r"is in no format that unishard knows \(its keys: none\); say it \(unishard translate --from\), one of accelerate, axolotl"),
-        ({"a": 1, "b": 2}, r"is in no format that unishard knows \(its keys: a, b\)"),
-        ({"model": 1}, "is in no format that unishard knows"),
-        ({"adapter": 1, "loggers": 2}, r"could be in any of the formats axolotl, composer \(its keys: adapter, loggers\); say which"),
-        ({"actor_rollout_ref": {}}, "is a config of Hydra, such as verl's, which unishard does not read; write a new config"),
+        ({}, r"matches no known format \(its keys: none\); name one with `unishard translate --from`: accelerate, axolotl"),
+        ({"a": 1, "b": 2}, r"matches no known format \(its keys: a, b\)"),
+        ({"model": 1}, "matches no known format"),
+        ({"adapter": 1, "loggers": 2}, r"matches several formats: axolotl, composer \(its keys: adapter, loggers\); name one with"),
+        ({"actor_rollout_ref": {}}, "is a config of Hydra, such as verl's, which unishard does not read; run `unishard init`"),
         ({"defaults": ["a"], "trainer": {}}, "is a config of Hydra"),
     ],
 )
@@ -237,7 +237,7 @@ def test_short_forms_placeholders_and_empty_sections_of_our_own_files() -> None:
         "native.fsdp.x.y",
     }
     assert written["offload.params"].becomes == "offload.params"
-    assert written["precision"].note == "holds nothing"
+    assert written["precision"].note == "is empty"
     assert outcome.document["scheduler"] == {"total_steps": "${scheduler.total_steps}"}
     again = translate(outcome.document, "unishard", from_="unishard")
     assert (again.document, again.text) == (outcome.document, outcome.text)

@@ -481,7 +481,7 @@ WORDS = {
     "kind": "set_grad: head.weight needs a floating-point tensor, got float",
     "integers": "set_parameter: head.weight needs a floating-point tensor, got torch.int64",
     "one name": "write gathered(['head.weight'])",
-    "names": "edit the tensors that are in it",
+    "names": "only edit its tensors",
     "replaced": "gathered: head.weight has the shape (11, 23), got (3,)",
     "after": "grad was called after 0 of 2 backward calls",
     **{f"closed {call}": "closed engine" for call in ("grad", "parameter", "grad_norms", "parameter_norms", "discard")},

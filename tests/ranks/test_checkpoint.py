@@ -356,7 +356,7 @@ def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root)
         assert by_hand[1:] == (0.5, False, True)
         assert by_hand[0].notes == ()
         assert by_config[1] == 1e-3
-        assert "group 0 of the optimizer: lr was 0.01 at its peak and is 0.001 now, which counts" in by_config[0].notes
+        assert "group 0 of the optimizer: peak lr was 0.01; using 0.001 of the config" in by_config[0].notes
         assert any("weight_decay was 0.01 and is 0.3 now" in note for note in by_config[0].notes)
         assert evaluated[1]
 
@@ -369,7 +369,7 @@ def test_a_killed_rank_leaves_the_former_checkpoint(root):
     assert found.name == "step-00000001"
     (resumed,) = run_ranks(1, _resumed, root)
     assert resumed[0] == 1
-    assert "saved by 2 ranks, so random numbers such as dropout's are drawn anew from training.seed, step and rank" in resumed[1]
+    assert "saved by 2 ranks, so random generators (dropout and others) are seeded from training.seed, step and rank" in resumed[1]
     assert not [path for path in (Path(root) / "killed").iterdir() if path.name.startswith(".")]
 
 
@@ -403,4 +403,4 @@ def other_batch(backend, root):
 def test_another_global_batch_is_noted(backend, root):
     for notes in values(play(tuple((other_batch, (each, root)) for each in BACKENDS))[other_batch, (backend, root)]):
         (note,) = notes
-        assert note == "an update was made of 4 samples and is made of 8 now; change training.gradient_accumulation_steps with the ranks"
+        assert note == "the global batch size was 4 and is now 8; adjust training.gradient_accumulation_steps to the number of ranks"

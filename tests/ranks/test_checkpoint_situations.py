@@ -217,7 +217,7 @@ def test_a_scheduler_goes_on_with_all_that_it_writes_and_says_what_counts(backen
         assert notes == ()
         assert again == pytest.approx(expected, rel=1e-5)
         notes, rate = told["stairs"]
-        assert notes == ("group 0 of the optimizer: initial_lr was 0.01 and is 0.5 now; the scheduler continues with what it was",)
+        assert notes == ("group 0 of the optimizer: initial_lr is 0.5 in the config; the scheduler continues with the saved 0.01",)
         assert rate == 0.01
         assert "LambdaLR cannot be saved: " in told["odd"]
 
@@ -265,7 +265,7 @@ def test_what_fits_of_a_model_that_grew_is_taken_and_the_rest_begins_anew(backen
         assert kept_too
         assert "layers.1.weight: not in the checkpoint" in more[0]
         assert any("in the checkpoint, but not in the model" in note for note in less)
-        assert "the parameter groups differ from the saved ones; the learning rates are those of the config" in more
+        assert "the parameter groups differ from the saved ones; using the learning rates of the config" in more
         assert (len(steps), len(fewer)) == (6, 4)
 
 
@@ -305,8 +305,8 @@ def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_sta
     for told in played(at_odd_times, backend, root):
         for call, problem in zip(("save", "load"), told["frozen"], strict=True):
             assert problem.startswith(f"ContractError: {call} was called inside engine.frozen()")
-        assert told["graph"].startswith("ContractError: load would change a parameter that a forward has used")
-        assert told["word"] == 'ContractError: load: verify is \'bit\'; write "files", "bits", or None to trust the disk'
+        assert told["graph"].startswith("ContractError: load would change a parameter that the backward of an earlier forward still needs")
+        assert told["word"] == 'ContractError: load: verify is \'bit\'; write "files", "bits", or None for no check'
         assert told["batches"] == 6
         assert told["assets"].startswith("CheckpointError: rank 0: KeyError: 'of a library")
         assert told["strict"].startswith("RankMismatchError: ")

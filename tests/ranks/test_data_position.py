@@ -314,7 +314,7 @@ def manners() -> dict[str, Any]:
 def test_the_position_is_that_of_the_windows_that_are_done():
     for said in run_ranks(2, manners):
         (warned,) = said.pop("warned")
-        assert warned.startswith("list has no load_state_dict, so it starts anew and not at the checkpoint's data position; ")
+        assert warned.startswith("list has no load_state_dict, so it starts from its beginning and not at the checkpoint's data position; ")
         assert said == {
             "no loader": None,
             "a list": None,

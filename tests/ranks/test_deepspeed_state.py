@@ -348,5 +348,5 @@ def in_files():
 
 def test_parameters_in_files_are_refused():
     assert error(play(((in_files, ()),))[in_files, ()]).startswith(
-        "CheckpointError: offload.params: nvme keeps the parameters in files, which DeepSpeed 0.19.8 reads and writes whole"
+        "CheckpointError: offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or write shards"
     )

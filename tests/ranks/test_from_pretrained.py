@@ -174,7 +174,7 @@ def test_adapters_on_a_pretrained_model_train_alike_inside_init_which_an_error_p
     for (plain, lean), refusal in values(played(backend)[adapters, (backend, folder())]):
         assert lean == plain
         assert plain[0] != plain[1]
-        assert "build the whole of it inside unishard.init(cfg) instead" in refusal
+        assert "build all of it inside unishard.init(cfg) instead" in refusal
 
 
 @pytest.mark.parametrize("case", REFUSED, ids="-".join)

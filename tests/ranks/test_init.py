@@ -121,7 +121,7 @@ def test_several_models_in_any_order(backend):
 def test_a_constructor_that_reads_its_parameters_is_told_of():
     none, (note,) = played("fsdp", reads_its_parameters)
     assert none is None
-    assert "only rank 0 has the data of parameters" in note
+    assert "only rank 0 has parameter data" in note
 
 
 # -- host memory --------------------------------------------------------------------------------------------------------------------

@@ -271,8 +271,8 @@ REFUSALS = {
     "closed": "ContractError: set_trainable was called on a closed engine",
     "frozen in prepare": "ContractError: inp.weight was frozen when the model was prepared, so it has no fp32 master",
     "unknown": "ContractError: set_trainable: no parameter or module is called 'block.1'; did you mean blocks.1",
-    "everything": "ContractError: set_trainable('*', False) would freeze all that is left to train",
-    "all that is left": "ContractError: set_trainable(['blocks', 'head'], False) would freeze all that is left to train",
+    "everything": "ContractError: set_trainable('*', False) would leave no trainable parameter",
+    "all that is left": "ContractError: set_trainable(['blocks', 'head'], False) would leave no trainable parameter",
 }
 REFUSED = tuple((refused, (backend, what)) for backend in BACKENDS for what in REFUSALS)
 

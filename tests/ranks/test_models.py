@@ -407,7 +407,7 @@ def test_a_leaf_of_the_users_own_is_no_unit_where_deepspeed_does_not_look_at_it(
 def test_a_weight_that_is_used_outside_its_unit_is_refused_with_a_way_out():
     raised = error(play(AROUND)[borrowed, ("fsdp", "auto")])
     assert raised.startswith("ModelError: ")
-    assert "the units are wte, layers.0, layers.1: name the classes of the blocks in sharding.units" in raised
+    assert "the units are wte, layers.0, layers.1: name only the classes of the blocks in sharding.units" in raised
 
 
 @pytest.mark.parametrize("cell", [("fsdp", "blocks"), ("deepspeed", "blocks"), ("deepspeed", "auto")], ids="-".join)

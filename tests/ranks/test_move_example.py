@@ -101,7 +101,7 @@ def test_the_picture_is_drawn(out):
 def test_a_folder_that_is_there_is_not_gone_on_with(tmp_path):
     done = shell(tmp_path, tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"{tmp_path} is there already" in done.stderr
+    assert f"{tmp_path} already exists" in done.stderr
 
 
 def drawn(folder):

@@ -259,17 +259,14 @@ def without_fp16(*arguments):
 
 FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 ASYNC_IO = (
-    "BackendError: offload to nvme needs DeepSpeed's async_io op, which can be neither found nor built here; install libaio with its "
+    "BackendError: offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio with its "
     "headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
 )
 ROUNDS = (
     "BackendError: offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed 0.19.8); set it to "
     "cpu, or precision to bf16"
 )
-OTHER = (
-    "DeepSpeed 0.19.8 swaps the state of torch's SGD and AdamW through files and then makes other updates than without (losses differ by "
-    "1e-2 and more from the second on); choose cpu"
-)
+OTHER = "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu"
 REFUSED = {
     (strictly, ("fsdp", "cpu", "none")): (
         "TranslationError: offload.params: 'cpu' is only approximate on fsdp, and strict is true: CPUOffloadPolicy moves parameters, "

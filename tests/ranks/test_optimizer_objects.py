@@ -351,7 +351,7 @@ def test_muon_runs_where_each_rank_holds_whole_matrices(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_muon_is_refused_where_engines_hand_it_parts(backend):
-    assert "ConfigError: optimizer: Muon works on whole tensors" in error(play(WHOLE)[muon, (backend, "full_shard", "fp32")])
+    assert "ConfigError: optimizer: Muon needs full tensors" in error(play(WHOLE)[muon, (backend, "full_shard", "fp32")])
 
 
 def test_rprop_is_refused_on_the_shards_that_torch_cannot_step_it_on():

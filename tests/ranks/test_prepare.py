@@ -226,17 +226,17 @@ class Lying:
 
 
 LIES = {
-    "engine": ({"engine": "Imposter"}, "engine: asked for", "got Imposter"),
+    "engine": ({"engine": "Imposter"}, "engine: expected", "got Imposter"),
     "units": (
         {"units": ("blocks.0", "blocks.2")},
-        "sharded units: asked for inp, blocks.0, blocks.1, blocks.2, head",
+        "sharded units: expected inp, blocks.0, blocks.1, blocks.2, head",
         "got blocks.0, blocks.2",
     ),
-    "no units": ({"units": ()}, "sharded units: asked for inp, blocks.0, blocks.1, blocks.2, head", "got none"),
-    "masters": ({"master_dtypes": frozenset({"bfloat16"})}, "format of the master weights: asked for float32", "got bfloat16"),
-    "whole": ({"master_numel": 6013}, "master weights on this rank: asked for at most", "got 6,013"),
-    "whole parameters": ({"param_bytes": 4 * 6013}, "parameters on this rank: asked for at most", "got 24,052"),
-    "nothing": ({"master_numel": 0}, "master weights on all ranks: asked for at least", "got 0"),
+    "no units": ({"units": ()}, "sharded units: expected inp, blocks.0, blocks.1, blocks.2, head", "got none"),
+    "masters": ({"master_dtypes": frozenset({"bfloat16"})}, "dtype of the master weights: expected float32", "got bfloat16"),
+    "whole": ({"master_numel": 6013}, "master weights on this rank: expected at most", "got 6,013"),
+    "whole parameters": ({"param_bytes": 4 * 6013}, "parameters on this rank: expected at most", "got 24,052"),
+    "nothing": ({"master_numel": 0}, "master weights on all ranks: expected at least", "got 0"),
 }
 
 

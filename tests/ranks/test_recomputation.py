@@ -240,8 +240,8 @@ REFUSED = {
     "unknown class": "activation_checkpointing: no module of class LlamaDecoder in LlamaForCausalLM; did you mean LlamaDecoderLayer?",
     "its own": "call model.gradient_checkpointing_disable(), or set activation_checkpointing to none",
     "no blocks": "activation_checkpointing: Sequential has no repeated blocks; its classes with parameters are Linear (x1, ",
-    "compiled inside": "is compiled already; prepare with the module itself, model.layers.1._orig_mod",
-    "compiled twice": "compile: model.layers.1 is compiled already (module.compile())",
+    "compiled inside": "is already compiled; pass the original module, model.layers.1._orig_mod",
+    "compiled twice": "compile: model.layers.1 is already compiled (module.compile())",
     "unknown backend": "compile.backend: torch has no backend 'inducter'; choose one of ",
 }
 

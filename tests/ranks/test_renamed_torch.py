@@ -154,9 +154,9 @@ def ddp_buckets():
 
 
 SCENARIOS = {
-    "late-gradients": late_gradients,
+    "mixed-accumulation": late_gradients,
     "hybrid-accumulation": hybrid_accumulation,
-    "whole-units": conditional_modules,
+    "conditional-modules": conditional_modules,
     "discard": discard,
     "trainable-dtypes": trainable_dtypes,
     "foreign-backward": foreign_backward,

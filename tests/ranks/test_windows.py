@@ -84,7 +84,7 @@ def test_counts_that_mean_nothing_are_refused(backend, pair, said):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_without_items_is_an_error_that_leaves_the_engine_usable(backend):
-    assert "num_items add up to 0 over the whole accumulation window" in error(play(ITEMS)[no_item, (backend,)])
+    assert "num_items add up to 0 over the accumulation window" in error(play(ITEMS)[no_item, (backend,)])
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_ignore_makes_the_update_and_the_damage_shows(cell):
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_raise_raises_on_every_rank_and_leaves_no_trace(cell):
     for raised, same in values(play(NONFINITE)[raising, cell]):
-        assert raised.startswith("a gradient is infinite or not a number on at least one rank; nothing was updated; ")
+        assert raised.startswith("a gradient is infinite or NaN on at least one rank; nothing was updated; ")
         assert same
 
 

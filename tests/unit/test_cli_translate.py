@@ -219,7 +219,7 @@ def test_an_environment_variable_is_still_named_as_one(config: Path) -> None:
         (b"a" * (2**20 + 1), "is larger than 1048576 bytes"),
         (b"- a\n", "is a list, and a config is a mapping"),
         (b"{{{", "is not YAML"),
-        (b"title: x\n", "is in no format that unishard knows (its keys: title); say it (unishard translate --from)"),
+        (b"title: x\n", "matches no known format (its keys: title); name one with `unishard translate --from`"),
     ],
 )
 def test_what_is_no_config_is_one_message(config: Path, content: bytes, said: str) -> None:

@@ -85,7 +85,9 @@ def test_low_accumulation_is_what_fsdp2_does_until_it_reduces_and_else_refused(s
     if strategy in ("no_shard", "shard_optimizer"):
         assert low.check(strict=True).native["requires_gradient_sync"] == "last_micro_batch"
     else:
-        with pytest.raises(TranslationError, match=r"precision\.accumulate: 'bf16' is not supported by fsdp: .*fp32 master; remove it"):
+        with pytest.raises(
+            TranslationError, match=r"precision\.accumulate: 'bf16' is not supported by fsdp: .*fp32 master weight; remove it"
+        ):
             low.check(strict=False)
     with pytest.raises(TranslationError, match=r"precision\.accumulate"):
         translate(sharding=strategy, precision={"compute": "bf16", "accumulate": "bf16"}).check(strict=False)
@@ -207,8 +209,7 @@ def test_when_groups_are_averaged_can_be_set_where_there_are_groups() -> None:
     late = hybrid("hybrid_shard", NODES, precision=bf16, native={"fsdp": {"requires_all_reduce": "last_micro_batch"}})
     assert line(late, "native.fsdp.requires_all_reduce").fit is Fit.APPROXIMATE
     assert problems(native=early) == {
-        "native.fsdp.requires_all_reduce": "times the reduction between groups that hold a copy each; set sharding.strategy to "
-        "hybrid_shard or remove it"
+        "native.fsdp.requires_all_reduce": "is only for hybrid strategies; set sharding.strategy to hybrid_shard or remove it"
     }
 
 
@@ -268,7 +269,7 @@ def test_zero_redundancy_optimizer_is_ddp() -> None:
 @pytest.mark.parametrize(("strategy", "precision"), [("no_shard", "fp32"), ("shard_grad_op", "fp32"), ("shard_optimizer", "bf16")])
 def test_zero_redundancy_optimizer_elsewhere_is_refused(strategy: str, precision: str) -> None:
     found = problems(sharding=strategy, precision=precision, native={"fsdp": {"zero_redundancy_optimizer": True}})
-    assert "shard_optimizer with precision.compute fp32" in found["native.fsdp.zero_redundancy_optimizer"]
+    assert "shard_optimizer and precision.compute fp32" in found["native.fsdp.zero_redundancy_optimizer"]
 
 
 def test_all_problems_of_native_settings_are_told_at_once() -> None:
@@ -289,7 +290,7 @@ def test_all_problems_of_native_settings_are_told_at_once() -> None:
         "native.fsdp.mp_policy.param_dtype": "is decided by precision.compute; set it there",
         "native.fsdp.offload_policy.pin_memory": "is decided by offload.pin_memory; set it there",
         "native.fsdp.find_unused_parameters": (
-            "belongs to DistributedDataParallel, and this strategy and precision run as fully_shard; remove it"
+            "belongs to DistributedDataParallel, but this strategy and precision use fully_shard; remove it"
         ),
     }
 

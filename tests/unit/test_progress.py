@@ -11,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from unishard.data import progress
-from unishard.data.progress import Progress
+from unishard.engine.loop import progress
+from unishard.engine.loop.progress import Progress
 from unishard.engine.results import Step
 
 CPU = torch.device("cpu")

@@ -69,7 +69,7 @@ def value_of(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _said(item: Item) -> str:
+def _key_value(item: Item) -> str:
     return f"{item.key} = {value_of(item.value)}"
 
 
@@ -88,10 +88,10 @@ def _write_text(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
         pass
     elif not file.isatty():
         columns = ("where", "key = value", "fit", "becomes", "note")
-        rows = [(_where(item, outcome), _said(item), str(item.fit), item.becomes, item.note) for item in items]
+        rows = [(_where(item, outcome), _key_value(item), str(item.fit), item.becomes, item.note) for item in items]
         show(columns, rows, file)
     elif is_narrow(3, file):
-        show_blocks(((f"{_said(item)}  ({_where(item, outcome)})", _lines(item, outcome.to)) for item in items), file)
+        show_blocks(((f"{_key_value(item)}  ({_where(item, outcome)})", _lines(item, outcome.to)) for item in items), file)
     else:
         _draw(outcome, items, file)
     for line in _closing(outcome, len(outcome.items) - len(items)):
@@ -115,7 +115,7 @@ def _draw(outcome: Outcome, items: Sequence[Item], file: TextIO) -> None:
     for item in items:
         style = FIT_STYLES[item.fit]
         line = "" if item.line is None else str(item.line)
-        table.add_row(line, _text(_said(item), "dim" if item.assumed else ""), _text(str(item.fit), style), _becomes(item))
+        table.add_row(line, _text(_key_value(item), "dim" if item.assumed else ""), _text(str(item.fit), style), _becomes(item))
     Console(file=file).print(table)
 
 
@@ -134,14 +134,14 @@ def _becomes(item: Item) -> Text:
     return cell
 
 
-def _pressing(outcome: Outcome) -> dict[str, str]:
+def _needs_input(outcome: Outcome) -> dict[str, str]:
     """Fields that need input, and where each value comes from."""
     return {path: undecided.who for path, undecided in outcome.reading.undecided.items()}
 
 
 def _closing(outcome: Outcome, hidden: int) -> list[str]:
     """The last lines: the fields that need input, and the counts."""
-    open_ = _pressing(outcome)
+    open_ = _needs_input(outcome)
     lines = [f"needs input: {' '.join(f'--set {path}=VALUE' for path in open_)}"] if open_ else []
     more = f" (--report full adds {hidden} defaults of {outcome.reading.format})" if hidden else ""
     return [*lines, f"{outcome.reading.format} -> {outcome.to}: {_counts_of(outcome.items)}{more}"]
@@ -155,7 +155,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "to": outcome.to,
         "backend": outcome.reading.config.backend,
         "summary": {str(fit): len(outcome.of(fit)) for fit in _ORDER},
-        "needs_input": _pressing(outcome),
+        "needs_input": _needs_input(outcome),
         "warnings": list(outcome.warnings),
         "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
     }
@@ -183,9 +183,9 @@ def _markdown(outcome: Outcome) -> str:
     for item in _sorted(outcome, full=False):
         fit = f"**{item.fit}**" if item.fit in _LOUD else str(item.fit)
         line = "" if item.line is None else str(item.line)
-        cells = (line, _code(_said(item)), fit, _code(item.becomes), _escaped(item.note))
+        cells = (line, _code(_key_value(item)), fit, _code(item.becomes), _escaped(item.note))
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in _pressing(outcome).items())]
+    lines += ["", *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in _needs_input(outcome).items())]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part: the whole, its norm, and an edit put back into its place."""
+"""Sharded tensors: gather the full tensor, take its norm, and write an edited tensor back to the shards."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ __all__ = ["Shard", "full_tensor", "shard_norms", "write_shard"]
 
 
 class Shard(NamedTuple):
-    """What this rank holds of a tensor."""
+    """This rank's shard of a tensor."""
 
     shape: torch.Size
-    """Shape of the whole."""
+    """Shape of the full tensor."""
     values: Tensor
-    """The engine's own memory, any floating dtype: the whole in its shape, or a flat stretch of it, perhaps without elements."""
+    """The engine's own memory, any floating dtype: the full tensor in its shape, or a flat interval of it, possibly empty."""
     start: int = 0
-    """Where the stretch starts in the flattened whole."""
+    """Start of the interval in the flattened full tensor."""
     group: dist.ProcessGroup | None = None
-    """The ranks whose stretches make the whole, without overlap; None where this rank holds all of it."""
+    """The ranks whose shards make the full tensor, without overlap; None if this rank holds all of it."""
 
 
-def full_tensor(part: Shard, device: torch.device) -> Tensor:
-    """A copy of the whole on a device, fp32. Collective."""
-    if part.group is None:
-        return torch.empty(part.shape, dtype=torch.float32, device=device).copy_(part.values)
-    # A sum with zeros is exact, and parts may be of any size, which an all-gather would have to pad.
-    flat = torch.zeros(part.shape.numel(), dtype=torch.float32, device=device)
-    flat[part.start : part.start + part.values.numel()].copy_(part.values)
-    if dist.get_world_size(part.group) > 1:
-        dist.all_reduce(flat, group=part.group)
-    return flat.view(part.shape)
+def full_tensor(shard: Shard, device: torch.device) -> Tensor:
+    """A full fp32 copy on a device. Collective."""
+    if shard.group is None:
+        return torch.empty(shard.shape, dtype=torch.float32, device=device).copy_(shard.values)
+    # A sum with zeros is exact, and shards may have any size, which an all-gather would have to pad.
+    flat = torch.zeros(shard.shape.numel(), dtype=torch.float32, device=device)
+    flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values)
+    if dist.get_world_size(shard.group) > 1:
+        dist.all_reduce(flat, group=shard.group)
+    return flat.view(shard.shape)
 
 
-def write_shard(part: Shard, value: Tensor) -> None:
-    """Put this rank's part of a whole into its place."""
-    if part.group is None:
-        part.values.copy_(value)
+def write_shard(shard: Shard, value: Tensor) -> None:
+    """Copy this rank's shard out of a full tensor into the engine's memory."""
+    if shard.group is None:
+        shard.values.copy_(value)
     else:
-        part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
+        shard.values.copy_(value.reshape(-1)[shard.start : shard.start + shard.values.numel()])
 
 
-def shard_norms(parts: Mapping[str, Shard], device: torch.device) -> dict[str, float]:
-    """L2 norm of each whole, taken in fp32 and summed in fp64: one all-reduce for each group of ranks. Collective."""
-    held = list(parts.values())
-    squares = torch.zeros(len(held), dtype=torch.float64, device=device)
+def shard_norms(shards: Mapping[str, Shard], device: torch.device) -> dict[str, float]:
+    """L2 norm of each full tensor, taken in fp32 and summed in fp64: one all-reduce per process group. Collective."""
+    values = [shard.values for shard in shards.values()]
+    squares = torch.zeros(len(shards), dtype=torch.float64, device=device)
     on: dict[torch.device, list[int]] = {}
     across: dict[dist.ProcessGroup, list[int]] = {}
-    for index, part in enumerate(held):
-        on.setdefault(part.values.device, []).append(index)
-        if part.group is not None and dist.get_world_size(part.group) > 1:
-            across.setdefault(part.group, []).append(index)
+    for index, shard in enumerate(shards.values()):
+        on.setdefault(shard.values.device, []).append(index)
+        if shard.group is not None and dist.get_world_size(shard.group) > 1:
+            across.setdefault(shard.group, []).append(index)
     for indices in on.values():
-        found = [torch.linalg.vector_norm(held[index].values, 2, dtype=torch.float32) for index in indices]
+        found = [torch.linalg.vector_norm(values[index], 2, dtype=torch.float32) for index in indices]
         squares[indices] = torch.stack(found).double().square().to(device)
     for group, indices in across.items():
-        together = squares[indices]
-        dist.all_reduce(together, group=group)
-        squares[indices] = together
-    return dict(zip(parts, squares.sqrt().tolist(), strict=True))
+        group_squares = squares[indices]
+        dist.all_reduce(group_squares, group=group)
+        squares[indices] = group_squares
+    return dict(zip(shards, squares.sqrt().tolist(), strict=True))

@@ -1,1 +1,1 @@
-"""The run-time half: the engine, and what every backend shares once torch is there."""
+"""The engine and its parts: everything at run time that the backends share. Imports torch."""

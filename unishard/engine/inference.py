@@ -1,4 +1,4 @@
-"""A model that is only evaluated and that nothing shards: a full copy on each rank, in `precision.compute`."""
+"""Inference without sharding: a full copy of the model on each rank, in `precision.compute`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ __all__ = ["ReplicaAdapter"]
 
 
 class ReplicaAdapter(InferenceAdapter):
-    """A full model on each rank: without gradients and optimizer state there is nothing that these strategies would shard."""
+    """A full model on each rank, for strategies that shard only gradients and optimizer state."""
 
     forward_is_collective = False
 
     def __init__(self, model: nn.Module, cfg: Config, device: torch.device, casting: Sequence[nn.Module]) -> None:
-        """Bring rank 0's model in full onto every rank. Collective.
+        """Broadcast rank 0's model to every rank. Collective.
 
         Args:
             model: Full on rank 0.
-            cfg: What to run.
+            cfg: The config.
             device: Where this rank computes.
-            casting: The modules that cast their floating-point inputs to a low compute dtype, as the root does: those that would be
-                gathered together in training.
+            casting: The modules that, like the root, cast floating-point inputs to a 16-bit compute dtype: the units of training.
         """
         super().__init__(model, device)
-        for parameter in model.parameters():  # one by one, so that nothing is there in full in two dtypes
+        for parameter in model.parameters():  # one at a time, so that only one parameter exists in two dtypes
             materialize([parameter], device)
             broadcast([parameter])
             cast_to_compute([parameter], cfg.precision)
@@ -48,7 +47,7 @@ class ReplicaAdapter(InferenceAdapter):
         self._hooks = cast_inputs(modules, DTYPES[cfg.precision.compute])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Through the model itself."""
+        """Run the model itself."""
         return self.module(*args, **kwargs)
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
@@ -56,7 +55,7 @@ class ReplicaAdapter(InferenceAdapter):
         return Shard(parameter.shape, parameter.detach())
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """There is one copy."""
+        """Do nothing: there is one copy."""
 
     def placement(self) -> Placement:
         """What this rank holds."""
@@ -69,6 +68,6 @@ class ReplicaAdapter(InferenceAdapter):
         )
 
     def close(self) -> None:
-        """Take the casts off the model."""
+        """Remove the input casts from the model."""
         for hook in self._hooks:
             hook.remove()

@@ -21,7 +21,7 @@ from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.units import ModelUnits, Unit, units_of
 from unishard.engine.optim import optimizers
-from unishard.engine.optim.builder import Recipe
+from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ConfigError, ModelError, Problem
@@ -98,32 +98,32 @@ def prepare(
         devices.use_host_cores(cfg.offload, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
     _verify(adapter, model_class, cfg, plan, topology)
-    recipe = plan.recipe
-    if recipe is None:  # random numbers stay as they are: evaluating must not change what is trained beside it
+    setup = plan.setup
+    if setup is None:  # keep the random state: inference must not affect another model's training
         return Engine(cfg, adapter, model_class=model_class)
-    engine = Engine(cfg, adapter, model_class=model_class, group_names=recipe.groups, scheduler=recipe.scheduler)
+    engine = Engine(cfg, adapter, model_class=model_class, group_names=setup.groups, scheduler=setup.scheduler)
     torch.manual_seed(cfg.training.seed + topology.rank)
     return engine
 
 
 class _Plan(NamedTuple):
-    """What is to be built. Making it changes nothing and refuses what cannot be built, on every rank."""
+    """What to build. Making the plan changes nothing and raises on every rank if it cannot be built."""
 
     facts: ModelFacts
     units: ModelUnits
     recomputed: list[Unit]
     compiled: list[Unit]
-    recipe: Recipe | None
-    """None to evaluate only."""
+    setup: OptimizerSetup | None
+    """None for inference."""
     replicated: bool
-    """Whether each rank holds the full model and no engine is needed: evaluation where no strategy shards parameters."""
+    """Whether each rank holds the full model without a sharding engine: inference under a strategy that shards no parameters."""
     translation: Translation
 
 
 def _agree(
     model: nn.Module, cfg: Config, topology: Topology, optimizer: OptimizerFactory | torch.optim.Optimizer | None, *, train: bool
 ) -> None:
-    """First: whatever is refused later is then refused on every rank, and no rank waits for another. Collective."""
+    """Check that all ranks have the same arguments, so that later errors are raised on every rank. Collective."""
     collective_check.meet("unishard.prepare")
     said = {path: value_at(cfg, path) for path, _ in leaves(Config)}
     process_group.agree(said | {"ranks that share one copy": shard_group_size(cfg, topology)}, "configs")
@@ -157,20 +157,20 @@ def _plan(
     materialization.check(model)
     units = units_of(model, cfg.sharding)
     recomputed, compiled = activation_checkpointing.find(model, cfg), compilation.find(model, cfg)
-    recipe = Recipe(cfg, model, optimizer, scheduler) if train else None
+    setup = OptimizerSetup(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     given = [name for name, value in (("optimizer", optimizer), ("scheduler", scheduler)) if value is not None]
     if given and not train:
         raise ConfigError([Problem(name, "was passed to prepare with train=False, which does no updates; remove it") for name in given])
     replicated = not train and cfg.sharding.strategy not in _SHARDS_PARAMETERS
-    return _Plan(facts, units, recomputed if train else [], compiled, recipe, replicated, translation)
+    return _Plan(facts, units, recomputed if train else [], compiled, setup, replicated, translation)
 
 
 def _adapter(model: nn.Module, cfg: Config, backend: Backend, plan: _Plan, topology: Topology) -> InferenceAdapter:
     """Shard the model. Collective."""
     if plan.replicated:
         return ReplicaAdapter(model, cfg, process_group.device_of(topology), [unit.module for unit in plan.units.casting])
-    return backend.prepare(model, cfg, plan.translation, topology, plan.units, plan.recipe)
+    return backend.prepare(model, cfg, plan.translation, topology, plan.units, plan.setup)
 
 
 def _verify(adapter: InferenceAdapter, model_class: str, cfg: Config, plan: _Plan, topology: Topology) -> None:

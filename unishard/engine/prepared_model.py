@@ -1,4 +1,4 @@
-"""A prepared model outside the loop: what it is, its parameters and gradients by name, its checkpoints and exports."""
+"""A prepared model outside the loop: properties, parameters and gradients by name, checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["PreparedModel"]
 
 
 class PreparedModel:
-    """What `Engine` is besides the loop. Each call is handed to the part of `unishard.engine` that does it."""
+    """The part of `Engine` outside the loop. Delegates each call to the module of `unishard.engine` that does it."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class PreparedModel:
         group_names: Sequence[Sequence[str]] = (),
         scheduler: LRScheduler | None = None,
     ) -> None:
-        """Put the loop around an adapter. Collective.
+        """Set up the parts of the engine around an adapter. Collective.
 
         Args:
-            cfg: What runs.
-            adapter: The sharded model; an `EngineAdapter` if it trains.
+            cfg: The config.
+            adapter: The sharded model; an `EngineAdapter` for training.
             model_class: Class of the model before it was sharded.
-            group_names: Names of the parameters in each group of the optimizer.
-            scheduler: Of an optimizer whose group dicts are those of the adapter's; None for the config's schedule.
+            group_names: Names of the parameters in each optimizer group.
+            scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
         """
         training = adapter if isinstance(adapter, EngineAdapter) else None
         self._cfg = cfg
@@ -77,7 +77,7 @@ class PreparedModel:
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, sharded in place; the names of its modules and parameters are the user's."""
+        """The user's model, sharded in place, with its module and parameter names."""
         return self._adapter.module
 
     @property
@@ -87,17 +87,17 @@ class PreparedModel:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that steps; its `param_groups` hold the live learning rates."""
+        """The optimizer; its `param_groups` hold the live learning rates."""
         return self._training("optimizer").adapter.optimizer
 
     @property
     def lr(self) -> float:
-        """Learning rate that the next update will use (first parameter group)."""
+        """Learning rate for the next update (first parameter group)."""
         return self._training("lr").schedule.lr
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward, and the gradients divided by after it; 1.0 except in fp16."""
+        """The factor by which the loss is multiplied before backward and gradients are divided after it; 1.0 except in fp16."""
         return LossScale(self._cfg.precision).value if self._accumulation is None else self._accumulation.loss_scale.value
 
     def placement(self) -> Placement:
@@ -107,13 +107,13 @@ class PreparedModel:
     # -- parameters and gradients -----------------------------------------------------------------------------------------
 
     def parameter(self, name: str) -> Tensor:
-        """A master weight, at any time. Collective.
+        """Read a master weight, at any time. Collective.
 
         Args:
-            name: Name in `module.named_parameters()`; a tied parameter is there under each of its names.
+            name: Name in `module.named_parameters()`; for a tied parameter any of its names.
 
         Returns:
-            A copy, fp32, full, on `device`; of a frozen parameter what the engine keeps of it, perhaps rounded to
+            A full fp32 copy on `device`; for a frozen parameter a copy of what the engine keeps, which may be rounded to
             `precision.compute`.
 
         Raises:
@@ -126,7 +126,7 @@ class PreparedModel:
 
         Args:
             name: Name in `module.named_parameters()`.
-            value: Full, any floating dtype and device. Rank 0's counts; every rank must pass one.
+            value: The full tensor, any floating dtype and device. Rank 0's value is used; every rank must pass one.
 
         Raises:
             ContractError: There is no such parameter, `value` does not fit it, a forward waits for its backward, or the engine
@@ -135,15 +135,15 @@ class PreparedModel:
         self._parameters.set_parameter(name, value)
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """Edit several master weights: on leaving, what is in the tensors is written back, as `set_parameter` does. Collective.
+        """Edit several master weights: on exit the tensors are written back, as with `set_parameter`. Collective.
 
-        Rank 0's edits count. After an exception inside, nothing is written.
+        Rank 0's edits are used. After an exception inside the block, nothing is written.
 
         Args:
             names: Names in `module.named_parameters()`. All these parameters are gathered at once, in fp32, on every rank.
 
         Yields:
-            Tensors by name, fp32, full, on `device`; tied names share one. Edit them in place.
+            Full fp32 tensors by name, on `device`; tied names share one tensor. Edit them in place.
 
         Raises:
             ContractError: There is no such parameter, a tensor was replaced by one that does not fit, a forward waits for its
@@ -164,7 +164,7 @@ class PreparedModel:
         return self._parameters.parameter_norms()
 
     def grad(self, name: str) -> Tensor | None:
-        """The gradient that the coming update will use: averaged over the window and the ranks, before clipping. Collective.
+        """Read the gradient that the coming update will use: averaged over the window and the ranks, before clipping. Collective.
 
         Call it between the backward of a window's last micro-batch and `step`.
 
@@ -172,7 +172,7 @@ class PreparedModel:
             name: Name in `module.named_parameters()`; a tied parameter has one gradient under all its names.
 
         Returns:
-            A copy, fp32, full, on `device`; None for a frozen parameter and for one that no rank used.
+            A full fp32 copy on `device`; None for a frozen parameter and for one that no rank used.
 
         Raises:
             ContractError: There is no such parameter, the window is not at its end, or the engine is closed.
@@ -181,11 +181,11 @@ class PreparedModel:
         return self._gradients.grad(name)
 
     def set_grad(self, name: str, value: Tensor) -> None:
-        """Replace the gradient that the coming update will use; its norm and clipping see the new one. Collective.
+        """Replace the gradient that the coming update will use, before its norm is computed and it is clipped. Collective.
 
         Args:
             name: Name in `module.named_parameters()`, of a trainable parameter.
-            value: In units of `grad`, full, any floating dtype and device. Rank 0's counts; every rank must pass one.
+            value: The full gradient in the units of `grad`, any floating dtype and device. Rank 0's is used; every rank must pass one.
 
         Raises:
             ContractError: There is no such parameter, it is frozen, `value` does not fit it, the window is not at its end, or
@@ -195,13 +195,13 @@ class PreparedModel:
         self._gradients.set_grad(name, value)
 
     def grad_norms(self) -> dict[str, float]:
-        """L2 norm of each trainable parameter's gradient, before clipping; the root of their squares' sum is `Step.grad_norm`.
+        """L2 norm of each trainable parameter's gradient before clipping; the norm of these norms is `Step.grad_norm`.
 
-        Collective: one all-reduce of one number for each parameter; nothing is gathered. Call it where `grad` can be called.
+        Collective: one all-reduce of one number per parameter; nothing is gathered. Call it where `grad` can be called.
 
         Returns:
-            Norms by name, fp32 accuracy, the same on every rank; a tied parameter under its first name, those without a gradient
-            left out.
+            Norms by name with fp32 accuracy, the same on every rank; a tied parameter has its first name, and parameters without a
+            gradient are omitted.
 
         Raises:
             ContractError: The window is not at its end, or the engine is closed.
@@ -212,23 +212,23 @@ class PreparedModel:
     # -- checkpoints and export -------------------------------------------------------------------------------------------
 
     def save(self, root: str | Path | None = None, *, state: Any = None) -> Path:
-        """Save the run: model, optimizer, schedule, loss scale, random numbers, data position and `state`. Collective.
+        """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`. Collective.
 
-        A new directory `step-...` appears in `root` when everything is in it and on the disk; what goes wrong before leaves nothing
-        behind. Each rank writes its shards; of buffers that differ between ranks, such as running means, rank 0's are kept.
+        A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing behind. Each
+        rank writes its shards; of buffers that differ between ranks, such as running means, rank 0's are saved.
         `checkpoint.keep_last` and `keep_every` are applied afterwards.
 
         Args:
-            root: Holds the checkpoints of the run, on a file system that all ranks share; left out, `checkpoint.dir`.
-            state: Anything of yours made of dicts, lists, numbers, texts and tensors; `load` returns it. Rank 0's counts.
+            root: Directory of the run's checkpoints, on a file system that all ranks share; by default `checkpoint.dir`.
+            state: Your own data made of dicts, lists, numbers, strings and tensors; `load` returns it. Rank 0's is saved.
 
         Returns:
-            The checkpoint. With `checkpoint.async_save` it is complete when `wait` returns, or the next `save` does.
+            The checkpoint directory. With `checkpoint.async_save` it is complete when `wait` or the next `save` returns.
 
         Raises:
-            CheckpointError: On every rank: it could not be written, or `state` holds something else; or, with
-                `checkpoint.async_save`, the save before this one failed.
-            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, no directory is named anywhere, or
+            CheckpointError: On every rank: it could not be written, `state` contains something else, or, with
+                `checkpoint.async_save`, the previous save failed.
+            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, no directory is set, or
                 another open engine of this process saves there.
             RankMismatchError: Another rank did not call it.
         """
@@ -237,44 +237,44 @@ class PreparedModel:
     def load(
         self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files", data: bool = True
     ) -> Resumed | None:
-        """Resume from a checkpoint, of any engine, strategy and number of ranks. Collective. Call it after `prepare`, before the loop.
+        """Resume from a checkpoint of any engine, strategy and number of ranks. Collective. Call it after `prepare`, before the loop.
 
-        Every tensor of the model and of the optimizer is filled, from the pieces of the files that this rank needs. The config that
-        runs now counts: its learning rates, schedule and precision. What differs from the checkpoint's is logged, and listed in what
-        is returned. With another number of ranks, torch's random numbers are seeded anew from `training.seed`, the step and the rank.
+        Reads every tensor of the model and the optimizer; each rank reads only its shards. Learning rates, schedule and precision come
+        from the current config. Differences from the checkpoint are logged, and listed in the result. With another number of ranks,
+        random generators are seeded from `training.seed`, the step and the rank.
 
         Args:
-            source: A checkpoint, a directory of checkpoints, whose newest complete one is taken, or `"latest"` for that of
-                `checkpoint.dir`, where there need not be any yet.
-            strict: Whether every name, shape and kind of optimizer state must be the same on both sides. Else what fits is taken,
-                and what does not is logged.
-            verify: Check the files' checksums before anything is read (`"files"`), or also, after it, that every bit is in its place
-                (`"bits"`), which proves the resumed state on any engine and number of ranks; None to trust the disk.
-            data: Whether the next training loader continues where that of the checkpoint was; False to begin an epoch, as with other
-                data.
+            source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; or `"latest"` for the newest in
+                `checkpoint.dir`, which may have none yet.
+            strict: Whether every name, shape and kind of optimizer state must match. If False, what matches is loaded,
+                and the rest is logged.
+            verify: `"files"` checks the files' checksums before reading; `"bits"` also checks afterwards that every tensor is bit-equal
+                to what was saved, on any engine and number of ranks; None checks nothing.
+            data: Whether the next training loader continues at the checkpoint's data position; False to begin an epoch, for example with
+                other data.
 
         Returns:
-            Where training continues; None for `"latest"` if there is no checkpoint in `checkpoint.dir`.
+            Where training continues; None for `"latest"` if `checkpoint.dir` has no checkpoint.
 
         Raises:
-            CheckpointError: On every rank, before anything has been changed: there is no such checkpoint, it is damaged, or does not
-                fit the model or the optimizer. After it: `verify="bits"` found a difference.
+            CheckpointError: On every rank, before anything is changed: there is no such checkpoint, it is damaged, or it does not
+                match the model or the optimizer. Afterwards: `verify="bits"` found a difference.
             ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, a forward still waits for its backward,
                 `verify` is something else, or `checkpoint.dir` is not set.
-            RankMismatchError: Another rank did not call it, or with other arguments.
+            RankMismatchError: Another rank did not call it, or called it with other arguments.
         """
         return self._checkpoints.load(source, strict=strict, verify=verify, data=data)
 
     def on_save(self, state: Callable[[], Any]) -> None:
-        """Say what a save that the config asks for takes along; a `save` of yours takes what it is given.
+        """Set the user state for automatic saves; an explicit `save` uses its own argument.
 
         Args:
-            state: Returns the state, as `save` takes it. Called on every rank.
+            state: A function that returns the state for `save`. Called on every rank.
         """
         self._checkpoints.on_save(state)
 
     def wait(self) -> None:
-        """Wait until the save in the background is complete. Collective.
+        """Wait until the background save is complete. Collective.
 
         Raises:
             CheckpointError: On every rank: it failed.
@@ -284,31 +284,31 @@ class PreparedModel:
         self._checkpoints.wait()
 
     def export(self, folder: str | Path, *, dtype: str | None = None, max_shard_size: int | str = "5GB", tokenizer: Any = None) -> Path:
-        """Write the weights as Hugging Face lays them out: safetensors, config, tokenizer; of a PEFT model its adapters. Collective.
+        """Export the weights in Hugging Face's layout: safetensors, config, tokenizer; for a PEFT model its adapters. Collective.
 
-        Each rank writes its shards straight into place: nothing is gathered. The bytes are the same whichever engine, strategy
-        and number of ranks trained, and those of `unishard export` from a checkpoint. `from_pretrained` reads them.
+        Each rank writes its shards directly into the files; nothing is gathered. The bytes are the same for every engine, strategy and
+        number of ranks, and for `unishard export` from a checkpoint. `from_pretrained` reads them.
 
         Args:
-            folder: Empty or not there yet, on a file system that all ranks share.
-            dtype: `fp32`, `bf16` or `fp16`, rounded once, from the master weights; None for what the model's config names, else fp32.
-            max_shard_size: Of one file, such as `5GB` or a number of bytes.
-            tokenizer: A tokenizer or processor of transformers, or a folder that holds one, to lie beside the weights.
+            folder: An empty or new directory, on a file system that all ranks share.
+            dtype: `fp32`, `bf16` or `fp16`, rounded once from the master weights; None for the dtype in the model's config, or fp32.
+            max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
+            tokenizer: A tokenizer or processor of transformers, or a directory with one, to save with the weights.
 
         Returns:
-            The folder.
+            The directory.
 
         Raises:
-            CheckpointError: On every rank: the model cannot be exported, an argument is wrong, or a rank cannot write.
+            CheckpointError: On every rank: the model cannot be exported, an argument is invalid, or a rank cannot write.
             ContractError: Inside an accumulation window, or on a closed engine.
-            RankMismatchError: Another rank did not call it, or with other arguments.
+            RankMismatchError: Another rank did not call it, or called it with other arguments.
         """
         return self._checkpoints.export(folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer)
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the engine. Calling it twice is fine; using the engine afterwards is an error."""
+        """Release the engine's resources. A second call does nothing; any other use afterwards is an error."""
         self._close(None)
 
     def __enter__(self) -> Self:
@@ -328,7 +328,7 @@ class PreparedModel:
             self._adapter.close()
 
     def _training(self, call: str) -> Accumulation:
-        """What trains.
+        """The training loop's state.
 
         Raises:
             ContractError: The engine is closed, or the model was prepared with `train=False`.
@@ -336,7 +336,7 @@ class PreparedModel:
         self._order.require_open(call)
         if self._accumulation is None:
             raise ContractError(
-                f"{call} is for an engine that trains, and this model was prepared with train=False; leave train=False out to train the "
-                "model, or call the engine that trains"
+                f"{call} needs an engine for training, but this model was prepared with train=False; prepare it without train=False, or "
+                "call the engine that trains"
             )
         return self._accumulation

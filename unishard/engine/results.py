@@ -1,4 +1,4 @@
-"""What an engine's calls return."""
+"""Results of an engine's calls."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ class Step(NamedTuple):
     """What one call of `Engine.step` did."""
 
     updated: bool
-    """Whether the parameters changed: true at the end of an accumulation window, unless the update was skipped."""
+    """Whether the parameters were updated: true at the end of an accumulation window, unless the update was skipped."""
     grad_norm: float | None
     """Global L2 norm of the averaged gradients before clipping, in fp32; None inside a window, infinite if a gradient is not finite."""
     lr: float
-    """Learning rate of the first parameter group: the one this update used; inside a window the one it will use."""
+    """Learning rate of the first parameter group in this update; inside a window, in the coming one."""
     skipped: bool
-    """Whether an update was due but skipped, because a gradient was infinite or not a number."""
+    """Whether an update was due but skipped, because a gradient was infinite or NaN."""
 
 
 class Placement(NamedTuple):
-    """What an engine holds after `prepare`, read from its live tensors, on this rank."""
+    """What an engine holds on this rank after `prepare`, from its live tensors."""
 
     engine: str
     """Class that runs the model, such as `DeepSpeedEngine`."""
     units: tuple[str, ...]
-    """Names of the modules whose parameters are gathered together, without the root; empty where the engine has no units."""
+    """Names of the modules whose parameters are gathered together, without the root; empty if the engine has no units."""
     master_dtypes: frozenset[str]
     """Dtypes of the weights that the optimizer updates, such as `{"float32"}`."""
     master_numel: int
-    """Elements of trainable master weights on this rank, padding included."""
+    """Elements of trainable master weights on this rank, including padding."""
     param_bytes: int
     """Bytes of the model's parameters on this rank between steps."""
 
@@ -42,10 +42,10 @@ class Resumed(NamedTuple):
     path: Path
     """The checkpoint."""
     step: int
-    """Accumulation windows that had ended when it was saved, skipped ones too."""
+    """Accumulation windows that had ended when it was saved, including skipped updates."""
     epoch: int
-    """Epoch of the training data in which it continues, counted from 0."""
+    """Epoch of the training data, counted from 0."""
     state: Any
-    """What the user saved along with it; None for nothing."""
+    """The user's `state`; None if there was none."""
     notes: tuple[str, ...]
-    """What differs from the saved run: what did not fit, what the config sets otherwise, what could not be continued."""
+    """Differences from the saved run: what did not match, what the config changes, what could not be resumed."""

@@ -55,10 +55,10 @@ def recognise(source: Source) -> Format:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
     if _composes(source.data) and (_trains_with_lightning(source.data) or any(key in source.data for key in _LIGHTNING)):
-        what = "is a config of Hydra in parts (defaults), which unishard does not read; translate what the script prints with --cfg job"
+        what = "is part of a Hydra config, which unishard does not read; translate what --cfg job prints"
         raise ConfigError([Problem("", what, source.name)])
     if stranger := _stranger(source.data):
-        what = f"is a config of {stranger}, which unishard does not read; write a new config with `unishard init`"
+        what = f"is a config of {stranger}, which unishard does not read; run `unishard init`"
         raise ConfigError([Problem("", what, source.name)])
     weights = _weights(source.data)
     most = max(weights.values())
@@ -67,9 +67,9 @@ def recognise(source: Source) -> Format:
         return get(rivals[0])
     keys = ", ".join(list(source.data)[:5]) or "none"
     if most >= _ENOUGH:
-        what = f"could be in any of the formats {', '.join(rivals)} (its keys: {keys}); say which (unishard translate --from)"
+        what = f"matches several formats: {', '.join(rivals)} (its keys: {keys}); name one with `unishard translate --from`"
     else:
-        what = f"is in no format that unishard knows (its keys: {keys}); say it (unishard translate --from), one of {', '.join(NAMES)}"
+        what = f"matches no known format (its keys: {keys}); name one with `unishard translate --from`: {', '.join(NAMES)}"
     raise ConfigError([Problem("", what, source.name)])
 
 

@@ -116,4 +116,4 @@ def _native(reading: ReadDocument) -> Iterator[tuple[str, Side]]:
 
 def _ranks(reading: ReadDocument) -> dict[str, Side]:
     """The number of ranks, which no field holds but some tools' configs do."""
-    return {_RANKS: Side(reading.topology.world_size, "ranks that it speaks of", said=True)} if reading.topology else {}
+    return {_RANKS: Side(reading.topology.world_size, "ranks that it names", said=True)} if reading.topology else {}

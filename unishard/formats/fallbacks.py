@@ -8,11 +8,12 @@ from typing import Any
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
-from unishard.config.nested import nested
+from unishard.config.nested import Native, nested
+from unishard.config.topology import Topology
 from unishard.mapping.field_rows import NO_FILES, saved_by_script
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, Setting, When, unless
 
-__all__ = ["FALLBACKS", "NOT_FP16", "copied", "noted", "rows", "when_default"]
+__all__ = ["FALLBACKS", "NOT_FP16", "copied", "exact", "noted", "row", "rows", "when_default"]
 
 _DEFAULT = Config()
 
@@ -21,7 +22,21 @@ def when_default(path: str, note: str = "") -> When:
     """The case in which a field has the schema's default, which asks for nothing."""
     default = value_at(_DEFAULT, path)
     word = "empty" if default in ([], {}) else f"{default:g}" if isinstance(default, float) else shown(default).strip("'\"")
-    return When(word, lambda cfg: bool(value_at(cfg, path) == default), Fit.EXACT, note)
+    return unless(word, lambda cfg: bool(value_at(cfg, path) == default), note)
+
+
+def _nothing(cfg: Config, topology: Topology) -> Native:
+    return {}
+
+
+def row(fit: Fit, key: str, note: str, *when: When, to: Setting = _nothing, auto: bool = False) -> Rule:
+    """A rule, with its cases after the note."""
+    return Rule(fit, key, note, to, when, auto)
+
+
+def exact(key: str, *when: When, to: Setting = _nothing, auto: bool = False) -> Rule:
+    """A rule for a field that fits exactly, but for its cases."""
+    return Rule(Fit.EXACT, key, "", to, when, auto)
 
 
 def copied(path: str, key: str, note: str = "", *, when: tuple[When, ...] = (), auto: bool = False) -> Rule:
@@ -31,7 +46,7 @@ def copied(path: str, key: str, note: str = "", *, when: tuple[When, ...] = (), 
         value = value_at(cfg, path)
         return {} if value is None else nested({key: list(value) if isinstance(value, tuple) else value})
 
-    return Rule(Fit.EXACT, key, note, to, when, auto)
+    return row(Fit.EXACT, key, note, *when, to=to, auto=auto)
 
 
 def noted(notes: Mapping[str, str]) -> dict[str, Rule]:
@@ -57,7 +72,7 @@ def _script(*notes: tuple[str, str]) -> dict[str, Rule]:
 
 def _asked(fit: Fit, key: str, *notes: tuple[str, str]) -> dict[str, Rule]:
     """Rows that count only where a field does not have the schema's default."""
-    return {path: Rule(fit, key, note, when=(when_default(path),)) for path, note in notes}
+    return {path: row(fit, key, note, when_default(path)) for path, note in notes}
 
 
 def _lost(*notes: tuple[str, str]) -> dict[str, Rule]:
@@ -75,23 +90,23 @@ def _no_warmup(cfg: Config) -> bool:
 
 def _belongs(*names: str) -> tuple[When, ...]:
     """The case of an optimizer that has no such argument."""
-    return (When("another optimizer", lambda cfg: cfg.optimizer.name not in names, Fit.EXACT, "the optimizer has no such argument"),)
+    return (unless("another optimizer", lambda cfg: cfg.optimizer.name not in names, "the optimizer has no such argument"),)
 
 
 def _scheduled(case: str, holds: Callable[[Config], bool]) -> Rule:
-    return Rule(Fit.NEEDS_INPUT, SCRIPT, "build the learning rate schedule", when=(When(case, holds, Fit.EXACT, ""),))
+    return row(Fit.NEEDS_INPUT, SCRIPT, "build the learning rate schedule", unless(case, holds))
 
 
-NOT_FP16 = When("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", Fit.EXACT, "nothing is scaled")
+NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 
 
 def _scaled(path: str, note: str) -> Rule:
-    return Rule(Fit.NEEDS_INPUT, SCRIPT, note, when=(NOT_FP16, when_default(path, "GradScaler's default")))
+    return row(Fit.NEEDS_INPUT, SCRIPT, note, NOT_FP16, when_default(path, "GradScaler's default"))
 
 
 _GRADSCALER = ("precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval")
 """Fields that torch's `GradScaler` has."""
-_SMALLER = "the same maths with smaller units"
+_SMALLER = "the same math with smaller units"
 _GRADIENTS = "gradients add up in the dtype of the master weights, which is more exact"
 _TIME = "affects only time and memory"
 _GROUPS = "parameter groups of the optimizer"
@@ -133,11 +148,11 @@ FALLBACKS: Mapping[str, Rule] = {
         ("compile.backend", "pass it to torch.compile"),
     ),
     **_asked(Fit.APPROXIMATE, NO_KEY, ("checkpoint.keep_every", "the tool keeps the newest or all: all are kept")),
-    "training.nonfinite": Rule(
+    "training.nonfinite": row(
         Fit.APPROXIMATE,
         NO_KEY,
         "updates with infinite or NaN gradients are made",
-        when=(When("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Fit.EXACT, ""),),
+        unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
     ),
     **_asked(
         Fit.IGNORED,
@@ -154,19 +169,19 @@ FALLBACKS: Mapping[str, Rule] = {
         ("strict", "controls unishard's own report"),
     ),
     **{path: row for path, row in saved_by_script("your save function").items() if path != "checkpoint.keep_every"},
-    "sharding.min_unit_params": Rule(Fit.EQUIVALENT, NO_KEY, _SMALLER, when=(when_default("sharding.min_unit_params"),)),
-    "precision.accumulate": Rule(
+    "sharding.min_unit_params": row(Fit.EQUIVALENT, NO_KEY, _SMALLER, when_default("sharding.min_unit_params")),
+    "precision.accumulate": row(
         Fit.APPROXIMATE,
         "none: the dtype of the master weights",
         _GRADIENTS,
-        when=(When("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master, Fit.EXACT, ""),),
+        unless("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),
     ),
     "precision.loss_scale": _scaled(_GRADSCALER[0], "torch's GradScaler has only a dynamic scale; scale the loss yourself"),
     "precision.initial_loss_scale": _scaled(_GRADSCALER[1], "init_scale of torch's GradScaler"),
     "precision.loss_scale_growth_interval": _scaled(_GRADSCALER[2], "growth_interval of torch's GradScaler"),
-    "offload.nvme_path": Rule(Fit.UNSUPPORTED, NO_KEY, NO_FILES, when=(when_default("offload.nvme_path"),)),
-    "optimizer.betas": Rule(Fit.NEEDS_INPUT, SCRIPT, "betas of the optimizer", when=_belongs("adamw", "adam", "lion")),
-    "optimizer.eps": Rule(Fit.NEEDS_INPUT, SCRIPT, "eps of the optimizer", when=_belongs("adamw", "adam", "adagrad")),
+    "offload.nvme_path": row(Fit.UNSUPPORTED, NO_KEY, NO_FILES, when_default("offload.nvme_path")),
+    "optimizer.betas": row(Fit.NEEDS_INPUT, SCRIPT, "betas of the optimizer", *_belongs("adamw", "adam", "lion")),
+    "optimizer.eps": row(Fit.NEEDS_INPUT, SCRIPT, "eps of the optimizer", *_belongs("adamw", "adam", "adagrad")),
     "scheduler.name": _scheduled("constant without warmup", lambda cfg: _constant(cfg) and _no_warmup(cfg)),
     "scheduler.warmup_steps": _scheduled("0", _no_warmup),
     "scheduler.warmup_type": _scheduled("no warmup", _no_warmup),
@@ -174,11 +189,11 @@ FALLBACKS: Mapping[str, Rule] = {
     "scheduler.delay_steps": _scheduled("0", lambda cfg: not cfg.scheduler.delay_steps),
     "scheduler.total_steps": _scheduled("constant", _constant),
     "scheduler.min_lr_ratio": _scheduled("constant", _constant),
-    "native": Rule(
+    "native": row(
         Fit.APPROXIMATE,
         NO_KEY,
         "no key for settings of the engine itself; set them in your training script",
-        when=(When("nothing for the engine", lambda cfg: not cfg.native.get(cfg.backend), Fit.EXACT, ""),),
+        unless("nothing for the engine", lambda cfg: not cfg.native.get(cfg.backend)),
     ),
 }
 """By field."""

@@ -2,55 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.formats.reading import ReadDocument
+from unishard.formats.documents import yaml_text
+from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.signs import Signs
 from unishard.formats.source import Source
-from unishard.mapping.entries import Key
+from unishard.mapping.entries import Entry, Key
 from unishard.mapping.express import Expressed
 from unishard.mapping.rules import Rule
 
 __all__ = ["Deferred", "Format"]
 
 
-class Format(Protocol):
-    """A format of config files. Stateless; importing it imports neither torch nor the tool."""
+class Format(ABC):
+    """A format of config files. Stateless; importing it imports neither torch nor the tool.
 
-    @property
-    def name(self) -> str:
-        """The word after `--from` and `--to`."""
-        ...
+    A subclass sets the attributes, and defines `entries` (or `read`) and `write`.
+    """
 
-    @property
-    def tool(self) -> str:
-        """Who reads such files, with the version that the tables describe, such as `Accelerate 1.15.0`."""
-        ...
-
-    @property
-    def suffix(self) -> str:
-        """Of its files, such as `.yaml`."""
-        ...
-
-    @property
-    def signs(self) -> Signs:
-        """What speaks for it in a document. Every format is asked for them, so they import no tables."""
-        ...
-
-    @property
-    def keys(self) -> Mapping[str, Key]:
-        """Its own keys, dotted; those that it hands on to an engine stand in that engine's table."""
-        ...
-
-    @property
-    def expressions(self) -> Mapping[str, Rule]:
-        """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
-        ...
+    name: str
+    """The word after `--from` and `--to`."""
+    tool: str
+    """Who reads such files, with the version that the tables describe, such as `Accelerate 1.15.0`."""
+    suffix: str = ".yaml"
+    """Of its files."""
+    signs: Signs = Signs({})
+    """What speaks for it in a document. Every format is asked for them, so they import no tables: see `Deferred`."""
+    keys: Mapping[str, Key] = {}
+    """Its own keys, dotted; those that it hands on to an engine stand in that engine's table."""
+    expressions: Mapping[str, Rule] = {}
+    """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
+    yaml_1_1: bool = False
+    """Whether the tool reads YAML 1.1."""
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What a document says. Pure but for files that the document names.
@@ -58,15 +48,24 @@ class Format(Protocol):
         Raises:
             ConfigError: An override cannot be used, or a file that the document names cannot be read.
         """
-        ...
+        topology = topology or self.ranks(source)
+        return assemble(self.name, source, self.entries(source, topology), overrides=overrides, topology=topology)
 
+    def ranks(self, source: Source) -> Topology | None:
+        """The ranks that a document asks for; None if it does not say."""
+        return None
+
+    def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
+        """What a document says, one entry for each key and for each default that must be said."""
+        raise NotImplementedError
+
+    @abstractmethod
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The document that says `reading.config`, and what became of each field. Pure."""
-        ...
 
     def render(self, document: Native, reading: ReadDocument) -> str:
-        """The text of a document."""
-        ...
+        """The text of a document; YAML unless a format says otherwise."""
+        return yaml_text(document, old=self.yaml_1_1)
 
 
 class Deferred:
@@ -81,8 +80,8 @@ class Deferred:
         self.name, self.signs = name, signs
 
     @cached_property
-    def _whole(self) -> Any:
+    def _format(self) -> Any:
         return import_module(f"unishard.formats.{self.name}.format").FORMAT
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(self._whole, attribute)
+        return getattr(self._format, attribute)

@@ -141,7 +141,7 @@ class _Reader:
         try:
             text, self._at = scanstring(self._text, self._at + 1, False)
         except JSONDecodeError as error:
-            raise self._broken(f"text that cannot be read ({error.msg}); close the quotes, and write backslashes twice") from None
+            raise self._broken(f"unreadable text ({error.msg}); close the quotes, and write backslashes twice") from None
         if any(character < " " for character in self._text[start : self._at]):
             self._lenient.setdefault("a control character in text", self._here())
         return str(text)

@@ -178,7 +178,7 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
 
 
 def _yielded(entry: Entry, fault: str) -> Entry:
-    note = f"what the tool assumes here {_worded(fault)}; the default holds"
+    note = f"the tool's default {_worded(fault)}; unishard's default is used"
     return replace(entry, meaning=replace(entry.meaning, fit=Fit.APPROXIMATE, note=note, fields={}, native={}))
 
 

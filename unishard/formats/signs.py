@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Signs", "has"]
+__all__ = ["Signs", "has", "weighted"]
 
 
 class Signs(NamedTuple):
@@ -28,3 +28,8 @@ def has(data: Any, key: str) -> bool:
             return False
         data = data[name]
     return True
+
+
+def weighted(keys: Mapping[int, str]) -> dict[str, int]:
+    """Signs by weight, each a text of keys with blanks between them."""
+    return {key: weight for weight, text in keys.items() for key in text.split()}

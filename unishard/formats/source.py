@@ -28,10 +28,7 @@ _BRACKET = re.compile(r"[][{}]")
 _DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
 _DOTTED = re.compile(rf"""(?<![\w"'.-])(?:(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
 _LARGEST = 10**400
-_STRICT = (
-    "transformers 5.23 and Accelerate 1.15.0 read strict JSON and refuse it (DeepSpeed 0.19.8 itself reads its config with hjson, which "
-    "takes comments and trailing commas)"
-)
+_STRICT = "transformers 5.23 and Accelerate 1.15.0 refuse it (DeepSpeed 0.19.8 takes it: hjson)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     data, origins, warnings, repeats = _parsed(content, path)
     if not isinstance(data, dict):
         kind = "empty" if data is None else "a list" if isinstance(data, list) else "a single value"
-        raise _whole(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
+        raise _file_error(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
     warnings += [f"{repeat}; read as most YAML readers do, which take the last" for repeat in repeats]
     return _checked(Source(str(path), data, origins, tuple(warnings), path.parent, tuple(repeats)))
 
@@ -107,7 +104,7 @@ def _parsed(content: str, path: Path) -> _Parsed:
 def _not_json(content: str, path: Path) -> _Parsed:
     """What does not begin as JSON does. In a file that is called JSON, YAML would take `"a": 1,` for the text `1,`."""
     if path.suffix.lower() == ".json" and content.lstrip().startswith('"'):
-        raise _whole(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1)
+        raise _file_error(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1)
     return _yaml(content, path)
 
 
@@ -118,16 +115,16 @@ def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:
     try:
         data, origins, _, repeats = _yaml(_COMMENT.sub(_blank, content), path)
     except ConfigError:
-        raise _whole(path, f"is not JSON: {error.what}", error.line) from None
-    return data, origins, [f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but tools that read JSON refuse it"], repeats
+        raise _file_error(path, f"is not JSON: {error.what}", error.line) from None
+    return data, origins, [f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but JSON readers refuse it"], repeats
 
 
 def _yaml(content: str, path: Path) -> _Parsed:
     # The parser's time grows with the square of the depth of brackets, and is a tenth of a millisecond for a line.
     if content.count("\n") > _MOST_LINES:
-        raise _whole(path, f"has more than {_MOST_LINES} lines, which no config has; name another file")
+        raise _file_error(path, f"has more than {_MOST_LINES} lines, which no config has; name another file")
     if max(accumulate(_DEEPER.get(character, 0) for character in _BRACKET.findall(content)), default=0) > _DEEPEST:
-        raise _whole(path, f"opens more than {_DEEPEST} brackets in each other, which no config does; name another file")
+        raise _file_error(path, f"nests more than {_DEEPEST} brackets, which no config does; name another file")
     document = from_text(content, str(path), foreign=True)
     if document.findings:
         raise ConfigError(_problems(document.findings, path))
@@ -141,11 +138,11 @@ def _problems(findings: Iterable[Finding], path: Path) -> list[Problem]:
 def _toml(content: str, path: Path) -> dict[str, Any]:
     # The parser's time grows with the square of a key's length.
     if _DOTTED.search(content):
-        raise _whole(path, f"has a key of more than {_DEEPEST} names, which no config has; write it shorter")
+        raise _file_error(path, f"has a key of more than {_DEEPEST} names, which no config has; write it shorter")
     try:
         return tomllib.loads(content)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
-        raise _whole(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
+        raise _file_error(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
 
 
 def _blank(token: re.Match[str]) -> str:
@@ -184,7 +181,7 @@ def _plain(value: Any, keys: tuple[str | int, ...], source: Source, problems: li
             return value
     text = str(value)
     if not _encodes(text):
-        problems.append(_problem(keys, "holds half of a character (a lone surrogate); write the text anew", source))
+        problems.append(_problem(keys, "has a lone surrogate (half a character); rewrite the text", source))
     return text
 
 
@@ -195,7 +192,7 @@ def _mapping(value: Mapping[Any, Any], keys: tuple[str | int, ...], source: Sour
         if name in found:
             problems.append(_problem((*keys, name), "is there twice, as a number and as text; keep one of the two", source))
         if not _encodes(name):
-            problems.append(_problem(keys, "has a key with half of a character (a lone surrogate); write it anew", source))
+            problems.append(_problem(keys, "has a key with a lone surrogate (half a character); rewrite it", source))
         found[name] = _plain(item, (*keys, name), source, problems)
     return found
 
@@ -208,5 +205,5 @@ def _problem(keys: tuple[str | int, ...], what: str, source: Source) -> Problem:
     return Problem(".".join(map(str, keys)).encode(errors="replace").decode(), what, str(source.origins.of(keys)))
 
 
-def _whole(path: Path, what: str, line: int | None = None) -> ConfigError:
+def _file_error(path: Path, what: str, line: int | None = None) -> ConfigError:
     return ConfigError([Problem("", what, str(Origin(str(path), line)))])

@@ -117,7 +117,7 @@ def translate(
         reading = assemble(reading.format, reading.source, yielding, overrides=overrides, topology=reading.topology)
         expressed = _written(target, reading, ranks)
     items = tuple(_item(entry, reading, target, expressed) for entry in reading.entries)
-    document = merge(expressed.document, _kept(reading) if reading.format == to else {})
+    document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {})
     return Outcome(reading, to, items, document, target.render(document, reading), reading.source.warnings)
 
 
@@ -133,11 +133,11 @@ def _without_refused_assumptions(reading: ReadDocument, expressed: Expressed) ->
 
     Nobody asked for what a tool assumes where its file is silent, so it is no reason to refuse the file.
     """
-    entries = [_yielding(entry, reading, expressed) if entry.assumed else entry for entry in reading.entries]
+    entries = [_without_refused(entry, reading, expressed) if entry.assumed else entry for entry in reading.entries]
     return entries if any(new is not old for new, old in zip(entries, reading.entries, strict=True)) else []
 
 
-def _yielding(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Entry:
+def _without_refused(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Entry:
     refused = [field for field in entry.meaning.fields if field in expressed.fields and expressed.fields[field].fit is Fit.UNSUPPORTED]
     if not refused or any(field in reading.undecided for field in refused):
         return entry
@@ -152,7 +152,7 @@ def _yielding(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Entr
     return replace(entry, meaning=replace(entry.meaning, fit=Fit.APPROXIMATE, note=note, fields=fields))
 
 
-def _kept(reading: ReadDocument) -> Native:
+def _kept_keys(reading: ReadDocument) -> Native:
     """The keys that concern nothing but the document's own tool."""
     kept: Native = {}
     for entry in reading.entries:
@@ -165,32 +165,32 @@ def _kept(reading: ReadDocument) -> Native:
 
 
 def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> Item:
-    word = _word(entry, reading, target, expressed)
+    word = _result(entry, reading, target, expressed)
     line = None if entry.assumed else reading.source.origins.of(entry.path).line
     return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed)
 
 
-def _word(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
+def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
     meaning = entry.meaning
     if meaning.fit is Fit.UNSUPPORTED:
         return FieldResult(Fit.UNSUPPORTED, "", meaning.note)
     if meaning.kept and reading.format == target.name and not meaning.fields:
         return FieldResult(Fit.EXACT, entry.key, "kept")
-    own = _own(entry, reading, expressed) if meaning.native else None
+    own = _native_result(entry, reading, expressed) if meaning.native else None
     if not meaning.fields:
         return own or FieldResult(meaning.fit, "", meaning.note)
     if own is None:
-        word = _worst(entry, reading, expressed)
+        word = _field_result(entry, reading, expressed)
         silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
         return FieldResult(Fit.EXACT, "", "still left to the tool's default") if silent else word
-    said = _worst(entry.but(Fit.EXACT, ""), reading, expressed)
+    said = _field_result(entry.but(Fit.EXACT, ""), reading, expressed)
     becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
     return FieldResult(max(said.fit, own.fit, key=lambda fit: fit.badness), becomes, note)
 
 
-def _own(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
+def _native_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
     """What became of settings that only one engine has: exact where the document that is written holds them, or says that it does."""
-    words = [_setting(path, reading, expressed) for path in entry.meaning.native]
+    words = [_native_setting(path, reading, expressed) for path in entry.meaning.native]
     said = max(words, key=lambda word: word.fit.badness)
     if said.fit is Fit.EXACT:
         return FieldResult(Fit.EXACT, ", ".join(word.key for word in words), "")
@@ -200,7 +200,7 @@ def _own(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResu
     return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.meaning.note, said.note)))))
 
 
-def _setting(path: str, reading: ReadDocument, expressed: Expressed) -> FieldResult:
+def _native_setting(path: str, reading: ReadDocument, expressed: Expressed) -> FieldResult:
     engine, _, key = path.partition(".")
     if engine != reading.config.backend:
         return FieldResult(Fit.IGNORED, "", "")
@@ -210,7 +210,7 @@ def _setting(path: str, reading: ReadDocument, expressed: Expressed) -> FieldRes
     return FieldResult(Fit.EXACT, min(held, key=len), "") if held else FieldResult(Fit.IGNORED, "", "")
 
 
-def _worst(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
+def _field_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.meaning
     left = [field for field in own.fields if field in reading.undecided]

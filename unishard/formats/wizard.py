@@ -57,9 +57,9 @@ def _falling(cfg: Config) -> bool:
 
 _QUESTIONS = (
     Question("backend", "Engine"),
-    Question("sharding.strategy", "What each rank keeps only a part of"),
+    Question("sharding.strategy", "What is sharded across the ranks"),
     Question("sharding.group_size", "Ranks that share one copy (null: those of a node)", _hybrid),
-    Question("precision.compute", "Number format that the model computes in"),
+    Question("precision.compute", "Dtype that the model computes in"),
     Question("training.micro_batch_size", "Samples that one rank puts through the model at once"),
     Question("training.gradient_accumulation_steps", "Micro-batches of each rank in one update"),
     Question("training.gradient_clipping", "Largest norm of the gradients (null: no clipping)"),
@@ -67,7 +67,7 @@ _QUESTIONS = (
     Question("optimizer.lr", "Learning rate"),
     Question("optimizer.weight_decay", "Weight decay"),
     Question("scheduler.name", "Shape of the learning rate after the warm-up"),
-    Question("scheduler.total_steps", "Updates in the whole run", _falling),
+    Question("scheduler.total_steps", "Optimizer steps in the full run", _falling),
     Question("scheduler.warmup_steps", "Updates of warm-up"),
     Question("offload.optimizer", "Where the optimizer state lives", _sharded),
     Question("offload.params", "Where the sharded parameters live", _gathered),

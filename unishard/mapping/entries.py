@@ -35,7 +35,7 @@ class Unreadable(ValueError):
 
 
 class Undecided(NamedTuple):
-    """Stands for a value that only the training script knows."""
+    """A value that only the training script knows."""
 
     who: str
     """Who decides it, such as `per_device_train_batch_size of the TrainingArguments`."""
@@ -43,66 +43,66 @@ class Undecided(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What one key with one value says."""
+    """The meaning of one key with one value."""
 
     fit: Fit = Fit.EXACT
     note: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields of the config by dotted path; `Undecided` where the script decides."""
+    """Values of config fields by dotted path; `Undecided` if the script decides."""
     native: Mapping[str, Any] = field(default_factory=dict)
     """Settings that only one engine has, by dotted key that begins with the engine's name: those of the config's `native`. Exact where
     that engine runs; `fit` and `note` say what is lost where another one does."""
     kept: bool = False
-    """Whether the key is repeated as it is when the document is written in its own format again, because it concerns nothing else."""
+    """Whether the key is copied unchanged when the document is written in its own format again."""
 
 
 class Given:
-    """All that a document says, for keys whose meaning depends on others."""
+    """All values of a document, for keys whose meaning depends on other keys."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], topology: Topology | None) -> None:
         self._values, self._defaults = values, defaults
         self.topology = topology
-        """The ranks; None where nobody has said how many."""
+        """The ranks; None if their number is unknown."""
 
     def __contains__(self, key: str) -> bool:
         """Whether the document itself has the key."""
         return key in self._values
 
     def get(self, key: str) -> Any:
-        """The value at a dotted key, or what the tool assumes where the document is silent; None where it assumes nothing."""
+        """The value at a dotted key, or the tool's default; None if there is neither."""
         return self._values.get(key, self._defaults.get(key))
 
 
 NOTHING: Any = object()
-"""Stands for no default."""
+"""Marks that there is no default."""
 
 Read = Callable[[Any, Given], Meaning]
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key that a format has."""
+    """A key of a format."""
 
     read: Read
-    """What a value means. Raises `Unreadable` for one that the key cannot have."""
+    """Returns the meaning of a value. Raises `Unreadable` for an invalid one."""
     fields: str = ""
     """The fields that it decides, in words, for MAPPING.md; empty for none."""
     fit: Fit = Fit.EXACT
     """What it comes to as a rule, for MAPPING.md."""
     note: str = ""
     silent: Any = NOTHING
-    """The value that the tool assumes where a document does not have the key, if that must be said to keep its meaning."""
+    """The tool's default if the key is absent, if it must be written to keep the meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a document says at one place."""
+    """One key of a document, with its value and meaning."""
 
     path: Path
     value: Any
     meaning: Meaning
     assumed: bool = False
-    """Whether the document does not have the key, and its tool assumes this value."""
+    """Whether the key is absent from the document and this is the tool's default."""
 
     @property
     def key(self) -> str:
@@ -114,7 +114,7 @@ class Entry:
         return replace(self, path=path)
 
     def but(self, fit: Fit, note: str) -> Entry:
-        """The same with another fit, deciding nothing any more if it is refused."""
+        """The same with another fit; if that is `unsupported`, it sets no fields."""
         refused = fit is Fit.UNSUPPORTED
         fields, native = ({}, {}) if refused else (self.meaning.fields, self.meaning.native)
         return replace(self, meaning=replace(self.meaning, fit=fit, note=note, fields=fields, native=native))
@@ -130,7 +130,7 @@ def interpret(
     topology: Topology | None = None,
     accepts: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> list[Entry]:
-    """What a document says, one entry for each of its keys, and one for each default of its tool that must be said.
+    """Interpret a document: one entry for each of its keys, and one for each default of its tool that must be written.
 
     Args:
         keys: The rows of the format by dotted key. A mapping whose key has a row, and below which no other row lies, is one value.
@@ -150,7 +150,7 @@ def interpret(
     for path, value in values.items():
         key = _key(path)
         if key in keys:
-            meaning = _taken(_read(keys[key], value, given), value, tool, (accepts or {}).get(key))
+            meaning = _check_copied(_read(keys[key], value, given), value, tool, (accepts or {}).get(key))
         elif key in blocks:
             meaning = _not_a_block(key, value, keys)
         else:
@@ -185,7 +185,7 @@ def _values(keys: Mapping[str, Key], blocks: Collection[str], document: Mapping[
 
 
 def _not_a_block(key: str, value: Any, keys: Mapping[str, Key]) -> Meaning:
-    """What is said by a key below which others belong, and where there are none."""
+    """The meaning of a key that must be a mapping and is not, or is empty."""
     if value is None or value == {}:
         return Meaning(Fit.IGNORED, "holds nothing", kept=True)
     below = list(dict.fromkeys(other.removeprefix(f"{key}.").partition(".")[0] for other in keys if other.startswith(f"{key}.")))
@@ -200,8 +200,8 @@ def _read(row: Key, value: Any, given: Given) -> Meaning:
         return Meaning(Fit.UNSUPPORTED, str(error))
 
 
-def _taken(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any] | None) -> Meaning:
-    """The meaning, refused where the tool would not take back what is repeated; null, which says nothing, is left out instead."""
+def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any] | None) -> Meaning:
+    """Check that the tool accepts a value that is copied unchanged: null is omitted instead, any other value is unsupported."""
     if accepts is None or meaning.fit is Fit.UNSUPPORTED or not (meaning.kept or meaning.native):
         return meaning
     try:
@@ -209,7 +209,7 @@ def _taken(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any
             accepts(handed_on)
     except Unreadable as error:
         if value is None:
-            return replace(meaning, note=f"is null, which {tool} refuses here, so it is left out", kept=False)
+            return replace(meaning, note=f"null is invalid for {tool} here, so the key is omitted", kept=False)
         return Meaning(Fit.UNSUPPORTED, str(error))
     return meaning
 

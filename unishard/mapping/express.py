@@ -48,12 +48,12 @@ def express(rules: Mapping[str, Rule], cfg: Config, topology: Topology, undecide
     document: Native = {}
     fields = {}
     for path, row in rules.items():
-        fragment, fields[path] = _said(row, cfg, topology, undecided=path in undecided)
+        fragment, fields[path] = _express_field(row, cfg, topology, undecided=path in undecided)
         document = merge(document, fragment)
     return Expressed(document, fields)
 
 
-def _said(row: Rule, cfg: Config, topology: Topology, *, undecided: bool) -> tuple[Native, FieldResult]:
+def _express_field(row: Rule, cfg: Config, topology: Topology, *, undecided: bool) -> tuple[Native, FieldResult]:
     if undecided and row.auto:
         fragment = nested(dict.fromkeys(dict(flat(row.to(cfg, topology))), AUTO))
         return fragment, FieldResult(Fit.NEEDS_INPUT, row.key, KEPT_AUTO)

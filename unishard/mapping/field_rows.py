@@ -6,7 +6,7 @@ from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, Wh
 
 __all__ = ["NO_FILES", "lost", "moved_together", "none", "saved_by_script", "unless", "unlooked", "write"]
 
-_WAITS = "time alone: the training waits until the files are written"
+_WAITS = "affects only time: training waits until the files are written"
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
 
@@ -40,7 +40,7 @@ def none(note: str, off: Holds | None = None, case: str = "", fit: Fit = Fit.IGN
 
 
 def lost(why: str, off: Holds, case: str) -> Rule:
-    """A row for what cannot be had, unless a config does without it."""
+    """A row for what the format does not support, unless a config does not need it."""
     return none(why, off, case, Fit.UNSUPPORTED)
 
 

@@ -147,12 +147,12 @@ def sets(
 
 
 def drops(why: str, *, silent: Any = NOTHING) -> Key:
-    """A key that concerns a launcher, a log, or files alone. It is repeated where the document is written in its own format again."""
+    """A key that concerns only a launcher, a log or files. It is copied when the document is written in its own format again."""
     return Key(lambda value, given: Meaning(Fit.IGNORED, why, kept=True), "", Fit.IGNORED, why, silent)
 
 
 def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
-    """A key for something that cannot be had.
+    """A key for something that unishard does not support.
 
     Args:
         why: The reason, and after a semicolon what instead.
@@ -173,7 +173,7 @@ def own(key: str, convert: Convert, fit: Fit, note: str) -> Key:
     Args:
         key: The setting, dotted, after the engine's name: `deepspeed.zero_optimization.sub_group_size`.
         convert: Its value from the key's.
-        fit: What is lost where another engine runs: `dropped` for what is about time, memory or logs alone.
+        fit: What is lost with another engine: `ignored` for what affects only time, memory or logs.
         note: Why.
     """
     return Key(lambda value, given: Meaning(fit, note, native={key: convert(value)}), "", fit, note)

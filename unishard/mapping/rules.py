@@ -77,7 +77,7 @@ class Rule:
     when: tuple[When, ...] = ()
     """Exceptions, the first that holds counts."""
     auto: bool = False
-    """Whether a format has the word `auto` for a value that the training script decides; otherwise such a value is left out."""
+    """Whether a format has the word `auto` for a value that the training script decides; otherwise the key is omitted."""
 
     def outcome(self, cfg: Config) -> tuple[Fit, str]:
         """The fit and the note for this config."""

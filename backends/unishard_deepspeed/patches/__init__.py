@@ -1,6 +1,6 @@
-"""The private names of DeepSpeed that some runs need, by case: this table, and the functions beside it. Imports no torch.
+"""Private names of DeepSpeed that some runs need, by case; the modules here use them. Imports no torch.
 
-A case that differs between DeepSpeed's optimizers has one entry for each of them, which ends in their name here:
+A case that differs between DeepSpeed's optimizers has one entry for each, with one of these suffixes:
 
 | name           | runs                                                                  | class                            |
 |----------------|-----------------------------------------------------------------------|----------------------------------|

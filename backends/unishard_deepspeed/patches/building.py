@@ -1,4 +1,4 @@
-"""What has to be put right while a DeepSpeed engine is built, and when it goes."""
+"""Workarounds applied when a DeepSpeed engine is created and closed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from unishard_deepspeed.patches import PATCHES
 
-__all__ = ["allow_fp16", "compile_nothing", "forget", "forget_groups", "keeping_groups", "leave_process_group", "swapper_of"]
+__all__ = ["allow_fp16", "clear_mpu", "compile_nothing", "forget", "keep_adagrad", "leave_process_group", "swapper_of"]
 
 
 def allow_fp16() -> None:
     """Let DeepSpeed train in fp16 on a CPU.
 
-    It asks whether oneDNN has fp16 kernels for this processor (accelerator/cpu_accelerator.py, is_fp16_supported), both before it
-    builds an engine and before it reduces fp16 gradients; torch computes in fp16 on every processor. Other accelerators answer
-    for their own hardware.
+    DeepSpeed checks whether oneDNN has fp16 kernels for this CPU (accelerator/cpu_accelerator.py, is_fp16_supported) before it
+    builds an engine and before it reduces fp16 gradients; torch computes in fp16 on every CPU. The check stays on other
+    accelerators.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -29,10 +29,10 @@ def allow_fp16() -> None:
 
 
 def compile_nothing() -> None:
-    """Keep DeepSpeed from compiling shm_comm for half a minute at first use; only inference calls it (comm/torch.py, build_shm_op).
+    """Prevent DeepSpeed from compiling shm_comm at first use, for half a minute; only inference needs it (comm/torch.py, build_shm_op).
 
-    Elsewhere than on the CPU it does not exist, and asking for this table would try every op with the compilers of the machine.
-    Where the name is gone, it is compiled.
+    It exists only on the CPU; elsewhere, reading this table would probe every op with the machine's compilers. If the private name
+    is missing, shm_comm is compiled.
     """
     if PATCHES["no-compiler"].works:
         import deepspeed
@@ -41,7 +41,7 @@ def compile_nothing() -> None:
 
 
 def leave_process_group() -> None:
-    """Forget the clones that DeepSpeed keeps of a process group that is gone (comm/comm.py and utils/groups.py)."""
+    """Release DeepSpeed's references to a destroyed process group (comm/comm.py and utils/groups.py)."""
     PATCHES["second-process-group"].require()
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -51,12 +51,12 @@ def leave_process_group() -> None:
 
 
 @contextmanager
-def keeping_groups(client: Any) -> Iterator[None]:
-    """Keep ZeRO from replacing an Adagrad, while it is built, by one with a single group and the default rate for all.
+def keep_adagrad(client: Any) -> Iterator[None]:
+    """Prevent ZeRO from replacing an Adagrad by one with a single group and the default learning rate.
 
-    It does so since Adagrad has state from its construction on (runtime/zero/stage_1_and_2.py and stage3.py,
-    initialize_optimizer_states), and what it links afterwards belongs to the first group alone (_link_all_hp_params).
-    The state is cleared instead; Adagrad makes it anew in the first step (torch 2.13, optim/adagrad.py, _init_group).
+    ZeRO does so because Adagrad creates its state when it is constructed (runtime/zero/stage_1_and_2.py and stage3.py,
+    initialize_optimizer_states), and then links only the first group (_link_all_hp_params).
+    Here the state is cleared instead; Adagrad recreates it in the first step (torch 2.13, optim/adagrad.py, _init_group).
     """
     if not isinstance(client, torch.optim.Adagrad):
         yield
@@ -70,23 +70,23 @@ def keeping_groups(client: Any) -> Iterator[None]:
         client.__class__ = kind
 
 
-def forget_groups() -> None:
-    """Let the engines that are built next have all ranks again: `initialize` keeps its `mpu` for the whole process (utils/groups.py)."""
+def clear_mpu() -> None:
+    """Clear the `mpu` that `initialize` keeps for the process, so that later engines use all ranks (utils/groups.py)."""
     from deepspeed.utils import groups
 
     groups.mpu = None
 
 
 def swapper_of(init: Any) -> Any:
-    """What reads and writes parameters in files, which several `deepspeed.zero.Init` of one model share."""
+    """The object that reads and writes parameters in files, shared by all `deepspeed.zero.Init` of a model."""
     return init.param_swapper
 
 
 def forget(engine: Any) -> None:
-    """Remove what `engine.destroy()` leaves behind, so that the engine's memory can go while the model stays."""
+    """Remove what `engine.destroy()` leaves, so that the engine's memory is freed while the model lives."""
     patch = PATCHES["closed-engines"]
     if not patch.works:
-        warnings.warn(f"{patch.refusal()}; its hooks and its memory stay", stacklevel=2)
+        warnings.warn(f"{patch.refusal()}; its hooks and memory are not freed", stacklevel=2)
         return
     from deepspeed.runtime.zero import parameter_offload
 

@@ -1,4 +1,4 @@
-"""The masters of DeepSpeed's optimizers, and which parameters they belong to."""
+"""The master weights of DeepSpeed's optimizers, and their parameters."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from unishard_deepspeed.flat_master_weights import FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
-__all__ = ["link_states_again", "master_tensors", "pieces_of_masters"]
+__all__ = ["master_tensors", "relink_after_update", "shards_of_masters"]
 
 
 def master_tensors(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> list[Tensor]:
-    """The live masters on this rank: flat partitions, or whole tensors at stage 0."""
+    """The live master weights on this rank: flat partitions, or full tensors at stage 0."""
     return list(optimizer.fp32_partitioned_groups_flat) if kind == "stage-3" else inner.masters
 
 
-def pieces_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict[Tensor, list[FlatShard]]:
-    """Of each master on this rank, where the parameters lie in it."""
+def shards_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict[Tensor, list[FlatShard]]:
+    """The shards of parameters in each master weight on this rank."""
     if kind == "stage-0":
-        return {master: [FlatShard(parameter, 0, parameter.numel())] for parameter, master in inner.whole.items()}
-    pieces: dict[Tensor, list[FlatShard]] = {}
+        return {master: [FlatShard(parameter, 0, parameter.numel())] for parameter, master in inner.full_masters.items()}
+    shards: dict[Tensor, list[FlatShard]] = {}
     masters = master_tensors(optimizer, inner, kind)
     for parameter in inner.trained:
         if kind == "stage-3":
@@ -30,17 +30,17 @@ def pieces_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict
         else:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # utils/tensor_fragment.py
             if mapping is None:
-                continue  # it lies in other ranks' parts
+                continue  # other ranks hold all of it
             group, start, numel = mapping.param_group_index, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
         if numel:
-            pieces.setdefault(masters[group], []).append(FlatShard(parameter, start, numel))
-    return pieces
+            shards.setdefault(masters[group], []).append(FlatShard(parameter, start, numel))
+    return shards
 
 
-def link_states_again(optimizer: Any, kind: Kind) -> None:
-    """DeepSpeed looks for the optimizer's state after its first update alone; let it look after the next one too.
+def relink_after_update(optimizer: Any, kind: Kind) -> None:
+    """Let DeepSpeed link the optimizer state again after the next update; by default it does so only after the first.
 
-    (_lazy_init_hp_params_optimizer_state in runtime/zero/stage_1_and_2.py and bf16_optimizer.py; stage 3 looks whenever it is asked)
+    (_lazy_init_hp_params_optimizer_state in runtime/zero/stage_1_and_2.py and bf16_optimizer.py; stage 3 looks it up at each access)
     """
     if kind in ("stages-1-2", "bf16-stage-1"):
         optimizer._hp_optimizer_states_linked = False

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's optimizers a config runs, and what of `PATCHES` it needs."""
+"""The DeepSpeed optimizer that a config runs, and the patches that it needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["stage-0", "bf16-stage-1", "stages-1-2", "stage-3"]
 
 
 def kind_of(cfg: Config) -> Kind:
-    """By the config, not by looking at the optimizer: a name that is gone must not make one pass for another."""
+    """Determine the kind from the config, not from attributes of the optimizer, which may be renamed."""
     if fields.stage(cfg) == 0:
         return "stage-0"
     if fields.stage(cfg) == 3:
@@ -23,10 +23,10 @@ def kind_of(cfg: Config) -> Kind:
 
 
 def require(case: str, kind: Kind) -> None:
-    """Check that a case can be run on an optimizer; where DeepSpeed's documented interface serves it there, nothing is needed.
+    """Check that a kind of optimizer supports a case; nothing is needed if DeepSpeed's documented interface is enough.
 
     Raises:
-        BackendError: A private name is gone.
+        BackendError: A private name is missing.
     """
     patch = PATCHES.get(f"{case}-{kind}")
     if patch is not None:
@@ -34,34 +34,34 @@ def require(case: str, kind: Kind) -> None:
 
 
 def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: bool) -> None:
-    """Check what the config tells that a run will need, before anything is changed. Imports DeepSpeed.
+    """Check the private names that a config is known to need, before anything is changed. Imports DeepSpeed.
 
     Args:
         cfg: What to run.
         device: Type of the device.
         trains: Whether there is an optimizer.
         units: Whether the model has modules that are gathered together.
-        groups: Whether several groups of ranks hold a copy each.
+        groups: Whether several groups of ranks each hold a copy.
 
     Raises:
-        BackendError: A private name is gone.
+        BackendError: A private name is missing.
     """
     kind, fp16 = kind_of(cfg), cfg.precision.compute == "fp16"
     if fp16 and device == "cpu":
         PATCHES["fp16-on-cpu"].require()
     if cfg.offload.params == "nvme":
-        PATCHES["parameters-in-files"].require()
+        PATCHES["nvme-parameters"].require()
     if groups:
-        require("groups", kind)
+        require("replica-groups", kind)
     if not trains:
         return
     if kind == "stage-3" and units:
         PATCHES["leaf-gradients"].require()
     if cfg.sharding.conditional_modules:
-        require("whole-units", kind)
+        require("conditional-modules", kind)
     if cfg.training.nonfinite == "ignore" or (fp16 and kind == "stage-0"):
         require("nonfinite", kind)
     if fp16:
-        require("divided", kind)
+        require("divisor", kind)
     if cfg.checkpoint.automatic or cfg.checkpoint.on_signal:
         require("checkpoints", kind)

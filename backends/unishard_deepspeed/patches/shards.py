@@ -1,13 +1,13 @@
-"""How gradients and masters are reached in DeepSpeed's engines, and how a window is dropped.
+"""Access to gradients and master weights in DeepSpeed's engines, and how a window is discarded.
 
-| engine                          | gradients, once they are reduced                | masters                            |
+| engine                          | reduced gradients                               | master weights                     |
 |---------------------------------|-------------------------------------------------|------------------------------------|
-| stage 0, the bare torch one     | whole, `.grad`                                  | the parameters                     |
-| stage 0, FP16_UnfusedOptimizer  | whole, `.grad`, by default in fp32              | whole, `fp32_groups`               |
-| stage 1, BF16_Optimizer         | whole, `fp32_groups_gradients`                  | flat partitions                    |
+| stage 0, torch optimizer        | full, `.grad`                                   | the parameters                     |
+| stage 0, FP16_UnfusedOptimizer  | full, `.grad`, by default in fp32               | full, `fp32_groups`                |
+| stage 1, BF16_Optimizer         | full, `fp32_groups_gradients`                   | flat partitions                    |
 | stages 1 and 2                  | flat partitions, `averaged_gradients`           | flat partitions                    |
-| the same, offloaded             | flat partitions, `.grad` of the masters         | flat partitions, in host memory    |
-| stage 3                         | one part of each parameter, padded at the end   | one part of each parameter, padded |
+| the same, offloaded             | flat partitions, `.grad` of the master weights  | flat partitions, in host memory    |
+| stage 3                         | a shard of each parameter, padded at the end    | a shard of each parameter, padded  |
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = [
     "already_reduced",
     "clear_offloaded",
     "drop_gradients",
-    "gradient_parts",
-    "low_precision_copy",
-    "master_part",
+    "gradient_shards",
+    "master_shard_of",
     "measure_offloaded",
     "reduce_gradients",
+    "update_low_precision_copy",
 ]
 
 
@@ -39,9 +39,9 @@ __all__ = [
 
 
 def reduce_gradients(engine: Any) -> None:
-    """What `engine.step()` does first (runtime/engine.py, step): reduce at stages 0 and 1, finish the window at 2 and 3. Collective.
+    """Do the first part of `engine.step()` (runtime/engine.py): reduce at stages 0 and 1, finish the window at 2 and 3.
 
-    At stage 0 every parameter has a gradient.
+    Collective. At stage 0 every parameter must have a gradient.
     """
     engine._running_engine_step = True  # is_gradient_accumulation_boundary() answers with it
     try:
@@ -55,7 +55,7 @@ def reduce_gradients(engine: Any) -> None:
 
 @contextmanager
 def already_reduced(engine: Any) -> Iterator[None]:
-    """Inside, `engine.step()` does not do it again."""
+    """A block in which `engine.step()` does not reduce again."""
     optimizer, reduces = engine.optimizer, engine.enable_backward_allreduce
     finishes = hasattr(optimizer, "finalize_gradient_accumulation_boundary")
     own = vars(optimizer).get("finalize_gradient_accumulation_boundary")  # `average_between_groups`
@@ -75,15 +75,15 @@ def already_reduced(engine: Any) -> Iterator[None]:
 # -- gradients ------------------------------------------------------------------------------------------------------------------------
 
 
-def gradient_parts(engine: Any, inner: InnerOptimizer, kind: Kind) -> dict[nn.Parameter, Shard]:
-    """What this rank holds of each reduced gradient. A trainable parameter that was not used has zeros."""
+def gradient_shards(engine: Any, inner: InnerOptimizer, kind: Kind) -> dict[nn.Parameter, Shard]:
+    """This rank's shard of each reduced gradient. An unused trainable parameter has zeros."""
     optimizer = engine.optimizer
     if kind == "stage-3":  # runtime/zero/stage3.py
-        return {parameter: _stage_3_part(parameter, _stage_3_gradient(optimizer, parameter)) for parameter in inner.trained}
+        return {parameter: _stage_3_shard(parameter, _stage_3_gradient(optimizer, parameter)) for parameter in inner.trained}
     if kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
         return _partitioned_gradients(optimizer, inner)
     if kind == "bf16-stage-1":  # runtime/bf16_optimizer.py
-        return _whole_fp32_gradients(optimizer)
+        return _full_fp32_gradients(optimizer)
     parts = {}
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
@@ -98,7 +98,7 @@ def _stage_3_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     return values
 
 
-def _stage_3_part(parameter: Any, padded: Tensor) -> Shard:
+def _stage_3_shard(parameter: Any, padded: Tensor) -> Shard:
     start = min(padded.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)  # runtime/zero/partition_parameters.py
     values = padded.detach().view(-1)[: parameter.ds_numel - start]
     return Shard(parameter.ds_shape, values, start, parameter.ds_process_group)
@@ -106,14 +106,14 @@ def _stage_3_part(parameter: Any, padded: Tensor) -> Shard:
 
 def _partitioned_gradients(optimizer: Any, inner: InnerOptimizer) -> dict[nn.Parameter, Shard]:
     ranks = optimizer.dp_process_group
-    parts = {parameter: _nothing_of(parameter, ranks) for parameter in inner.trained}
+    parts = {parameter: _empty_shard(parameter, ranks) for parameter in inner.trained}
     for index, group in enumerate(optimizer.params_in_partition):
         if optimizer.cpu_offload:
-            stretches = [_offloaded_gradient(optimizer, parameter) for parameter in group]
+            intervals = [_offloaded_gradient(optimizer, parameter) for parameter in group]
         else:
-            # As in get_grad_norm_direct: padding between parameters is marked, padding at the end has no parameter.
-            stretches = [values for values in optimizer.averaged_gradients[index] if not getattr(values, "_zero_padding", False)]
-        for parameter, values in zip(group, stretches, strict=False):
+            # As in get_grad_norm_direct: padding between parameters is marked; padding at the end has no parameter.
+            intervals = [values for values in optimizer.averaged_gradients[index] if not getattr(values, "_zero_padding", False)]
+        for parameter, values in zip(group, intervals, strict=False):
             parts[parameter] = Shard(parameter.shape, values.detach().view(-1), _start_of(parameter), ranks)
     return parts
 
@@ -129,12 +129,12 @@ def _start_of(parameter: Any) -> int:
     return start
 
 
-def _nothing_of(parameter: nn.Parameter, ranks: Any, dtype: torch.dtype = torch.float32) -> Shard:
+def _empty_shard(parameter: nn.Parameter, ranks: Any, dtype: torch.dtype = torch.float32) -> Shard:
     return Shard(parameter.shape, torch.empty(0, dtype=dtype, device=parameter.device), 0, ranks)
 
 
-def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Shard]:
-    """Every rank averages all of them; only those that count as present enter the norm, and all are applied."""
+def _full_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Shard]:
+    """Every rank averages all gradients; only those marked as present enter the norm, but all are applied."""
     parts = {}
     for index, group in enumerate(optimizer.bf16_groups):
         optimizer.fp32_groups_has_gradients[index] = [True] * len(group)  # an unused one is zero and adds nothing
@@ -144,7 +144,7 @@ def _whole_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Shard]:
 
 
 def measure_offloaded(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None:
-    """Take the norms of offloaded gradients again, and whether all are finite: DeepSpeed does it when they arrive, before an edit."""
+    """Recompute norms and overflow of offloaded gradients, which DeepSpeed computes before the user can edit them."""
     if kind == "stage-3":  # runtime/zero/stage3.py
         for parameter in inner.trained:
             values = _stage_3_gradient(optimizer, parameter)
@@ -158,30 +158,30 @@ def measure_offloaded(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None
                 optimizer.update_offload_overflow_tracker(values)
 
 
-# -- masters --------------------------------------------------------------------------------------------------------------------------
+# -- master weights -------------------------------------------------------------------------------------------------------------------
 
 
-def master_part(optimizer: Any, inner: InnerOptimizer | None, parameter: Any, kind: Kind) -> Shard:
-    """What this rank holds of a master; of a parameter that was frozen in `prepare`, or without optimizer, of the parameter itself."""
+def master_shard_of(optimizer: Any, inner: InnerOptimizer | None, parameter: Any, kind: Kind) -> Shard:
+    """This rank's shard of a master weight, or of the parameter if it was frozen in `prepare` or for inference."""
     if kind == "stage-3":
         if inner is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
-            return _stage_3_part(parameter, parameter.ds_tensor)
-        return _stage_3_part(parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
+            return _stage_3_shard(parameter, parameter.ds_tensor)
+        return _stage_3_shard(parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
     if inner is not None and kind == "stage-0":
-        return Shard(parameter.shape, inner.whole.get(parameter, parameter.detach()))
+        return Shard(parameter.shape, inner.full_masters.get(parameter, parameter.detach()))
     if inner is not None and hasattr(parameter, "_hp_mapping"):
         if parameter._hp_mapping is None:  # all of it belongs to other ranks
-            return _nothing_of(parameter, optimizer.dp_process_group, inner.masters[0].dtype)
+            return _empty_shard(parameter, optimizer.dp_process_group, inner.masters[0].dtype)
         return Shard(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
     return Shard(parameter.shape, parameter.detach())
 
 
-def low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None:
-    """Bring what the model computes with up to a master that was edited; every rank has the whole value."""
+def update_low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None:
+    """Update the copy that the model computes with to an edited master weight; every rank has the full value."""
     if kind != "stage-3":
         parameter.data.copy_(value)
         return
-    part = _stage_3_part(parameter, parameter.ds_tensor.data)
+    part = _stage_3_shard(parameter, parameter.ds_tensor.data)
     part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
     if parameter.data.numel() == parameter.ds_numel:  # gathered now
         parameter.data.copy_(value)
@@ -191,7 +191,7 @@ def low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None:
 
 
 def drop_gradients(engine: Any, kind: Kind) -> None:
-    """Forget all gradients, as `optimizer.step()` does after an overflow, and how many backward calls there were."""
+    """Drop all gradients, as `optimizer.step()` does after an overflow, and reset the count of backward calls."""
     optimizer = engine.optimizer
     engine.zero_grad()
     engine._unmanaged_backward_count = 0
@@ -224,12 +224,12 @@ def _drop_partitioned(optimizer: Any) -> None:
 
 
 def clear_offloaded(optimizer: Any, kind: Kind) -> None:
-    """Offloaded gradients are overwritten only where a parameter was used; without this the rest is applied again in every update.
+    """Zero offloaded gradients: DeepSpeed overwrites only those of used parameters and applies the others again in every update.
 
     (runtime/zero/stage_1_and_2.py, _finalize_cpu_offload_gradient_accumulation; runtime/zero/stage3.py,
     _finalize_offload_gradient_accumulation; neither is in the norm.) Stage 2 also keeps the sums, to which it adds the gradient of a
-    parameter that the first micro-batch of a window does not use (async_accumulate_grad_in_cpu_via_gpu), and after an update that was
-    left out the averages, so that all that follow are left out as well.
+    parameter that the first micro-batch of a window does not use (async_accumulate_grad_in_cpu_via_gpu), and after a skipped update
+    the averages, so that all later updates are skipped as well.
     """
     for master in optimizer.fp32_partitioned_groups_flat if kind == "stage-3" else optimizer.single_partition_of_fp32_groups:
         if master.grad is not None:

@@ -1,4 +1,4 @@
-"""How DeepSpeed is left with nothing gathered, and told of masters and optimizer state that were written in place."""
+"""Reshard DeepSpeed's parameters, and update it after master weights and optimizer state were written in place."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.master_weights import link_states_again, master_tensors
+from unishard_deepspeed.patches.master_weights import master_tensors, relink_after_update
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
-__all__ = ["copy_masters", "find_states", "forget_states", "groups_of_masters", "keep_parts_alone"]
+__all__ = ["copy_masters", "groups_of_masters", "relink_states", "reshard_all", "unlink_states"]
 
 
 def groups_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict[Tensor, dict[str, Any]]:
-    """The group of the torch optimizer that each master belongs to; stage 3 keeps them out of it but for the step."""
+    """The torch optimizer's group of each master weight; at stage 3 the groups hold them only during a step."""
     groups = inner.optimizer.param_groups
     if kind == "stage-3":  # runtime/zero/stage3.py
         masters = enumerate(master_tensors(optimizer, inner, kind))
@@ -22,37 +22,37 @@ def groups_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict
     return {master: group for group in groups for master in group["params"]}
 
 
-def keep_parts_alone(optimizer: Any, kind: Kind) -> None:
-    """Stage 3: drop all that is gathered, also what stays so from forward to forward; the next forward gathers it. Collective."""
+def reshard_all(optimizer: Any, kind: Kind) -> None:
+    """Stage 3: reshard all parameters, also those kept between forwards; the next forward gathers them. Collective."""
     if kind == "stage-3":  # runtime/zero/stage3.py
         optimizer._partition_all_parameters()
 
 
 def copy_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None:
-    """Make what the model computes with from the masters, as after an update. Collective."""
+    """Update the copies that the model computes with from the master weights, as after an update. Collective."""
     if kind == "stage-3":  # runtime/zero/stage3.py
         optimizer._partition_all_parameters()
         for index in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
     elif kind == "stage-0":
-        for parameter, master in inner.whole.items():
+        for parameter, master in inner.full_masters.items():
             if parameter is not master:
                 parameter.data.copy_(master)
     else:
         optimizer.update_lp_params()  # runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
 
 
-def forget_states(inner: InnerOptimizer, kind: Kind) -> None:
-    """Let go of the views by which DeepSpeed finds the optimizer's state, so that its memory is free (utils/tensor_fragment.py)."""
+def unlink_states(inner: InnerOptimizer, kind: Kind) -> None:
+    """Remove DeepSpeed's views of the optimizer state, so that its memory is freed (utils/tensor_fragment.py)."""
     for parameter in inner.trained if kind in ("stages-1-2", "bf16-stage-1") else ():
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
             mapping.optim_fragment = None
 
 
-def find_states(optimizer: Any, kind: Kind) -> None:
-    """Let DeepSpeed look for the optimizer's state now, and again after the next update, which may make more of it."""
+def relink_states(optimizer: Any, kind: Kind) -> None:
+    """Let DeepSpeed link the optimizer state now, and again after the next update, which may create more."""
     if kind in ("stages-1-2", "bf16-stage-1"):  # runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
-        link_states_again(optimizer, kind)
+        relink_after_update(optimizer, kind)
         optimizer._lazy_init_hp_params_optimizer_state()
-        link_states_again(optimizer, kind)
+        relink_after_update(optimizer, kind)

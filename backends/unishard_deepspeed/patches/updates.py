@@ -1,4 +1,4 @@
-"""How DeepSpeed's optimizers divide, judge, clip and apply the gradients of a window."""
+"""Changes to how DeepSpeed's optimizers divide, check, clip and apply the gradients of a window."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = [
     "clear_stale_gradients",
     "clip_to",
     "divide_gradients",
-    "making_every_update",
+    "without_overflow_check",
 ]
 
-_PIECE = 2**25
-"""Elements of a gradient in host memory that are on the device at a time."""
+_ELEMENTS_AT_ONCE = 2**25
+"""Elements of a host gradient to copy to the device at a time."""
 
 
 def clear_stale_gradients(optimizer: Any) -> None:
-    """Stage 3 keeps the gradient of a parameter that later steps do not use, and applies it again (runtime/zero/stage3.py)."""
+    """Zero gradients that stage 3 would apply again if later steps do not use their parameter (runtime/zero/stage3.py)."""
     optimizer.grad_partitions_flat_buffer.zero_()
 
 
@@ -35,15 +35,15 @@ def average_between_groups(optimizer: Any, group: Any, kind: Kind) -> None:
     """Average the gradients of a window over a process group before they are clipped and applied. Collective, in each window.
 
     Args:
-        optimizer: Of stage 2 or 3.
-        group: The ranks that hold the same part of different copies.
-        kind: Which of the two.
+        optimizer: DeepSpeed's optimizer of stage 2 or 3.
+        group: The ranks that hold the same shard of different copies.
+        kind: The optimizer's kind.
     """
     finalize = optimizer.finalize_gradient_accumulation_boundary  # what engine.step() calls first (runtime/engine.py)
 
     def finalize_averaged() -> None:
         if kind == "stage-3":
-            _average_parts(optimizer, group)
+            _average_shards(optimizer, group)
             finalize()
         else:
             finalize()
@@ -52,14 +52,14 @@ def average_between_groups(optimizer: Any, group: Any, kind: Kind) -> None:
     optimizer.finalize_gradient_accumulation_boundary = finalize_averaged
 
 
-def _average_parts(optimizer: Any, group: Any) -> None:
+def _average_shards(optimizer: Any, group: Any) -> None:
     """Stage 3 (runtime/zero/stage3.py)."""
     dist.all_reduce(optimizer.grad_partitions_flat_buffer, dist.ReduceOp.AVG, group)
     if optimizer.offload_optimizer:
-        # Only these are moved to the host; another group may have used parameters that this one has not.
-        parts = [parameter for parameters in optimizer.fp16_groups for parameter in parameters if parameter.requires_grad]
+        # Only these are copied to the host; another group may have used parameters that this one did not.
+        trainable = [parameter for parameters in optimizer.fp16_groups for parameter in parameters if parameter.requires_grad]
         optimizer._offload_boundary_param_ids.update(
-            part.ds_id for part in parts if part.partition_numel() * optimizer._get_param_partition_rank(part) < part.ds_numel
+            each.ds_id for each in trainable if each.partition_numel() * optimizer._get_param_partition_rank(each) < each.ds_numel
         )
 
 
@@ -73,8 +73,8 @@ def _average_flat(optimizer: Any, group: Any) -> None:
                 continue
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, dist.ReduceOp.AVG, group)
-            for gradient, piece in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
-                gradient.copy_(piece.view_as(gradient))
+            for gradient, chunk in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
+                gradient.copy_(chunk.view_as(gradient))
         return
     for master, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True):
         _average_on_host(master.grad, group, optimizer.bit16_groups_flat[0].device)
@@ -85,53 +85,53 @@ def _average_flat(optimizer: Any, group: Any) -> None:
 
 
 def _average_on_host(gradient: Tensor, group: Any, device: torch.device) -> None:
-    """Average a gradient in host memory over a group, which may carry device tensors only: through a buffer on the device, if there is."""
+    """Average a host gradient over a group, through a buffer on the device if there is one, because NCCL needs device tensors."""
     if device.type == "cpu":
         dist.all_reduce(gradient, dist.ReduceOp.AVG, group)
         return
     torch.cuda.synchronize(device)  # DeepSpeed copies gradients to the host without waiting
-    for piece in torch.split(gradient, _PIECE):
-        travelling = piece.to(device)
-        dist.all_reduce(travelling, dist.ReduceOp.AVG, group)
-        piece.copy_(travelling)
+    for chunk in torch.split(gradient, _ELEMENTS_AT_ONCE):
+        on_device = chunk.to(device)
+        dist.all_reduce(on_device, dist.ReduceOp.AVG, group)
+        chunk.copy_(on_device)
 
 
 def divide_gradients(optimizer: Any, divisor: float, kind: Kind) -> None:
-    """Divide the gradients of ZeRO's next update, before their norm is taken; 1 switches that off again."""
+    """Divide the gradients of ZeRO's next update before their norm is taken; 1 turns that off."""
     if kind != "bf16-stage-1":
-        optimizer.loss_scale = divisor  # divides in the update, as fp16 does; nothing multiplies the loss
+        optimizer.loss_scale = divisor  # divides in the update, as in fp16; DeepSpeed does not multiply the loss
     elif divisor != 1:
         divide(optimizer.fp32_groups_gradients_flat, divisor)  # runtime/bf16_optimizer.py
 
 
 def clip_to(optimizer: Any, limit: float) -> None:
-    """The largest norm of ZeRO's next updates, 0 for no clipping; it was built with that of the config."""
+    """Set the maximum norm of ZeRO's next updates, 0 for no clipping; initially that of the config."""
     optimizer.clip_grad = limit
 
 
 @contextmanager
-def making_every_update(optimizer: Any, kind: Kind) -> Iterator[list[bool]]:
-    """Have ZeRO's optimizer make an update with gradients that are not finite, as plain torch does, instead of leaving it out.
+def without_overflow_check(optimizer: Any, kind: Kind) -> Iterator[list[bool]]:
+    """Let ZeRO's optimizer make updates with non-finite gradients, as plain torch does, instead of skipping them.
 
-    All of them ask `is_invalid_grad_norm` of their own module (runtime/utils.py), stages 1 and 2 `check_overflow` before it.
+    All stages call `is_invalid_grad_norm` of their module (runtime/utils.py); stages 1 and 2 call `check_overflow` first.
 
     Yields:
-        The answers that they would have got, as they ask; some take a norm of 1 or -1 for one that is not finite.
+        The results that the check would have returned; some stages replace a non-finite norm by 1 or -1.
     """
     answers: list[bool] = []
 
-    def asked_in_vain(norm: Any) -> bool:
-        answers.append(asked(norm))
+    def never_invalid(norm: Any) -> bool:
+        answers.append(is_invalid(norm))
         return False
 
     module, checks = sys.modules[type(optimizer).__module__], kind == "stages-1-2"
-    asked = module.is_invalid_grad_norm
-    module.is_invalid_grad_norm = asked_in_vain  # type: ignore[attr-defined]
+    is_invalid = module.is_invalid_grad_norm
+    module.is_invalid_grad_norm = never_invalid  # type: ignore[attr-defined]
     if checks:
         optimizer.check_overflow = lambda partition_gradients=True: None
     try:
         yield answers
     finally:
-        module.is_invalid_grad_norm = asked  # type: ignore[attr-defined]
+        module.is_invalid_grad_norm = is_invalid  # type: ignore[attr-defined]
         if checks:
             del optimizer.check_overflow

@@ -1,4 +1,4 @@
-"""The private names of torch that rare cases need: this table, and one module a case beside it. Imports no torch.
+"""Private names of torch that rare cases need; the modules here use them. Imports no torch.
 
 Every other module of this package uses documented names only.
 """
@@ -33,13 +33,12 @@ _SUMS = (
 
 PATCHES = by_name(
     Patch(
-        name="late-gradients",
-        case="Accumulation without reduction in bf16 or fp16, where a micro-batch leaves out a part of a unit,",
+        name="mixed-accumulation",
+        case="Accumulation without reduction in bf16 or fp16, where a micro-batch does not use all of a unit,",
         names=_SUMS,
         versions="torch 2.11 to 2.14",
         link=f"{_SOURCE}/_fsdp_collectives.py#L552",
-        instead="name the class of the module that is left out in sharding.units, or set native.fsdp.requires_gradient_sync to "
-        "every_micro_batch",
+        instead="name the class of the unused module in sharding.units, or set native.fsdp.requires_gradient_sync to every_micro_batch",
         until="2.15",
     ),
     Patch(
@@ -52,7 +51,7 @@ PATCHES = by_name(
         until="2.15",
     ),
     Patch(
-        name="whole-units",
+        name="conditional-modules",
         case="sharding.conditional_modules with a sharded strategy",
         names=(
             *_GROUPS,

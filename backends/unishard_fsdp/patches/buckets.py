@@ -1,4 +1,4 @@
-"""DistributedDataParallel that adds up gradients in one order from the first update on."""
+"""DistributedDataParallel with a fixed order of gradient sums from the first update on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["FixedBuckets"]
 
 
 class FixedBuckets(DistributedDataParallel):
-    """DDP that reduces in the same buckets from the first update on, those of the parameters from the last to the first.
+    """DDP with the same buckets from the first update on, in reverse order of the parameters.
 
-    DDP itself begins with one bucket and makes them anew after the first backward, in the order in which the gradients came (reducer.cpp,
-    rebuild_buckets). The bucket decides in which order more than two ranks are added up, so a run that goes on from a checkpoint would
-    differ in its first update from the one that was not interrupted.
+    DDP rebuilds its buckets after the first backward, in the order in which gradients were computed (reducer.cpp,
+    rebuild_buckets). The buckets determine in which order more than two ranks are summed, so the first update after resuming
+    from a checkpoint would differ from that of an uninterrupted run.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -24,6 +24,6 @@ class FixedBuckets(DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        if self.find_unused_parameters:  # makes no buckets anew, and begins with those of the reversed order
+        if self.find_unused_parameters:  # DDP does not rebuild buckets then, and starts with the reverse order
             return parameters, sparse
         return parameters[::-1], sparse[::-1]

@@ -1,4 +1,4 @@
-"""Modules that a rank may leave out (`sharding.conditional_modules`): every rank reduces the same parameters in the same order."""
+"""Conditional modules (`sharding.conditional_modules`): make every rank reduce the same parameters in the same order."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from unishard_fsdp.patches.groups import groups_of, has_no_gradient
 __all__ = ["fill_unused"]
 
 
-def fill_unused(modules: Iterable[Any], whole: Collection[Tensor], used: set[Tensor]) -> None:
-    """Let every rank reduce the same parameters in the same order, also where it did not use some of them.
+def fill_unused(modules: Iterable[Any], conditional: Collection[Tensor], used: set[Tensor]) -> None:
+    """Make every rank reduce the same parameters in the same order, even if it did not use some of them.
 
     Args:
         modules: Sharded modules, the root first.
-        whole: Sharded parameters whose gradient counts as zero on a rank that does not use them.
-        used: Filled with those of them that this rank has used.
+        conditional: Sharded parameters whose gradient is zero on ranks that do not use them.
+        used: Output: those of them that this rank has used.
     """
     groups = groups_of(modules)
     for group in groups:
-        filled = [parameter for parameter in group.fsdp_params if parameter.sharded_param in whole]
+        filled = [parameter for parameter in group.fsdp_params if parameter.sharded_param in conditional]
         if filled:
             group.post_backward = partial(_fill, group, filled, used, group.post_backward)
     groups[0].post_backward = partial(_after_the_others, groups[:0:-1], groups[0].post_backward)
@@ -46,8 +46,8 @@ def _fill(group: Any, filled: Sequence[Any], used: set[Tensor], post_backward: C
 def _after_the_others(others: Sequence[Any], post_backward: Callable[..., None], *unused: Any) -> None:
     """Reduce the root last, on every rank.
 
-    A module whose inputs need no gradient is reduced after the root, when backward has ended (_fully_shard/_fsdp_state.py,
-    FSDPState._root_post_backward_final_callback), else before it. Behind a tower that some ranks leave out, that differs between ranks.
+    A module whose inputs need no gradient is reduced after the root, at the end of backward (_fully_shard/_fsdp_state.py,
+    FSDPState._root_post_backward_final_callback), otherwise before it. After a tower that some ranks skip, this differs between ranks.
     """
     for group in others:
         if group._training_state is not TrainingState.POST_BACKWARD:

@@ -1,4 +1,4 @@
-"""How a sharded module is asked for its groups of parameters."""
+"""Access to a sharded module's parameter groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["groups_of", "has_no_gradient"]
 
 
 def groups_of(modules: Iterable[Any]) -> list[Any]:
-    """The groups of parameters of sharded modules, in their order; one a module before torch 2.12."""
+    """The parameter groups of sharded modules, in order; one per module before torch 2.12."""
     found = []
     for module in modules:
         state = module._get_fsdp_state()
@@ -19,6 +19,6 @@ def groups_of(modules: Iterable[Any]) -> list[Any]:
 
 
 def has_no_gradient(parameter: Any) -> bool:
-    """Whether a gathered parameter of a group is trainable and has no gradient yet."""
+    """Whether a group's gathered parameter is trainable and has no gradient yet."""
     gathered = parameter.unsharded_param
     return bool(gathered.requires_grad) and gathered.grad is None and parameter.unsharded_accumulated_grad is None

@@ -1,4 +1,4 @@
-"""The gathered parameters of sharded modules, their dtypes, and gradients that are dropped before they are reduced."""
+"""Gathered parameters of sharded modules: their dtypes, and dropping their unreduced gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["drop_unreduced", "gathered_leaves", "refresh_trainable"]
 
 
 def drop_unreduced(modules: Iterable[Any]) -> None:
-    """Forget gradients that are accumulated but not reduced (_fsdp_param.py); `reset_iter_state` does so from torch 2.15 on."""
+    """Drop gradients that are accumulated but not reduced (_fsdp_param.py); in torch 2.15 `reset_iter_state` does so."""
     for group in groups_of(modules):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
@@ -23,10 +23,10 @@ def drop_unreduced(modules: Iterable[Any]) -> None:
 
 
 def refresh_trainable(modules: Iterable[Any]) -> None:
-    """Let sharded modules see that `requires_grad` of their parameters has changed.
+    """Update sharded modules after `requires_grad` of their parameters has changed.
 
-    The gathered parameters take it over when they are gathered, but the dtype of reduction is found among the trainable ones in the
-    first forward, once and for all (_fsdp_param_group.py, FSDPParamGroup._init_mp_dtypes): a module that was frozen then would be
+    Gathered parameters copy `requires_grad` when they are gathered, but the reduce dtype is determined from the trainable ones only
+    once, in the first forward (_fsdp_param_group.py, FSDPParamGroup._init_mp_dtypes): a module that was frozen then would be
     reduced in the compute dtype.
     """
     for group in groups_of(modules):
@@ -34,7 +34,7 @@ def refresh_trainable(modules: Iterable[Any]) -> None:
 
 
 def gathered_leaves(modules: Iterable[Any]) -> list[Tensor]:
-    """The gathered parameters, on which autograd leaves gradients until they are reduced (_fsdp_param.py)."""
+    """The gathered parameters, on which autograd accumulates gradients until they are reduced (_fsdp_param.py)."""
     parameters = [parameter for group in groups_of(modules) for parameter in group.fsdp_params]
     gathered = [getattr(parameter, "_unsharded_param", None) for parameter in parameters]
     return [tensor for tensor in gathered if tensor is not None and tensor.requires_grad]

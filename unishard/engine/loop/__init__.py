@@ -1,1 +1,1 @@
-"""The loop: batches, the order of calls, evaluation, lockstep, which parameters train."""
+"""The training loop: batches, call order, accumulation, evaluation, lockstep, trainable parameters."""

@@ -1,6 +1,6 @@
 """The accumulation window: forward, backward and update of its micro-batches, the same on every engine.
 
-Division by the window, clipping, the loss scale, the schedule and their order are decided here; an adapter does each step on its engine.
+Decides the division by the window, clipping, loss scale, schedule and their order; an adapter does each step on its engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """Runs accumulation windows. Each method is the engine's of the same name."""
+    """Runs accumulation windows. The methods implement those of `Engine` with the same names."""
 
     def __init__(self, cfg: Config, adapter: EngineAdapter, order: CallOrder, schedule: Schedule | TorchSchedule) -> None:
         self._training = cfg.training
@@ -36,12 +36,12 @@ class Accumulation:
         self._items = Items(adapter.device)
         self._foreign = ForeignBackwardCheck(adapter)
         self._finished: float | None = None
-        """The divisor of the gradients, once they are finished in this window."""
+        """The divisor of the gradients, once they are final in this window."""
         self.schedule = schedule
         self.loss_scale = LossScale(cfg.precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one micro-batch in training mode."""
+        """Run the forward of one micro-batch in training mode."""
         order = self._order
         order.enter("forward")
         self.adapter.begin(last=order.last)
@@ -53,7 +53,7 @@ class Accumulation:
         return output
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None) -> None:
-        """Backward of one micro-batch."""
+        """Run the backward of one micro-batch."""
         order = self._order
         _require_backward(order, loss)
         order.enter("backward", "" if num_items is None else ", with num_items")
@@ -73,7 +73,7 @@ class Accumulation:
         max_norm = self._training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
             raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
-        if order.last:  # inside a window nothing is sent, and the next forward notices a missing step
+        if order.last:  # inside a window there is no collective, and the next forward notices a missing step
             order.enter("step", "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}")
         order.phase, order.graph = Phase.OPEN, False
         order.micro_batch += 1
@@ -84,7 +84,7 @@ class Accumulation:
         return step
 
     def discard(self) -> None:
-        """Drop the window."""
+        """Discard the window."""
         order = self._order
         if not (order.inside_window or order.graph):
             return
@@ -96,10 +96,10 @@ class Accumulation:
         self._finished = None
 
     def finish_gradients(self) -> float:
-        """At the end of a window: finish the gradients, once. Collective.
+        """Finish the gradients at the end of a window, once. Collective.
 
         Returns:
-            What the update will divide them by.
+            The divisor that the update will use.
         """
         if self._finished is None:
             self.adapter.finish_gradients()
@@ -115,7 +115,7 @@ class Accumulation:
             divisor = self._divisor()
         except ContractError:
             self._order.enter("discard")
-            self.discard()  # else the next window would add to this one
+            self.discard()  # otherwise the next window would add to this one
             raise
         try:
             with self._order.awaiting():
@@ -129,20 +129,20 @@ class Accumulation:
             self.schedule.advance()
         elif self._training.nonfinite == "raise" and not lowered:
             raise NonFiniteError(
-                "a gradient is infinite or not a number on at least one rank; nothing was updated; look at this window's batches and loss, "
+                "a gradient is infinite or NaN on at least one rank; nothing was updated; check this window's batches and loss, "
                 "lower optimizer.lr, or set training.nonfinite to skip"
             )
-        # Where a gradient is not a number, some engines can only say that the norm is not finite.
+        # For NaN gradients, some engines only report that the norm is not finite.
         return Step(updated=updated, grad_norm=norm if math.isfinite(norm) else math.inf, lr=lr, skipped=not updated)
 
 
 def _require_backward(order: CallOrder, loss: Any) -> None:
-    """Raise ContractError unless a backward may come, of this loss."""
+    """Raise ContractError unless a backward of this loss is allowed now."""
     if order.phase is Phase.BACKWARD_DONE:
         raise ContractError("backward was called twice for one micro-batch; call engine.step() after every backward")
     if order.phase is Phase.OPEN:
         raise ContractError(
-            "backward was called without a forward of the engine; compute the loss from engine(...) in training mode, not engine.module"
+            "backward was called without a forward of the engine; compute the loss with engine(...) in training mode, not engine.module"
         )
     if not isinstance(loss, Tensor):
         raise ContractError(f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such as output.loss")

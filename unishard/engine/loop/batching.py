@@ -1,4 +1,4 @@
-"""How batches come to the loop: moved to the device, in accumulation windows whose true length the engine knows."""
+"""Yield batches to the loop: moved to the device, in accumulation windows of known length."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from unishard.config import Config
 from unishard.data import position
 from unishard.data.batches import Window, warn_of_same_samples, windows
 from unishard.data.position import LoaderPass, Position, StatefulLoader
-from unishard.data.progress import Progress
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
+from unishard.engine.loop.progress import Progress
 
 __all__ = ["Batching"]
 
 
 class Batching:
-    """Yields a loader's batches and opens their accumulation windows. Public methods are the engine's of the same names."""
+    """Yields a loader's batches and opens accumulation windows. Public methods implement those of `Engine` with the same names."""
 
     def __init__(self, cfg: Config, module: nn.Module, device: torch.device, order: CallOrder, evaluation: Evaluation) -> None:
         self._drop_last = cfg.training.last_window == "drop"
@@ -32,11 +32,11 @@ class Batching:
         self._order = order
         self._evaluation = evaluation
         self._reading: LoaderPass | None = None
-        """Of the training loader whose batches came last, None if it cannot say where it is."""
+        """The current pass over the last training loader; None if the loader has no state."""
         self._updates_before = 0
-        """When the last window was taken from it."""
+        """Number of updates when the last window was read from it."""
         self._resumed: tuple[Sequence[Position], int] | None = None
-        """Positions and number of ranks of the run that this one continues, until a training loader has taken them."""
+        """Positions and number of ranks of the resumed run, until a training loader uses them."""
 
     def batches(self, loader: Iterable[Any], *, progress: bool) -> Iterator[Any]:
         """This rank's batches, moved to the device."""
@@ -50,7 +50,7 @@ class Batching:
             for batch in window:
                 yield batch
                 if self._order.discarded:
-                    break  # the rest of a window that was dropped
+                    break  # skip the rest of a discarded window
 
     def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None, progress: bool) -> Iterator[Window]:
         """This rank's batches in accumulation windows."""
@@ -63,7 +63,7 @@ class Batching:
         bar = Progress(loader, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
         outer, order.progress = order.progress, bar
         try:
-            enter = None if self._evaluation.lockstep_open else order.enter  # inside lockstep the ranks may have other numbers of batches
+            enter = None if self._evaluation.lockstep_open else order.enter  # inside lockstep, ranks may have different numbers of batches
             for window in windows(loader, repeat(length) if lengths is None else lengths, self._device, drop=drop, enter=enter):
                 if training:
                     order.begin_window(len(window))
@@ -80,16 +80,16 @@ class Batching:
             if bar is not None:
                 bar.close()
 
-    # -- where the data is ------------------------------------------------------------------------------------------------
+    # -- data position ----------------------------------------------------------------------------------------------------
 
     def _begin_reading(self, loader: Iterable[Any], window: int) -> Iterable[Any]:
-        """The loader, from where the run that this one continues was, if no loader has continued from there yet."""
+        """Start a pass over the loader, at the resumed position if no loader has used that yet."""
         if not isinstance(loader, StatefulLoader):
             self._reading = None
             if self._resumed is not None:
                 warnings.warn(
-                    f"{type(loader).__name__} has no load_state_dict, so it starts anew and not at the checkpoint's data position; "
-                    "train with unishard.dataloader(dataset, cfg)",
+                    f"{type(loader).__name__} has no load_state_dict, so it starts from its beginning and not at the checkpoint's data "
+                    "position; train with unishard.dataloader(dataset, cfg)",
                     UserWarning,
                     stacklevel=3,
                 )
@@ -106,10 +106,10 @@ class Batching:
         self._updates_before = self._order.updates
 
     def position(self) -> Position | None:
-        """Where this rank's training loader is, after the windows that are done. One that is out but not trained on is not counted.
+        """Position of this rank's training loader after the completed windows; a window that was read but not trained is not counted.
 
         Returns:
-            What `resume` takes; JSON but for what the loader's own state holds. None if there was no training loader, or the
+            The argument of `resume`; JSON except for the loader's own state. None if there was no training loader, or the
             last one has no `state_dict` and `load_state_dict`.
         """
         if self._resumed is not None:
@@ -120,11 +120,11 @@ class Batching:
         return self._reading.before if untouched else self._reading.position()
 
     def resume(self, positions: Sequence[Position | None], world_then: int) -> None:
-        """Let the next training loader continue where the ranks of another run were.
+        """Let the next training loader resume at the position of another run.
 
         Args:
-            positions: What `position` returned on each of its ranks. Where one is None, the loader starts anew.
-            world_then: How many they were.
+            positions: What `position` returned on each of its ranks. If one is None, the loader starts from its beginning.
+            world_then: That run's number of ranks.
         """
         known = [where for where in positions if where is not None]
         self._resumed = (known, world_then) if known and len(known) == len(positions) else None

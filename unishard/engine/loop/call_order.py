@@ -1,26 +1,23 @@
-"""Where in the loop an engine is, and which call may come there."""
+"""The engine's position in the loop, and which calls are allowed there."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from unishard.config import Config
 from unishard.distributed import collective_check
+from unishard.engine.loop.progress import Progress
 from unishard.errors import ContractError
-
-if TYPE_CHECKING:
-    from unishard.data.progress import Progress
 
 __all__ = ["CallOrder", "Phase"]
 
 
 class Phase(Enum):
-    """Where in a micro-batch the loop is."""
+    """The state of a micro-batch."""
 
     OPEN = "open"
     FORWARD_DONE = "forward done"
@@ -29,13 +26,13 @@ class Phase(Enum):
 
 
 class CallOrder:
-    """Refuses calls that come at the wrong moment, on this rank or beside another call on another rank."""
+    """Refuses calls in the wrong order, and calls that differ between ranks."""
 
     def __init__(self, cfg: Config, module: nn.Module, device: torch.device) -> None:
-        """Begin before the first call. Collective.
+        """Start before the first call. Collective.
 
         Args:
-            cfg: What runs.
+            cfg: The config.
             module: The model.
             device: Where this rank computes.
         """
@@ -44,23 +41,23 @@ class CallOrder:
         self._member = collective_check.join(cfg.communication)
         self.phase = Phase.OPEN
         self.full_window = self.window = cfg.training.gradient_accumulation_steps
-        """Micro-batches in a full accumulation window, and in the one that is open."""
+        """Micro-batches in a full accumulation window, and in the current one."""
         self.micro_batch = 0
-        """How many of them are done."""
+        """Micro-batches of the current window that are done."""
         self.updates = 0
         """Accumulation windows that have ended."""
         self.graph = False
-        """Whether a forward has made a graph that no backward has used."""
+        """Whether a forward has built a graph that no backward has used."""
         self.discarded = False
-        """Whether the window was dropped."""
+        """Whether the window was discarded."""
         self.frozen = False
         """Whether `engine.frozen()` is open."""
         self.progress: Progress | None = None
-        """The progress bar of the loop that runs."""
+        """The progress bar of the current loop."""
 
     @property
     def last(self) -> bool:
-        """Whether the micro-batch that runs is the last of its window."""
+        """Whether the current micro-batch is the last of its window."""
         return self.micro_batch + 1 == self.window
 
     @property
@@ -68,24 +65,24 @@ class CallOrder:
         """Whether a window has begun and not ended."""
         return bool(self.micro_batch) or self.phase is Phase.BACKWARD_DONE
 
-    # -- meeting the other ranks ------------------------------------------------------------------------------------------
+    # -- comparing the ranks' calls ----------------------------------------------------------------------------------------
 
     def enter(self, call: str, detail: str = "") -> None:
-        """Before the collectives of a call: raise on every rank if another one makes another call. Collective.
+        """Check before a call's collectives that all ranks make the same call. Collective.
 
-        Checks the first updates and then a sample of them; `meet` checks always.
+        Checks the first updates and then samples; `meet` always checks.
 
         Raises:
-            RankMismatchError: Names what each rank calls.
+            RankMismatchError: They do not; names each rank's call.
         """
         if collective_check.samples(self.updates):
             self.meet(call, detail)
 
     def meet(self, call: str, detail: str = "") -> None:
-        """As `enter`, in every update. Collective.
+        """Check as `enter` does, but in every update. Collective.
 
         Raises:
-            RankMismatchError: Names what each rank calls.
+            RankMismatchError: They do not; names each rank's call.
         """
         if self._member is None:
             return
@@ -96,13 +93,13 @@ class CallOrder:
         self._member.enter(call, where + detail)
 
     def awaiting(self) -> AbstractContextManager[None]:
-        """Around collectives on the device whose result the host reads."""
+        """A block with device collectives whose result the host reads."""
         return nullcontext() if self._member is None else self._member.reading(self._device)
 
     # -- transitions ------------------------------------------------------------------------------------------------------
 
     def begin_window(self, length: int) -> None:
-        """The batches of a new window come.
+        """Begin a new window.
 
         Raises:
             ContractError: The last one has not ended.
@@ -115,17 +112,17 @@ class CallOrder:
         self.window, self.discarded = length, False
 
     def end_window(self) -> None:
-        """The update was made or skipped."""
+        """End the window after its update was made or skipped."""
         self.window, self.micro_batch = self.full_window, 0
         self.updates += 1
 
     def discard_window(self) -> None:
-        """The gradients were dropped."""
+        """Discard the window after its gradients were dropped."""
         self.phase, self.graph, self.micro_batch = Phase.OPEN, False, 0
         self.discarded = True
 
     def close(self, why: BaseException | None) -> None:
-        """No call may come anymore."""
+        """Refuse all further calls."""
         self.phase = Phase.CLOSED
         if self._member is not None:
             self._member.leave(why)
@@ -135,7 +132,7 @@ class CallOrder:
     def require_open(self, call: str) -> None:
         """Raise ContractError on a closed engine."""
         if self.phase is Phase.CLOSED:
-            raise ContractError(f"{call} was called on a closed engine; build the model anew and prepare it")
+            raise ContractError(f"{call} was called on a closed engine; build a new model and prepare it")
 
     def require_boundary(self, call: str) -> None:
         """Raise ContractError on a closed engine, inside an accumulation window, and inside `frozen`."""
@@ -146,12 +143,12 @@ class CallOrder:
             raise ContractError(f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true")
 
     def require_end_of_window(self, call: str) -> None:
-        """Raise ContractError unless the last backward of a window has run, and `step` has not."""
+        """Raise ContractError unless the last backward of a window has run and `step` has not."""
         self.require_open(call)
         if self.phase is not Phase.BACKWARD_DONE or not self.last:
             done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
             raise ContractError(
-                f"{call} was called after {done} of {self.window} backward calls of the window, where the gradients are not finished; "
+                f"{call} was called after {done} of {self.window} backward calls of the window, when the gradients are not final; "
                 "call it between the last backward of a window and engine.step()"
             )
 
@@ -160,6 +157,6 @@ class CallOrder:
         self.require_open(call)
         if self.graph:
             raise ContractError(
-                f"{call} would change a parameter that a forward has used and its backward still needs; call it after backward, "
-                "or drop the forward with engine.discard(); a forward under torch.no_grad() is allowed"
+                f"{call} would change a parameter that the backward of an earlier forward still needs; call it after backward, or drop the "
+                "forward with engine.discard(); a forward under torch.no_grad() is allowed"
             )

@@ -1,4 +1,4 @@
-"""Keeps the backward of another engine off this model's parameters."""
+"""Detect another engine's backward that reaches this model's parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FOREIGN = CORE_PATCHES["foreign-backward"]
 
 
 class ForeignBackwardCheck:
-    """Raises where a backward that is not the engine's own reaches this model's parameters through an output of its forward."""
+    """Raises if a backward of another engine, or of the user, reaches this model's parameters through an output of its forward."""
 
     def __init__(self, adapter: EngineAdapter) -> None:
         self._adapter = adapter
@@ -37,22 +37,22 @@ class ForeignBackwardCheck:
     def _on_gradient(self, gradient: Tensor) -> None:
         if not self._own and any(map(_will_accumulate, self._adapter.leaves())):
             raise ContractError(
-                f"a backward that is not this engine's reaches the parameters of its {type(self._adapter.module).__name__}, where the "
-                "gradients would be mixed with its own; call this engine's backward(loss), or, if only another model is to learn from this "
-                "loss, compute and backward it inside `with engine.frozen():`"
+                f"a backward that is not this engine's reaches the parameters of its {type(self._adapter.module).__name__} and would "
+                "mix gradients with its own; call this engine's backward(loss), or, if the loss trains only another model, "
+                "compute and backward it inside `with engine.frozen():`"
             )
 
 
 def _will_accumulate(leaf: Tensor) -> bool:
-    """Whether the running backward will leave a gradient on a leaf.
+    """Whether the running backward will accumulate a gradient on a leaf.
 
     Raises:
-        ContractError: This torch does not say.
+        ContractError: This torch version cannot tell.
     """
     if not _FOREIGN.works:
         raise ContractError(_FOREIGN.refusal())
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # of a leaf that `torch.autograd.grad` returns the gradient of, and leaves none on
+    except RuntimeError:  # for a leaf whose gradient `torch.autograd.grad` returns instead of accumulating
         return False

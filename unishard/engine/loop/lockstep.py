@@ -1,4 +1,4 @@
-"""Runs ranks with different numbers of forwards in lockstep: finished ranks replay their last call until every rank is done."""
+"""Run ranks with different numbers of forwards in lockstep: finished ranks replay their last call until every rank is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unishard.errors import RankMismatchError
 __all__ = ["Call", "Lockstep"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments, and those by keyword."""
+"""Positional and keyword arguments."""
 _KINDS = ("forward", "generate")
 
 
@@ -29,14 +29,14 @@ class Lockstep:
         """Take the next turn. Collective.
 
         Args:
-            kind: What this rank calls, None if it has nothing left to call.
-            call: With what.
+            kind: What this rank calls; None if it has nothing left to call.
+            call: The arguments.
 
         Returns:
-            What to call in this turn: this rank's own call, or one to repeat; None when nobody calls anything any more.
+            The call for this turn: this rank's own, or one to repeat; None when all ranks are done.
 
         Raises:
-            RankMismatchError: On every rank: one calls the model and another one `generate`.
+            RankMismatchError: On every rank: one rank calls the model and another one `generate`.
         """
         self.taken += 1
         if kind is not None and call is not None:
@@ -49,19 +49,19 @@ class Lockstep:
         if callers[1] and callers[2]:
             raise RankMismatchError(
                 f"in turn {self.taken} of engine.lockstep ranks {callers[1]} call the model and ranks {callers[2]} call generate; "
-                "give each a block of its own"
+                "use a separate block for each"
             )
         number = 1 if callers[1] else 2
         if not callers[number]:
             return None
         chosen = _KINDS[number - 1]
-        if not all(held[number] for held in states):
-            self._lend(chosen, callers[number][0])
+        if not all(has_call[number] for has_call in states):
+            self._share_call(chosen, callers[number][0])
         return chosen, self._last[chosen]
 
-    def _lend(self, kind: str, source: int) -> None:
-        """Give the arguments of one rank to those that have none to repeat a call with. Collective."""
-        lent = [to_device(self._last[kind], torch.device("cpu")) if dist.get_rank() == source else None]
-        dist.broadcast_object_list(lent, source)
+    def _share_call(self, kind: str, source: int) -> None:
+        """Share one rank's call with ranks that have none to repeat. Collective."""
+        shared = [to_device(self._last[kind], torch.device("cpu")) if dist.get_rank() == source else None]
+        dist.broadcast_object_list(shared, source)
         if kind not in self._last:
-            self._last[kind] = to_device(lent[0], self._device)
+            self._last[kind] = to_device(shared[0], self._device)

@@ -1,4 +1,4 @@
-"""Which parameters train: those that were trainable in `prepare`, and of them the ones that `set_trainable` has not frozen."""
+"""Which parameters can train: those that were trainable in `prepare`; `set_trainable` freezes and unfreezes them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["Trainable"]
 
 
 class Trainable:
-    """Knows which parameters may train: those that were trainable in `prepare` have a master weight on every engine."""
+    """The parameters that can train: those that were trainable in `prepare` have a master weight on every engine."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.prepared = {name for name, parameter in self._named().items() if parameter.requires_grad}
-        """Every name of the parameters that may train."""
+        """Every name of the parameters that can train."""
 
     def choose(self, names: str | Iterable[str], trainable: bool) -> list[str]:
-        """All names of the parameters that `names` mean. Collective.
+        """Resolve `names` to all names of the matching parameters. Collective.
 
         Args:
             names: As in `Engine.set_trainable`.
-            trainable: What they are to be.
+            trainable: Whether they are to be trainable.
 
         Raises:
-            ContractError: A name matches nothing, a parameter was frozen in `prepare`, or none would be left to train.
-            RankMismatchError: The ranks give different names.
+            ContractError: A name matches nothing, a parameter was frozen in `prepare`, or no trainable one would be left.
+            RankMismatchError: The ranks pass different names.
         """
         wanted = [names] if isinstance(names, str) else list(names)
         process_group.agree({"names": wanted, "trainable": trainable}, "calls of set_trainable")
@@ -45,7 +45,7 @@ class Trainable:
                 "it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it"
             )
         if not trainable and not any(parameter.requires_grad for parameter in named.values() if parameter not in meant):
-            raise ContractError(f"set_trainable({names!r}, False) would freeze all that is left to train; leave some parameter trainable")
+            raise ContractError(f"set_trainable({names!r}, False) would leave no trainable parameter; keep at least one trainable")
         return chosen
 
     def _named(self) -> dict[str, nn.Parameter]:

@@ -1,1 +1,1 @@
-"""The model before it is sharded: units, dtypes, materialization, compilation, activation checkpointing."""
+"""Work on the model before it is sharded: units, dtypes, materialization, compilation, activation checkpointing."""

@@ -1,7 +1,7 @@
-"""Activation checkpointing: modules that keep only their inputs and run their forward again in backward.
+"""Activation checkpointing: modules that keep only their inputs and recompute their forward in backward.
 
-It happens inside the module's `forward`, so that the engines' hooks (gather, release, cast) stay outside and run once, and no module
-or parameter changes its name.
+It wraps the module's `forward`, so the engines' hooks (gather, release, cast) stay outside and run once, and module and parameter
+names do not change.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ __all__ = ["SAVED", "apply", "find"]
 _FIELD = "activation_checkpointing"
 
 SAVED = (
-    # Products with weights. Not aten.bmm: the scores of an attention that is no fused operation grow with the square of the length.
+    # Products with weights. Not aten.bmm: scores of an attention that is not fused grow with the square of the sequence length.
     "mm",
     "addmm",
     "_scaled_mm",
     "_grouped_mm",
     "convolution",
-    # Fused attention, whichever kernel torch chooses.
+    # Fused attention with any kernel.
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Operations of `torch.ops.aten` whose results `selective` keeps."""
+"""Operations of `torch.ops.aten` whose outputs `selective` saves."""
 
 
 def find(model: nn.Module, cfg: Config) -> list[Unit]:
-    """The modules whose forward is to run again in backward.
+    """Find the modules to recompute in backward.
 
     Args:
         model: Any module, not yet sharded.
-        cfg: Its `activation_checkpointing`, and `sharding.units` for what a block is.
+        cfg: The config; `sharding.units` defines the blocks.
 
     Raises:
-        ModelError: A named class matches no module, there are no blocks, or the model recomputes already.
+        ModelError: A named class matches no module, there are no blocks, or the model already recomputes.
     """
     asked = cfg.activation_checkpointing
     if asked == "none":
@@ -56,40 +56,40 @@ def find(model: nn.Module, cfg: Config) -> list[Unit]:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ModelError(
-                f"{_FIELD}: {name or 'the model'} recomputes already (gradient_checkpointing_enable); call "
+                f"{_FIELD}: {name or 'the model'} already recomputes (gradient_checkpointing_enable); call "
                 f"model.gradient_checkpointing_disable(), or set {_FIELD} to none"
             )
     return find_classes(model, asked, _FIELD) if isinstance(asked, list) else find_blocks(model, cfg.sharding, _FIELD)
 
 
 def apply(modules: Sequence[Unit], *, selective: bool) -> None:
-    """Let modules run their forward again in backward, where gradients are wanted at all.
+    """Make modules recompute their forward in backward, when gradients are enabled.
 
     Args:
         modules: None of them inside another.
-        selective: Keep what `SAVED` names.
+        selective: Save the outputs of the operations in `SAVED`.
     """
-    run = _in_part if selective else _whole
+    run = _recompute_selectively if selective else _recompute_all
     for unit in modules:
         forward = unit.module.forward
-        # A partial of a method, not a closure: a copy of the model then calls its own forward.
+        # A partial of a method, not a closure, so that a copy of the model calls its own forward.
         unit.module.forward = update_wrapper(partial(run, forward), forward)
 
 
-# A cache would be filled a second time in the second forward; transformers' own GradientCheckpointingLayer leaves it out too.
+# Without the cache, which the second forward would fill again; transformers' GradientCheckpointingLayer removes it too.
 #
-# Two functions, because torch.compile takes no `context_fn` that it cannot see in the source (torch 2.13). What else is written out
-# are torch's defaults: random numbers are drawn again alike, and shapes and dtypes are compared.
+# Two functions, because torch.compile accepts `context_fn` only as a literal in the source (torch 2.13). The other arguments are
+# torch's defaults: the random state is restored, and shapes and dtypes are compared.
 
 
-def _whole(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _recompute_all(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, determinism_check="default", **kwargs)
 
 
-def _in_part(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _recompute_selectively(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
@@ -108,5 +108,5 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 @cache
 def _saved() -> frozenset[Any]:
-    """Those of them that this torch has."""
+    """The operations in `SAVED` that this torch has."""
     return frozenset(getattr(torch.ops.aten, name).default for name in SAVED if hasattr(torch.ops.aten, name))

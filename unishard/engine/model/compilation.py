@@ -1,7 +1,7 @@
 """`torch.compile` of a model's forward, in place.
 
-Only `forward` is compiled, never `__call__`: the engines' hooks on the same module run as they do without compilation, and no
-`_orig_mod` appears in any name.
+Only `forward` is compiled, never `__call__`: the engines' hooks on the module run uncompiled, and no `_orig_mod` appears in any
+name.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _logger = logging.getLogger("unishard")
 
 
 def find(model: nn.Module, cfg: Config) -> list[Unit]:
-    """The modules to compile: the blocks, or the model itself.
+    """Find the modules to compile: the blocks, or the model itself.
 
     Raises:
-        ConfigError: torch has no such backend; lists those that it has.
-        ModelError: The model has no blocks, or is compiled already.
+        ConfigError: torch has no such backend; lists the available ones.
+        ModelError: The model has no blocks, or is already compiled.
     """
     if cfg.compile.mode == "none":
         return []
@@ -42,23 +42,23 @@ def find(model: nn.Module, cfg: Config) -> list[Unit]:
         raise ConfigError([Problem("compile.backend", f"torch has no backend {cfg.compile.backend!r}; choose one of {common}")])
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
-            raise ModelError(f"compile: {name or 'the model'} is compiled already (module.compile()); do so here or there, not twice")
+            raise ModelError(f"compile: {name or 'the model'} is already compiled (module.compile()); remove that, or set compile to none")
     return [Unit("", model)] if cfg.compile.mode == "full" else find_blocks(model, cfg.sharding, "compile")
 
 
 def apply(modules: Sequence[Unit], cfg: config.Compile) -> None:
-    """Compile what modules do in `forward`, at the first call."""
+    """Compile the `forward` of modules, at the first call."""
     for unit in modules:
         _limits().files |= {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(unit.module).__mro__}
         unit.module.forward = Compiled(unit.module.forward, cfg.backend, block=cfg.mode == "per_block")
 
 
 class Compiled:
-    """A compiled function that a copy of its module compiles anew, instead of calling the module it was copied from.
+    """A compiled `forward`; a copy of its module compiles its own instead of calling the original module.
 
-    A block is compiled without a key-value cache. Each layer has its own place in the cache, so that torch makes a graph for each,
-    and from the ninth on none (torch 2.13, `torch.compiler.config.recompile_limit`). In training the models of transformers hand
-    an empty one to each block, which is left out; without gradients, as in `generate`, the block then runs as it was written.
+    A block is compiled without a key-value cache. Each layer indexes the cache differently, so torch would make a graph per layer,
+    and stop compiling at the ninth (torch 2.13, `torch.compiler.config.recompile_limit`). In training, transformers models pass an
+    empty cache to each block, which is removed; without gradients, as in `generate`, a block with a cache runs uncompiled.
     """
 
     def __init__(self, function: Callable[..., Any], backend: str, *, block: bool) -> None:
@@ -84,25 +84,25 @@ class Compiled:
 
 
 class _Limits(logging.Handler):
-    """Says in our words that torch has stopped compiling a function of a model, which it says itself in a dozen lines, and goes on."""
+    """Logs one line when torch stops compiling a function of a model and runs it uncompiled; torch's own message has a dozen."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.files: set[str | None] = set()
-        """Where the classes of compiled modules and their bases stand; an engine's own functions are no concern of the user's."""
-        self._told: set[str] = set()
+        """Source files of the compiled modules' classes and bases; functions in other files, such as an engine's, are not reported."""
+        self._reported: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         arguments = record.args if isinstance(record.args, tuple) else ()
         if not str(record.msg).startswith("torch._dynamo hit config.") or len(arguments) < 4:
             return
         limit, number, function, reason = map(str, arguments[:4])
-        if function in self._told or not any(file and file in function for file in self.files):
+        if function in self._reported or not any(file and file in function for file in self.files):
             return
-        self._told.add(function)
+        self._reported.add(function)
         _logger.warning(
-            "torch.compile has made %s graphs of %s and runs its other calls without compilation, which is slower; the last graph was "
-            "needed because of %s; give batches of one shape, set compile to none, or raise torch.compiler.config.%s",
+            "torch.compile made %s graphs of %s and runs its other calls uncompiled, which is slower; reason for the last graph: %s; "
+            "use batches of one shape, set compile to none, or raise torch.compiler.config.%s",
             *(number, function, " ".join(reason.partition("\n")[0].split()), limit),
         )
 

@@ -1,4 +1,4 @@
-"""Casts a model to the dtypes that the config asks for, the same for every engine, before it is sharded."""
+"""Cast a model to the config's dtypes before it is sharded, the same for every engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["cast_model", "cast_to_compute"]
 def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
     """Cast the trainable parameters to `precision.master`, and the buffers to `precision.buffers`, in place.
 
-    So a model that was loaded in bf16 has fp32 master weights on every engine: DeepSpeed makes them itself, FSDP2 would update bf16
-    weights. Frozen parameters keep their dtype, since nothing updates them. Parameters stay the same objects, and ties stay.
+    So a model loaded in bf16 has fp32 master weights on every engine: DeepSpeed creates them itself, but FSDP2 would update bf16
+    weights. Frozen parameters keep their dtype, because nothing updates them. Parameters stay the same objects and stay tied.
 
     Args:
-        model: Full, not sharded.
-        cfg: `master` and `buffers` of the config.
+        model: The full model, not sharded.
+        cfg: The section `precision`, with `master` and `buffers`.
         train: Whether there are master weights.
     """
     master = DTYPES[cfg.master]
@@ -38,7 +38,7 @@ def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
 
 
 def cast_to_compute(tensors: Iterable[Tensor], cfg: Precision) -> None:
-    """Cast floating-point parameters to `precision.compute`, and freeze them all; buffers keep their dtype."""
+    """Cast floating-point parameters to `precision.compute` and freeze all parameters; buffers keep their dtype."""
     dtype = DTYPES[cfg.compute]
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter):

@@ -1,4 +1,4 @@
-"""What a model is before it is sharded, and which models cannot be."""
+"""Facts about a model before it is sharded, and checks that it can be."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["ModelFacts", "description_of", "facts_of"]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model is before it is sharded."""
+    """Facts about a model before it is sharded."""
 
     elements: int
-    """Elements of its parameters, each counted once."""
+    """Elements of all parameters, each counted once."""
     trainable: int
-    """Those of them that are trained."""
+    """Elements of the trainable parameters."""
     frozen_bytes: int
-    """Of the others, each in its own format."""
+    """Bytes of the frozen parameters, each in its own dtype."""
     indivisible: int
-    """Elements that a fair division between ranks may leave on one of them: whole rows and padding, or a whole parameter."""
+    """Elements by which a rank's shard may exceed an equal share: full rows and padding, or a full parameter."""
 
 
 def description_of(model: Any) -> dict[str, str]:
-    """What must be the same on every rank: the class, and shape, dtype and frozenness of each parameter and buffer. Raises nothing."""
+    """Describe what must be equal on all ranks: the class; shape, dtype and whether frozen of each tensor. Raises nothing."""
     described = {"class of the model": type(model).__name__}
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             shape = (
-                "uninitialised"
+                "uninitialized"
                 if isinstance(tensor, UninitializedParameter | UninitializedBuffer)
                 else f"{tuple(tensor.shape)} {tensor.dtype}"
             )
@@ -47,23 +47,23 @@ def description_of(model: Any) -> dict[str, str]:
 
 
 def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True) -> ModelFacts:
-    """Read the facts of a model that is not sharded yet.
+    """Collect the facts of a model, and check that it can be sharded.
 
     Args:
         model: Not sharded yet.
-        sharding: What is asked.
-        train: Whether its parameters that need a gradient are trained; else none is.
+        sharding: The section `sharding`.
+        train: Whether parameters with `requires_grad` are trained; False for inference.
 
     Raises:
-        ModelError: It cannot be sharded as asked: it has nothing to train, is sharded already, or has parameters that are not
-            there yet, are in a format that no engine trains, or would lose something by being sharded.
+        ModelError: It cannot be sharded as configured: it has nothing to train, is already sharded, or has parameters without
+            data, with a dtype that no engine trains, or with hooks that sharding would lose.
     """
     problem = next(_problems(model, sharding, train=train), None)
     if problem:
         raise ModelError(problem)
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad and train]
-    # FSDP2 divides by rows of dim 0, ZeRO pads flat parts by a few elements, ZeroRedundancyOptimizer keeps parameters whole.
+    # FSDP2 shards rows of dim 0, ZeRO pads flat shards by a few elements, ZeroRedundancyOptimizer does not split parameters.
     rows = sum(max(64, parameter[0].numel() if parameter.dim() and len(parameter) else 1) for parameter in parameters)
     return ModelFacts(
         elements=sum(parameter.numel() for parameter in parameters),
@@ -77,34 +77,34 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[
     kind, named = type(model).__name__, dict(model.named_parameters())
     if not named:
         yield f"{kind} has no parameters; there is nothing to {'train' if train else 'shard, so call it as it is'}"
-    if hasattr(model, "require_backward_grad_sync"):  # DistributedDataParallel, and whatever stands in for it
-        yield f"{kind} is wrapped already; pass the module inside, model.module"
+    if hasattr(model, "require_backward_grad_sync"):  # DistributedDataParallel, or a similar wrapper
+        yield f"{kind} is already wrapped; pass model.module instead"
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             path, what = (f"{name}.", f"module {name} of {kind}") if name else ("model.", "the model")
-            yield f"{what} is compiled already; prepare with the module itself, {path}_orig_mod, and set compile to per_block or full"
+            yield f"{what} is already compiled; pass the original module, {path}_orig_mod, and set compile to per_block or full"
         if hasattr(module, "_checkpoint_wrapped_module"):
-            yield f"module {name} of {kind} is in torch's checkpoint_wrapper; use the module itself and set activation_checkpointing"
+            yield f"module {name} of {kind} is in torch's checkpoint_wrapper; use the original module and set activation_checkpointing"
     for name, parameter in named.items():
         yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter, sharding))
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad and train}
     if train and not trainable:
-        yield f"all {len(named)} parameters of {kind} are frozen; set requires_grad on those to train, or prepare it with train=False"
+        yield f"all {len(named)} parameters of {kind} are frozen; unfreeze the ones to train, or prepare it with train=False"
     other = [name for name, parameter in trainable.items() if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16)]
     if other:
         yield (
             f"trainable parameters must be fp32, bf16 or fp16, but {other[0]} and {len(other) - 1} others of {kind} are "
-            f"{named[other[0]].dtype}; call model.float() and choose the formats of training in the section precision"
+            f"{named[other[0]].dtype}; call model.float() and set the training dtypes in the section precision"
         )
 
 
 def _parameter_problems(parameter: nn.Parameter, sharding: Sharding) -> Iterator[str]:
     if isinstance(parameter, UninitializedParameter):
-        yield "has no shape yet; run the model once on a batch, then prepare it"
+        yield "has no shape yet (lazy module); run the model once on a batch, then prepare it"
     elif isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
-        yield "is sharded already; build the model anew and prepare it once"
+        yield "is already sharded; build a new model and prepare it once"
     elif sharding.strategy != "no_shard" and parameter.dim() == 0:
         yield "has no dimensions, so it cannot be sharded; give it the shape (1,)"
-    # torch 2.13 keeps both kinds of hooks in private attributes; sharding replaces the tensor they hang on.
+    # torch 2.13 keeps both kinds of hooks in private attributes of the tensor, which sharding replaces.
     elif any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
-        yield "has a gradient hook, which sharding would lose; remove it and work on the gradients between backward and step"
+        yield "has a gradient hook, which sharding would lose; remove it and edit gradients with engine.set_grad instead"

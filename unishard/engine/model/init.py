@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
 from unishard.distributed import process_group
-from unishard.engine.model.materialization import become
+from unishard.engine.model.materialization import replace_data
 
 __all__ = ["init", "without_data"]
 
@@ -62,4 +62,4 @@ def without_data() -> Iterator[None]:
 def _drop(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     # In place, so that a parameter shared by two modules stays shared.
     if parameter is not None and not parameter.is_meta:
-        become(parameter, torch.empty_like(parameter, device="meta"))
+        replace_data(parameter, torch.empty_like(parameter, device="meta"))

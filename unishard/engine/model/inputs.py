@@ -1,4 +1,4 @@
-"""Casts floating-point inputs to the compute format, the same way for every engine, so that all take the same models."""
+"""Cast floating-point inputs to the compute dtype, the same for every engine, so that all accept the same models."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["cast", "cast_inputs", "tensors_in"]
 
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[RemovableHandle]:
-    """Cast the floating-point inputs of modules, positional and by keyword, before each forward.
+    """Cast the floating-point inputs of modules, positional and keyword, before each forward.
 
     Args:
-        modules: The root, and those whose parameters are gathered together.
-        dtype: The compute format.
+        modules: The root, and the modules whose parameters are gathered together.
+        dtype: The compute dtype.
 
     Returns:
-        What removes it.
+        Handles of the hooks.
     """
-    # First of a module's hooks, so that the engine's own see what the module sees.
+    # Before the module's other hooks, so that the engine's hooks get the cast inputs.
     return [module.register_forward_pre_hook(partial(_before_forward, dtype), prepend=True, with_kwargs=True) for module in modules]
 
 
@@ -36,14 +36,14 @@ def _before_forward(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """The value with every floating-point tensor in it in `dtype`; other tensors, and other things, as they are.
+    """Cast every floating-point tensor in a value to `dtype`; other tensors and objects stay as they are.
 
-    Reaches into lists, tuples, named tuples, mappings (a `UserDict` such as a transformers `BatchEncoding` too), dataclasses and
-    packed sequences. What holds nothing to cast is handed on as the same object.
+    Works inside lists, tuples, named tuples, mappings (also a `UserDict` such as a transformers `BatchEncoding`), dataclasses and
+    packed sequences. A container with nothing to cast is returned as the same object.
 
     Args:
         value: Anything.
-        dtype: Floating.
+        dtype: A floating-point dtype.
     """
     match value:
         case Tensor():
@@ -62,7 +62,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 def _replaced(mapping: Any, inner: Mapping[Any, Any]) -> Any:
     if all(inner[key] is old for key, old in mapping.items()):
         return mapping
-    # A copy keeps the class and what else it carries: a defaultdict's factory, the encodings of a BatchEncoding.
+    # A copy keeps the class and its attributes: a defaultdict's factory, the encodings of a BatchEncoding.
     fresh = copy.copy(mapping)
     if isinstance(mapping, UserDict):
         fresh.data = dict(inner)
@@ -84,12 +84,12 @@ def _fields(value: Any, dtype: torch.dtype) -> Any:
         return value
     fresh = copy.copy(value)
     for name, new in changed.items():
-        object.__setattr__(fresh, name, new)  # also where it is frozen
+        object.__setattr__(fresh, name, new)  # also for frozen dataclasses
     return fresh
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists, mappings and dataclasses."""
+    """Yield the tensors in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The key-value cache that models of transformers fill in each forward, and that training has no use for."""
+"""The key-value cache that transformers models fill in each forward, and that training does not need."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["all_empty", "caches_in", "without_cache"]
 
 
 def caches_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The caches among the arguments of a block of a model."""
+    """The caches in the arguments of a block."""
     return [value for value in (*args, *kwargs.values()) if _is_cache(value)]
 
 
 def all_empty(caches: Iterable[Any]) -> bool:
-    """Whether no layer has filled them yet, so that a forward without them is the same."""
+    """Whether no layer has filled them yet, so that a forward without them has the same result."""
     try:
         return not any(cache.get_seq_length() for cache in caches)
     except ValueError:  # states without a length, such as Mamba's

@@ -1,6 +1,6 @@
-"""Gives tensors on the meta device their data: models may come whole on rank 0 alone, or with nothing but a way to read them.
+"""Give tensors on the meta device their data: a model may be complete only on rank 0, or have only functions that read it.
 
-A meta parameter is filled from rank 0's parameter of the same name; on rank 0 itself by the function that `set_reader` gave it.
+A meta parameter gets the data of rank 0's parameter with the same name; on rank 0, of the function set by `set_reader`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unishard.errors import ModelError
 
-__all__ = ["become", "check", "materialize", "set_reader", "stand_in"]
+__all__ = ["check", "materialize", "replace_data", "set_reader", "use_placeholders"]
 
 _LARGE_BYTES = 2**20
 
 _READER = "_unishard_reader"
-"""On the parameter and not in a table by model: what wraps a model, as PEFT does, keeps its parameters and renames them."""
+"""An attribute of the parameter, not a table by name: wrappers such as PEFT keep parameters but rename them."""
 
 
 def set_reader(parameter: nn.Parameter, read: Callable[[], Tensor]) -> None:
-    """Say where the data of a meta parameter comes from.
+    """Set the function that reads the data of a meta parameter.
 
     Args:
-        parameter: On the meta device.
-        read: Returns its data, whole, of the same shape, on the CPU. Called once, on rank 0 alone.
+        parameter: A parameter on the meta device.
+        read: Returns the full data, with the parameter's shape, on the CPU. Called once, only on rank 0.
     """
     setattr(parameter, _READER, read)
 
 
 def check(model: nn.Module) -> None:
-    """Check that rank 0 can give every parameter and buffer its data. Collective.
+    """Check that rank 0 has the data of every parameter and buffer, or can read it. Collective.
 
     Raises:
         ModelError: On every rank.
@@ -54,17 +54,16 @@ def _without_data(model: nn.Module) -> Iterator[str]:
         what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         yield (
             f"{what} {name} of {kind} is on the meta device and has no data; build the model on the CPU, inside unishard.init(cfg), "
-            "or with unishard.from_pretrained; what is added to a model from unishard.from_pretrained (adapters, new heads) would "
-            "need data of its own: build the whole of it inside unishard.init(cfg) instead"
+            "or with unishard.from_pretrained; to add modules to a pretrained model (adapters, new heads), build all of it inside "
+            "unishard.init(cfg) instead"
         )
 
 
 @torch.no_grad()
 def materialize(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Bring tensors to a device, each in place.
+    """Move tensors to a device in place, and allocate those on the meta device.
 
-    Those that were on the meta device hold nothing yet, unless this is rank 0 and they have a reader: rank 0's values must follow by
-    broadcast.
+    Tensors that were on the meta device are uninitialized, except on rank 0 if they have a reader: broadcast rank 0's values next.
 
     Args:
         tensors: Parameters and buffers.
@@ -75,48 +74,48 @@ def materialize(tensors: Iterable[Tensor], device: torch.device) -> None:
         if read is None and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
             continue
-        become(tensor, _empty(tensor, device))
+        replace_data(tensor, _empty(tensor, device))
         if read is not None and dist.get_rank() == 0:
             tensor.data.copy_(read())
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor of this shape and dtype.
+    """Allocate memory for a tensor of this shape and dtype.
 
-    In host memory, large ones are pages of their own, which the system has back as soon as the tensor goes: glibc would keep them, in
-    pieces, between the shards that are made of them.
+    Large tensors in host memory get their own pages, which are returned to the system when the tensor is freed; glibc would keep
+    fragments of them between the shards made from them.
     """
     if device.type != "cpu" or like.nbytes < _LARGE_BYTES:
         return torch.empty(like.shape, dtype=like.dtype, device=device)
     return torch.frombuffer(mmap(-1, like.nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=like.dtype).view(like.shape)
 
 
-def stand_in(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Take tensors off the meta device without giving them memory, for code that asks their device and shape and nothing more.
+def use_placeholders(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Replace meta tensors by expanded scalars on a device, for code that only reads their device and shape. Allocates no memory.
 
-    They are still to be materialised and then overwritten by rank 0's.
+    They must still be materialized and then overwritten with rank 0's values.
 
     Args:
-        tensors: Parameters and buffers; those with data are left alone.
+        tensors: Parameters and buffers; those with data stay as they are.
         device: Where this rank computes.
     """
     for tensor in tensors:
         if tensor.is_meta:
-            become(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
+            replace_data(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
 
 
 @torch.no_grad()
-def become(tensor: Tensor, data: Tensor) -> None:
-    """Give a tensor other data, also on another kind of device, which assigning to `tensor.data` alone cannot.
+def replace_data(tensor: Tensor, data: Tensor) -> None:
+    """Replace a tensor's data, also with data on another type of device, which assigning to `tensor.data` cannot do.
 
-    It stays the same object under all its names, and keeps its attributes.
+    The tensor stays the same object under all its names, and keeps its attributes.
 
     Args:
         tensor: A parameter or buffer.
-        data: Of the same shape and dtype.
+        data: Data of the same shape and dtype.
 
     Raises:
-        RuntimeError: Somebody holds a weak reference to it.
+        RuntimeError: There is a weak reference to the tensor.
     """
     if tensor.device.type == data.device.type:
         tensor.data = data

@@ -1,4 +1,4 @@
-"""Finds the units of a model: the modules whose parameters are gathered together, the same for every engine.
+"""Find the units of a model: the modules whose parameters are gathered together, the same for every engine.
 
 Llama                           units: auto
 ├── embed_tokens                unit: an embedding outside the blocks, unless its weight is tied to something outside it
@@ -39,12 +39,12 @@ class Unit:
 
 
 class ModelUnits(NamedTuple):
-    """What `prepare` has found in a model, for everything that follows."""
+    """The units that `prepare` found in a model."""
 
     gathered: Sequence[Unit]
     """Modules whose parameters are gathered together; empty with `no_shard`."""
     casting: Sequence[Unit]
-    """Modules that cast their inputs to `precision.compute`, beside the root: those gathered; with `no_shard`, the default units."""
+    """Modules that, like the root, cast their inputs to `precision.compute`: those gathered; with `no_shard`, the default units."""
     conditional: Sequence[Unit]
     """Modules that a rank may skip in a micro-batch."""
 
@@ -57,7 +57,7 @@ def units_of(model: nn.Module, cfg: Sharding) -> ModelUnits:
         cfg: The section `sharding`.
 
     Raises:
-        ModelError: As `find_units` and `find_conditional`.
+        ModelError: As in `find_units` and `find_conditional`.
     """
     conditional = find_conditional(model, cfg)
     if cfg.strategy == "no_shard":
@@ -67,19 +67,19 @@ def units_of(model: nn.Module, cfg: Sharding) -> ModelUnits:
 
 
 def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
-    """The units of a model in the order of its modules, the root not among them.
+    """Find the units of a model, in module order, without the root.
 
     Args:
         model: Any module, not yet sharded.
-        cfg: `units` names classes or says `auto`; smaller ones than `min_unit_params` are left to the unit around them.
+        cfg: The section `sharding`; modules smaller than `min_unit_params` belong to the unit around them.
 
     Raises:
-        ModelError: A named class matches no module, or `min_unit_params` leaves no unit at all; lists the candidates.
+        ModelError: A named class matches no module, or `min_unit_params` is larger than every unit; lists the candidates.
     """
-    whole = find_conditional(model, cfg)
+    conditional = find_conditional(model, cfg)
     if cfg.units == "auto":
         found = [*_outermost(model, _block_classes(model), "sharding.units", set(cfg.conditional_modules))]
-        inside = {id(part) for unit in (*found, *whole) for part in unit.module.modules()}
+        inside = {id(module) for unit in (*found, *conditional) for module in unit.module.modules()}
         found += [
             Unit(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and id(module) not in inside
         ]
@@ -93,12 +93,12 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     large = [unit for unit in own if unit.numel >= cfg.min_unit_params]
     if own and not large:
         sizes = ", ".join(f"{unit.name} ({type(unit.module).__name__}, {unit.numel:,})" for unit in own[:8])
-        raise ModelError(f"sharding.min_unit_params: {cfg.min_unit_params:,} leaves no unit; the candidates are {sizes}")
+        raise ModelError(f"sharding.min_unit_params: {cfg.min_unit_params:,} is larger than every unit; the candidates are {sizes}")
     return large
 
 
 def find_conditional(model: nn.Module, cfg: Sharding) -> list[Unit]:
-    """The modules that `conditional_modules` names: those that some rank may leave out.
+    """Find the modules of `conditional_modules`: those that a rank may skip in a micro-batch.
 
     Raises:
         ModelError: A named class matches no module; lists the candidates.
@@ -107,12 +107,12 @@ def find_conditional(model: nn.Module, cfg: Sharding) -> list[Unit]:
 
 
 def find_classes(model: nn.Module, classes: Iterable[str], field: str) -> list[Unit]:
-    """The modules of some classes; of one inside another, the outer one. The root is not among them.
+    """Find the modules of some classes, without the root; of nested ones, the outer.
 
     Args:
         model: Any module, not yet sharded.
-        classes: Names.
-        field: Who asks, for messages.
+        classes: Class names.
+        field: The config field, for messages.
 
     Raises:
         ModelError: A named class matches no module; lists the candidates.
@@ -122,15 +122,15 @@ def find_classes(model: nn.Module, classes: Iterable[str], field: str) -> list[U
 
 
 def find_blocks(model: nn.Module, cfg: Sharding, field: str) -> list[Unit]:
-    """The repeated blocks of a model, which are units where something is sharded, whatever their size; no embeddings.
+    """Find the repeated blocks of a model, of any size, without embeddings.
 
     Args:
         model: Any module, not yet sharded.
-        cfg: `units` names the classes of the blocks or says `auto`.
-        field: Who asks, for messages.
+        cfg: The section `sharding`; `units` names the classes of the blocks, or is `auto`.
+        field: The config field, for messages.
 
     Raises:
-        ModelError: There is none; lists the classes that could be named.
+        ModelError: There are no blocks; lists the classes that could be named.
     """
     classes = _block_classes(model) if cfg.units == "auto" else set(cfg.units)
     found = [*_outermost(model, classes, field)]
@@ -144,14 +144,14 @@ def _numel(module: nn.Module) -> int:
 
 
 def _block_classes(model: nn.Module) -> set[str]:
-    """Classes that a model repeats: what a Hugging Face model says of itself, else siblings of one class with parameters."""
-    said = set(getattr(model, "_no_split_modules", None) or ())
+    """Classes of repeated blocks: `_no_split_modules` of a Hugging Face model, else the class of siblings with parameters."""
+    declared = set(getattr(model, "_no_split_modules", None) or ())
     present = {type(module).__name__ for module in model.modules()}
-    if said & present:
-        return said & present
+    if declared & present:
+        return declared & present
     repeated: set[str] = set()
     level = [model]
-    while level:  # level by level, so that nothing is sought inside a class that is repeated further up
+    while level:  # level by level, so that modules inside a repeated block are not searched
         families = [[child for child in parent.children() if _numel(child)] for parent in level]
         for family in families:
             counts = Counter(type(child).__name__ for child in family if not isinstance(child, (*_CONTAINERS, nn.Embedding)))
@@ -161,7 +161,7 @@ def _block_classes(model: nn.Module) -> set[str]:
 
 
 def _outermost(model: nn.Module, classes: set[str], field: str, closed: Collection[str] = (), prefix: str = "") -> Iterator[Unit]:
-    """Modules of some classes; nothing is sought inside one, nor inside one of a `closed` class."""
+    """Yield modules of some classes; does not search inside them, nor inside modules of a `closed` class."""
     for name, child in model.named_children():
         if type(child).__name__ in closed:
             continue
@@ -180,7 +180,7 @@ def _in_order(model: nn.Module, units: list[Unit]) -> list[Unit]:
 
 
 def _names_of_each_parameter(model: nn.Module) -> dict[int, int]:
-    """How many names each parameter has."""
+    """Count the names of each parameter."""
     return Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
 
 
@@ -199,7 +199,7 @@ def _require_present(model: nn.Module, classes: set[str], field: str) -> None:
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
-    """Elements of a module of each class that has parameters."""
+    """Elements of a module of each class with parameters."""
     return {type(module).__name__: _numel(module) for module in model.modules() if module is not model and _numel(module)}
 
 
@@ -210,14 +210,14 @@ def _candidates(model: nn.Module) -> str:
 
 
 def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) -> None:
-    """Every named class must yield a unit: nothing that a user names is passed over."""
+    """Raise unless every class that the user named gives a unit."""
     for name in classes:
         if any(type(unit.module).__name__ == name for unit in own):
             continue
         if any(type(unit.module).__name__ == name for unit in found):
             raise ModelError(
                 f"sharding.units: every {name} shares a weight with a module outside it, and tied weights must stay together; "
-                "name the class around both, or leave it out"
+                "name a class that contains both, or remove it"
             )
         raise ModelError(
             f"sharding.units: every {name} lies inside another unit; remove it, or the class around it (in units or conditional_modules)"

@@ -1,4 +1,4 @@
-"""What steps the parameters: optimizer and schedule, from whatever `prepare` was given, checked before anything is sharded."""
+"""Set up the optimizer and the scheduler from the config or the arguments of `prepare`, checked before anything is sharded."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
-from unishard.engine.optim.optimizers import adopt, checked, factory
-from unishard.engine.optim.schedulers import SchedulerFactory, check, made
+from unishard.engine.optim.optimizers import factory, from_factory, move_to_shards
+from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 from unishard.errors import ConfigError, Problem
 from unishard.plugins.backend import OptimizerBuilder, OptimizerFactory
 
-__all__ = ["Recipe"]
+__all__ = ["OptimizerSetup"]
 
 
-class Recipe:
-    """An `OptimizerBuilder` that also makes the scheduler, if the caller has one."""
+class OptimizerSetup:
+    """An `OptimizerBuilder` that also builds the scheduler, if the caller passed one."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class Recipe:
         """Check everything; build nothing.
 
         Raises:
-            ConfigError: Something is given twice, or would not train the model as asked.
+            ConfigError: The optimizer or scheduler is set twice, or would not train the model as configured.
         """
         problems = [
-            Problem(section, f"is in the config, and prepare was given one as well; remove one of the two: {section}={given}")
-            for section, given in (("optimizer", _word(optimizer)), ("scheduler", _word(scheduler)))
+            Problem(section, f"is in the config and was also passed to prepare; remove one of them: {section}={given}")
+            for section, given in (("optimizer", _class_name(optimizer)), ("scheduler", _class_name(scheduler)))
             if given and section in cfg.model_fields_set
         ]
         if problems:
@@ -43,10 +43,10 @@ class Recipe:
             check(scheduler, optimizer)
         self._build = _builder(cfg, model, optimizer)
         self.groups: list[list[str]] = []
-        """Names of the parameters in each group of the optimizer, once it is built."""
+        """Names of the parameters in each optimizer group, once the optimizer is built."""
         self._scheduler = scheduler
         self.scheduler: LRScheduler | None = scheduler if isinstance(scheduler, LRScheduler) else None
-        """That of the caller, once the optimizer is built."""
+        """The caller's scheduler, once the optimizer is built."""
 
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         """The optimizer over these trainable parameters."""
@@ -55,11 +55,11 @@ class Recipe:
         names = {id(parameter): name for name, parameter in pairs}
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:
-            self.scheduler = made(self._scheduler, optimizer)  # type: ignore[arg-type]  # no object, so a function
+            self.scheduler = build_scheduler(self._scheduler, optimizer)  # type: ignore[arg-type]  # not a scheduler, so a function
         return optimizer
 
 
-def _word(given: object) -> str:
+def _class_name(given: object) -> str:
     return "" if given is None else type(given).__name__
 
 
@@ -68,5 +68,5 @@ def _builder(cfg: Config, model: nn.Module, given: OptimizerFactory | torch.opti
     if given is None:
         return factory(cfg.optimizer, model)
     if isinstance(given, torch.optim.Optimizer):
-        return adopt(given, model, sharded=sharded)
-    return checked(given, sharded=sharded)
+        return move_to_shards(given, model, sharded=sharded)
+    return from_factory(given, sharded=sharded)

@@ -13,11 +13,11 @@ __all__ = ["LossScale"]
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 _LARGEST = 2.0**127
-"""Of fp32's powers of two: what a scale may grow to."""
+"""The largest scale: the largest power of two in fp32."""
 
 
 class LossScale:
-    """What the loss is multiplied by, and the gradients are divided by. 1 wherever nothing is scaled."""
+    """The factor by which the loss is multiplied and gradients are divided. 1 except in fp16."""
 
     def __init__(self, cfg: Precision) -> None:
         self._scales = cfg.compute == "fp16"
@@ -26,36 +26,39 @@ class LossScale:
         self._made = 0
         """Updates since the scale last changed."""
         self.value = 1.0
-        """For the micro-batches of this window."""
+        """The scale in this accumulation window."""
         if self._scales:
             self.value = cfg.initial_loss_scale if isinstance(cfg.loss_scale, str) else float(cfg.loss_scale)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to go backward from. In fp32, since an fp16 loss would overflow at once."""
+        """Scale a loss. In fp32, because an fp16 loss would overflow at once."""
         return loss.float() * self.value if self._scales else loss
 
     def facts(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps; None where nothing is scaled, so that a run in fp16 that goes on from there begins with its own."""
+        """State for a checkpoint; None without scaling, so that an fp16 run that resumes from it starts with its own scale."""
         return {"value": self.value, "made": self._made} if self._scales else None
 
-    def go_on(self, facts: LossScaleFacts) -> None:
-        """Continue with the scale of a checkpoint, where it changes by itself; a fixed one is that of the config."""
+    def resume(self, facts: LossScaleFacts) -> None:
+        """Resume the scale of a checkpoint if it is dynamic; a fixed scale comes from the config."""
         if self._dynamic:
             self.value, self._made = facts.value, facts.made % self._interval
 
     def end_window(self, *, skipped: bool) -> bool:
-        """An update was made, or left out because a gradient was not finite. Every rank must say the same.
+        """Adjust the scale after an update. Every rank must pass the same value.
+
+        Args:
+            skipped: Whether the update was skipped because a gradient was not finite.
 
         Returns:
-            Whether the scale may have been the cause, and has been lowered: it was dynamic, and above 1.
+            Whether the scale may have caused the skip and was lowered: it is dynamic and was above 1.
         """
         if not self._dynamic:
             return False
         if skipped:
-            mends = self.value > 1.0
+            can_help = self.value > 1.0
             self.value *= _BACKOFF
             self._made = 0
-            return mends
+            return can_help
         self._made += 1
         if self._made == self._interval:
             self._made = 0

@@ -1,4 +1,4 @@
-"""Builds the optimizer: that of the config, that of a caller's factory, or the caller's own, moved to the sharded parameters."""
+"""Build the optimizer from the config or a caller's function, or move a caller's optimizer to the sharded parameters."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from unishard.engine.optim.parameter_groups import groups_of
 from unishard.errors import ConfigError, Problem
 from unishard.plugins.backend import OptimizerBuilder, OptimizerFactory
 
-__all__ = ["adopt", "checked", "description_of", "factory"]
+__all__ = ["description_of", "factory", "from_factory", "move_to_shards"]
 
-_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
-"""Their update of one element depends on others of its tensor, so that of a shard would be another (torch 2.13)."""
+_FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
+"""Their update is not element-wise, so updating a shard would give other values (torch 2.13)."""
 
 _NOT_FUSED_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
-"""For whose fused kernel DTensor has no rule ("Operator aten._fused_sgd_.default does not have a sharding strategy", torch 2.13)."""
+"""DTensor does not support their fused kernels ("Operator aten._fused_sgd_.default does not have a sharding strategy", torch 2.13)."""
 
 
 _NOT_ON_SHARDS = (torch.optim.Rprop,)
-"""Whose update DTensor cannot do ("aten.index_put_.default: in-place operations that require placement changes", torch 2.13)."""
+"""DTensor does not support their update ("aten.index_put_.default: in-place operations that require placement changes", torch 2.13)."""
 
 
 def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
-    """A function from named trainable parameters to the optimizer that the config names.
+    """Make a builder of the optimizer in the config.
 
-    Fused, which is one kernel a step, where torch has it on CPU and CUDA.
+    Uses torch's fused kernels where they exist for CPU and CUDA.
 
     Args:
-        cfg: What to build.
-        model: Not sharded yet; the patterns of `cfg` are matched against its names.
+        cfg: The section `optimizer`.
+        model: Not sharded yet; its parameter names are matched with the patterns in `cfg`.
 
     Raises:
         ConfigError: A pattern matches nothing, or the optimizer's package is not installed.
@@ -57,12 +57,12 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
 
 
 def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) -> torch.optim.Optimizer:
-    """An optimizer over these groups.
+    """Build an optimizer over these groups.
 
     Args:
         cfg: Its name and options.
-        groups: Parameters, rate and weight decay of each.
-        fuses: Whether SGD may be fused: torch 2.13 cannot on DTensors, and in a low format it would round otherwise than there.
+        groups: Parameters, learning rate and weight decay of each.
+        fuses: Whether SGD may be fused: not on DTensors (torch 2.13), nor in bf16 or fp16, which would round differently than on DTensors.
     """
     match cfg.name:
         case "adamw":
@@ -70,7 +70,7 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
         case "adam":
             return torch.optim.Adam(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
         case "sgd":
-            # With momentum the fused kernel fails on a parameter that first has a gradient after others (torch 2.13, _fused_sgd).
+            # With momentum, the fused kernel fails on a parameter that gets its first gradient later than others (torch 2.13, _fused_sgd).
             fused = fuses and not cfg.momentum
             return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=fused)
         case "adagrad":
@@ -82,16 +82,16 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
             return lion
 
 
-def checked(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
-    """A builder from a caller's factory, which refuses to return what would not train the model as asked.
+def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
+    """Make a builder from a caller's function, and check the optimizer that it returns.
 
     Args:
-        build: Gets the trainable parameters, without their names.
-        sharded: Whether the optimizer will see only parts of tensors.
+        build: Takes the trainable parameters, without names.
+        sharded: Whether the optimizer will step shards.
     """
     if not callable(build):
         _refuse(
-            f"is a {type(build).__name__}; pass a new torch.optim.Optimizer over model.parameters(), or a function that builds one, "
+            f"is a {type(build).__name__}; pass a new torch.optim.Optimizer of model.parameters(), or a function that builds one, "
             "such as lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
 
@@ -99,49 +99,51 @@ def checked(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
         params = [parameter for _, parameter in named]
         optimizer: object = build(params)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            _refuse(f"factory returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
-        if problem := next(_misfits(optimizer, sharded=sharded), None):
+            _refuse(f"the function returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+        if problem := next(_problems(optimizer, sharded=sharded), None):
             _refuse(problem)
         given = {id(parameter) for parameter in params}
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if held - given:
-            _refuse(f"factory took {len(held - given)} parameters that it was not given; build it from its argument alone")
+            _refuse(f"the function added {len(held - given)} parameters that are not in its argument; use only that argument")
         _require_steps(optimizer)
         if given - held:
-            _refuse(f"factory left out {len(given - held)} of {len(given)} trainable parameters; freeze those with requires_grad_(False)")
+            _refuse(
+                f"the function omitted {len(given - held)} of {len(given)} trainable parameters; freeze those with requires_grad_(False)"
+            )
         return optimizer
 
     return build_checked
 
 
-def adopt(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharded: bool) -> OptimizerBuilder:
-    """A builder that moves a caller's own optimizer to the sharded parameters, its groups and options as they are.
+def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharded: bool) -> OptimizerBuilder:
+    """Make a builder that moves a caller's optimizer to the sharded parameters, with its groups and options.
 
-    The object and the dicts of its groups stay the same, so that a scheduler made on it goes on writing the live learning rates.
+    The object and its group dicts stay the same, so a scheduler on it still writes the live learning rates.
 
     Args:
-        optimizer: Made from the parameters of `model`, not stepped yet.
+        optimizer: An optimizer of the parameters of `model` that has not stepped yet.
         model: Not sharded yet.
-        sharded: Whether the optimizer will see only parts of tensors.
+        sharded: Whether the optimizer will step shards.
 
     Raises:
-        ConfigError: It has state, holds other parameters than the model's trainable ones, or cannot work on parts.
+        ConfigError: It has state, its parameters are not the model's trainable ones, or it cannot step shards.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if problem := next(_unfit(optimizer, model, names, sharded=sharded), None):
+    if problem := next(_instance_problems(optimizer, model, names, sharded=sharded), None):
         _refuse(problem)
     kept = [[(at, names[id(p)]) for at, p in enumerate(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
 
     def move(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         found = dict(named)
-        # Adagrad alone has state before its first step, and makes it anew where there is none (torch 2.13, optim/adagrad.py).
+        # Only Adagrad has state before its first step, and recreates it if missing (torch 2.13, optim/adagrad.py).
         optimizer.state.clear()
         for group, places in zip(optimizer.param_groups, kept, strict=True):
             group["params"] = [found[name] for _, name in places]
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][at] for at, _ in places]
             if isinstance(group["lr"], Tensor):
-                group["lr"] = group["lr"].item()  # a schedule writes numbers, and DTensor does not mix with tensors
+                group["lr"] = group["lr"].item()  # schedules write numbers, and DTensors cannot be mixed with tensors
             if group.get("fused") and isinstance(optimizer, _NOT_FUSED_ON_SHARDS) and isinstance(group["params"][0], DTensor):
                 group["fused"] = False
         _require_steps(optimizer)
@@ -151,7 +153,7 @@ def adopt(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharded: bool) 
 
 
 def description_of(optimizer: object, model: object) -> dict[str, Any]:
-    """What must be the same on every rank: the class, and the parameters and plain options of each group. Raises nothing."""
+    """Describe what must be equal on all ranks: the class, and each group's parameters and plain options. Raises nothing."""
     described: dict[str, Any] = {"optimizer": "that of the config" if optimizer is None else type(optimizer).__name__}
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(model, nn.Module):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -164,45 +166,45 @@ def description_of(optimizer: object, model: object) -> dict[str, Any]:
     return described
 
 
-def _unfit(optimizer: torch.optim.Optimizer, model: nn.Module, names: dict[int, str], *, sharded: bool) -> Iterator[str]:
-    """What is wrong with a caller's own optimizer."""
+def _instance_problems(optimizer: torch.optim.Optimizer, model: nn.Module, names: dict[int, str], *, sharded: bool) -> Iterator[str]:
+    """Yield the problems of a caller's optimizer."""
     kind = type(optimizer).__name__
-    yield from _misfits(optimizer, sharded=sharded)
+    yield from _problems(optimizer, sharded=sharded)
     if _has_state(optimizer):
         yield (
-            f"{kind} has state of {len(optimizer.state)} parameters already, which sharding would lose; pass one that has not stepped and "
-            "into which no state has been loaded"
+            f"{kind} already has state of {len(optimizer.state)} parameters, which sharding would lose; pass an optimizer that has not "
+            "stepped and has no loaded state"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held - names.keys():
         yield (
-            f"{kind} holds {len(held - names.keys())} parameters that are not among {type(model).__name__}'s; make it from "
-            "model.parameters(), after the last change to the model and before prepare"
+            f"{kind} has {len(held - names.keys())} parameters that are not in {type(model).__name__}; create it from model.parameters() "
+            "after the last change to the model and before prepare"
         )
     missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in held]
     if missing:
         yield (
-            f"{kind} leaves out {len(missing)} trainable parameters ({', '.join(missing[:3])}); freeze those with requires_grad_(False) "
-            "or add them to a group"
+            f"{kind} lacks {len(missing)} trainable parameters ({', '.join(missing[:3])}); add them to a group, or freeze them with "
+            "requires_grad_(False)"
         )
     for index, group in enumerate(optimizer.param_groups):
         if not any(parameter.requires_grad for parameter in group["params"]):
-            yield f"group {index} of {kind} holds only frozen parameters; leave it out"
+            yield f"group {index} of {kind} has only frozen parameters; remove it"
 
 
-def _misfits(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[str]:
-    """Why an optimizer would not train as in plain torch."""
+def _problems(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[str]:
+    """Yield the reasons why an optimizer would not train as in plain torch."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        yield "LBFGS computes the loss again within a step, which no engine can; choose another optimizer"
-    if sharded and isinstance(optimizer, _WHOLE_TENSORS):
-        yield f"{kind} works on whole tensors, and engines hand it parts; choose no_shard or another optimizer"
+        yield "LBFGS recomputes the loss inside step(), which no engine supports; choose another optimizer"
+    if sharded and isinstance(optimizer, _FULL_TENSORS):
+        yield f"{kind} needs full tensors, but engines step shards; choose no_shard or another optimizer"
     for option, why in (
-        ("differentiable", "nothing goes backward through an update here"),
-        ("capturable", "the update is not captured in a CUDA graph"),
+        ("differentiable", "there is no backward through an update"),
+        ("capturable", "updates are not captured in a CUDA graph"),
     ):
         if any(group.get(option) for group in optimizer.param_groups):
-            yield f"{kind} has {option}=True, and {why}; leave it out"
+            yield f"{kind} has {option}=True, but {why}; remove it"
 
 
 def _require_steps(optimizer: torch.optim.Optimizer) -> None:

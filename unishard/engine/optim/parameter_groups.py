@@ -1,4 +1,4 @@
-"""Parameter groups of the config: from patterns to the names of a model's parameters, before anything is sharded."""
+"""Parameter groups of the config: match patterns with parameter names, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class ParameterGroup(NamedTuple):
     """Parameters that share a learning rate and a weight decay."""
 
     names: tuple[str, ...]
-    """In the order of the model."""
+    """In model order."""
     lr: float
     weight_decay: float
 
 
 def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[str] = ()) -> list[ParameterGroup]:
-    """The groups of an optimizer: what no section takes comes first, then the sections, each split where `no_decay` exempts a part.
+    """Group parameters: first those in no section, then the sections, each split by `no_decay`.
 
     Args:
-        cfg: With `no_decay` and `groups`.
-        trainable: Names of the trainable parameters, in the order of the model.
-        frozen: Names of the others, for messages.
+        cfg: The section `optimizer`, with `no_decay` and `groups`.
+        trainable: Names of the trainable parameters, in model order.
+        frozen: Names of the frozen parameters, for messages.
 
     Raises:
-        ConfigError: A pattern matches no trainable parameter, or a section gets none; names the candidates.
+        ConfigError: A pattern matches no trainable parameter, or a section gets none; lists the candidates.
     """
     claims = {name: _claim(cfg, name) for name in trainable}
     if problems := _problems(cfg, claims, set(frozen)):
@@ -49,7 +49,7 @@ def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[
 
 
 def _claim(cfg: config.Optimizer, name: str) -> int:
-    """The section that takes a parameter; -1 for none."""
+    """Index of the first section that matches a parameter; -1 for none."""
     return next((index for index, section in enumerate(cfg.groups) if _matches(section.params, name)), -1)
 
 
@@ -69,7 +69,7 @@ def _problems(cfg: config.Optimizer, claims: Mapping[str, int], frozen: set[str]
     ]
     if not problems:
         problems = [
-            Problem(f"optimizer.groups[{index}].params", "matches only parameters that an earlier section takes; put this one before it")
+            Problem(f"optimizer.groups[{index}].params", "matches only parameters of earlier sections; move this section up")
             for index in range(len(cfg.groups))
             if index not in claims.values()
         ]
@@ -78,8 +78,8 @@ def _problems(cfg: config.Optimizer, claims: Mapping[str, int], frozen: set[str]
 
 def _without_match(pattern: str, trainable: Iterable[str], frozen: set[str]) -> str:
     if any(re.search(pattern, name) for name in frozen):
-        return f"{pattern!r} matches only frozen parameters; remove it or set requires_grad on them before prepare"
-    # Blocks that repeat are told once.
+        return f"{pattern!r} matches only frozen parameters; remove it, or call requires_grad_(True) on them before prepare"
+    # List repeated blocks once.
     candidates = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in trainable))
     more = ", ..." if len(candidates) > _SHOWN else ""
-    return f"{pattern!r} matches no parameter; write a part of a name such as {', '.join(candidates[:_SHOWN])}{more}"
+    return f"{pattern!r} matches no parameter; write part of a name, such as {', '.join(candidates[:_SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""The learning rate as a closed form of the number of updates made."""
+"""Learning rate schedules: closed forms of the number of updates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Schedule", "factor"]
 
 
 def factor(cfg: Scheduler, updates: int) -> float:
-    """What the learning rate is multiplied by in the update that follows `updates` others.
+    """Factor of the learning rate after `updates` updates.
 
     The same closed forms as `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup` of transformers 5.23
-    with `min_lr_ratio` as floor; the logarithm is that of `WarmupLR` and `WarmupDecayLR` of DeepSpeed 0.19.8.
+    with `min_lr_ratio` as floor; the logarithmic warm-up is that of `WarmupLR` and `WarmupDecayLR` in DeepSpeed 0.19.8.
     """
     updates = max(0, updates - cfg.delay_steps)
     if updates < cfg.warmup_steps:
@@ -31,7 +31,7 @@ def factor(cfg: Scheduler, updates: int) -> float:
 
 
 class Schedule:
-    """Writes the learning rates into an optimizer's parameter groups, once for each real update."""
+    """Writes learning rates into an optimizer's parameter groups after each update that was not skipped."""
 
     def __init__(self, cfg: Scheduler, param_groups: list[dict[str, Any]]) -> None:
         self._cfg = cfg
@@ -43,25 +43,25 @@ class Schedule:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group in the next update."""
+        """Learning rate of the first parameter group for the next update."""
         return float(self._groups[0]["lr"])
 
     def advance(self) -> None:
-        """One update has been made."""
+        """Move on by one update."""
         self._updates += 1
         self._write()
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps: updates made, and each group's rate at its peak."""
+        """State for a checkpoint: the number of updates, and each group's peak learning rate."""
         return {"updates": self._updates, "peaks": self._peaks}
 
-    def go_on(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
-        """Continue after the updates of a checkpoint, along the curve of the config that runs now.
+    def resume(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
+        """Resume at the update of a checkpoint, on the schedule of the current config.
 
         Args:
-            facts: Of the checkpoint.
-            then: The options of the groups in it; none where the groups were others. Their rates count where the schedule is constant
-                and had the same peaks, since only the user can then have changed them.
+            facts: The schedule in the checkpoint.
+            then: The group options in the checkpoint; empty if the groups differ. Their learning rates are used if the schedule is
+                constant and had the same peaks, because then only the user can have changed them.
         """
         self._updates = facts.updates
         if self._constant and then and list(facts.peaks) == self._peaks:
@@ -71,7 +71,7 @@ class Schedule:
 
     def _write(self) -> None:
         if self._constant:
-            return  # a rate that the user sets by hand stays
+            return  # keep a learning rate that the user has set
         now = factor(self._cfg, self._updates)
         for group, peak in zip(self._groups, self._peaks, strict=True):
             group["lr"] = peak * now

@@ -1,4 +1,4 @@
-"""A learning rate that a scheduler object of torch decides, instead of the config."""
+"""Learning rates from a torch scheduler instead of the config."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.checkpoint.user_state import pack, unpack
 from unishard.errors import CheckpointError, ConfigError, Problem
 
-__all__ = ["SchedulerFactory", "TorchSchedule", "check", "made"]
+__all__ = ["SchedulerFactory", "TorchSchedule", "build_scheduler", "check"]
 
 SchedulerFactory = Callable[[Any], Any]
 """Builds an `LRScheduler` from the optimizer that it is given."""
 
 
 def check(scheduler: LRScheduler | SchedulerFactory, optimizer: object) -> None:
-    """Check what a caller passes, before anything is sharded.
+    """Check a scheduler before anything is sharded.
 
     Args:
         scheduler: A scheduler, or a function that builds one.
-        optimizer: What was passed as the optimizer.
+        optimizer: The optimizer that was passed.
 
     Raises:
-        ConfigError: It is no scheduler, needs a metric, or was made on another optimizer.
+        ConfigError: It is not a scheduler, needs a metric, or belongs to another optimizer.
     """
     if isinstance(scheduler, LRScheduler):
         _check_kind(scheduler)
         if scheduler.optimizer is not optimizer:
             _refuse(
-                f"{type(scheduler).__name__} was made on an optimizer that prepare was not given; pass that one too, or pass a function "
-                "instead, such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
+                f"{type(scheduler).__name__} belongs to an optimizer that was not passed to prepare; pass that optimizer too, or pass a "
+                "function such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
             )
     elif not callable(scheduler):
-        _refuse(f"is a {type(scheduler).__name__}; pass a torch.optim.lr_scheduler.LRScheduler, or a function from an optimizer to one")
+        _refuse(f"is a {type(scheduler).__name__}; pass a torch.optim.lr_scheduler.LRScheduler, or a function that builds one")
 
 
-def made(build: SchedulerFactory, optimizer: Optimizer) -> LRScheduler:
-    """What a caller's function makes of the optimizer, checked.
+def build_scheduler(build: SchedulerFactory, optimizer: Optimizer) -> LRScheduler:
+    """Build a scheduler with the caller's function, and check it.
 
     Raises:
-        ConfigError: It returned no scheduler, one that needs a metric, or one of another optimizer.
+        ConfigError: It did not return a scheduler, or one that needs a metric or belongs to another optimizer.
     """
     scheduler: object = build(optimizer)
     if not isinstance(scheduler, LRScheduler):
         _refuse(f"function returned {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler")
     _check_kind(scheduler)
     if scheduler.optimizer is not optimizer:
-        _refuse(f"function returned a {type(scheduler).__name__} of another optimizer; build it from its argument")
+        _refuse(f"function returned a {type(scheduler).__name__} of another optimizer; build it from the function's argument")
     return scheduler
 
 
 def _check_kind(scheduler: LRScheduler) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         _refuse(
-            "ReduceLROnPlateau needs a metric, which an update does not have; leave it out and set group['lr'] of each group of "
-            "engine.optimizer.param_groups where you measure it, which a constant schedule leaves as it is"
+            "ReduceLROnPlateau needs a metric, which is not available in an update; remove it and set group['lr'] of each group in "
+            "engine.optimizer.param_groups where you compute the metric; a constant schedule keeps what you set"
         )
 
 
@@ -71,8 +71,8 @@ class TorchSchedule:
         """As `unishard.engine.optim.schedule.Schedule`.
 
         Args:
-            scheduler: Its optimizer's group dicts are the live ones.
-            param_groups: Of the optimizer that steps.
+            scheduler: Its optimizer's param_groups hold the same dicts as `param_groups`.
+            param_groups: Those of the optimizer that steps.
         """
         self._scheduler = scheduler
         self._groups = param_groups
@@ -84,7 +84,7 @@ class TorchSchedule:
         return float(self._groups[0]["lr"])
 
     def advance(self) -> None:
-        """One update has been made."""
+        """Step the scheduler after an update."""
         self._updates += 1
         self._scheduler.step()
         for group in self._groups:
@@ -92,37 +92,37 @@ class TorchSchedule:
                 group["lr"] = group["lr"].item()
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps: updates made, and the scheduler's own state.
+        """State for a checkpoint: the number of updates, and the scheduler's own state.
 
         Raises:
-            CheckpointError: The state holds something else than tensors and what JSON has.
+            CheckpointError: The state contains something that JSON cannot represent.
         """
         try:
             state, tensors = pack(self._scheduler.state_dict())
         except CheckpointError as problem:
             raise CheckpointError(f"{type(self._scheduler).__name__} cannot be saved: {problem}") from problem
         if tensors:
-            raise CheckpointError(f"the state of {type(self._scheduler).__name__} holds tensors, which no scheduler of torch does")
+            raise CheckpointError(f"the state of {type(self._scheduler).__name__} contains tensors, which unishard does not save")
         return {"updates": self._updates, "torch": {"class_name": type(self._scheduler).__name__, "state": state}}
 
-    def go_on(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a scheduler of the same class was; after another schedule, after as many updates.
+    def resume(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
+        """Load the state of a scheduler of the same class; after another schedule, advance to the same number of updates.
 
         Args:
-            facts: Of the checkpoint.
-            then: The options of the groups in it; none where the groups were others.
+            facts: The schedule in the checkpoint.
+            then: The group options in the checkpoint; empty if the groups differ.
 
         Raises:
-            CheckpointError: It had another schedule, and this one is further already.
+            CheckpointError: The checkpoint has another schedule, and this one is at a later update.
         """
         if facts.torch is None or facts.torch["class_name"] != type(self._scheduler).__name__:
             if self._updates > facts.updates:
                 raise CheckpointError(
-                    f"{type(self._scheduler).__name__} has made {self._updates} updates and cannot go back to {facts.updates}, since the "
-                    "checkpoint has another schedule; prepare the model anew and load before the first update"
+                    f"{type(self._scheduler).__name__} is at update {self._updates} and cannot go back to {facts.updates}, because the "
+                    "checkpoint has another schedule; prepare a new model and load before the first update"
                 )
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of steps without one of the optimizer
+                warnings.simplefilter("ignore")  # about scheduler steps without optimizer steps
                 for _ in range(facts.updates - self._updates):
                     self.advance()
             return
@@ -136,16 +136,16 @@ class TorchSchedule:
 
 
 _CYCLED = ("momentum", "betas")
-"""Options that OneCycleLR and CyclicLR write beside the rate (torch 2.13, optim/lr_scheduler.py)."""
+"""Options that OneCycleLR and CyclicLR write in addition to the learning rate (torch 2.13, optim/lr_scheduler.py)."""
 
 
 def _cycles(scheduler: Any) -> bool:
-    """Whether it writes them, or one that it is made of does."""
+    """Whether this scheduler, or one that it combines, writes those options."""
     return getattr(scheduler, "cycle_momentum", False) or any(map(_cycles, getattr(scheduler, "_schedulers", ())))
 
 
 def _no_tensor(name: str) -> Tensor:
-    raise CheckpointError(f"the state of a scheduler refers to a tensor {name}, and none was saved with it; the manifest is damaged")
+    raise CheckpointError(f"the scheduler's state refers to a tensor {name} that was not saved; the manifest is damaged")
 
 
 def _refuse(what: str) -> NoReturn:

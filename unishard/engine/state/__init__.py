@@ -1,1 +1,1 @@
-"""The run's state: parameter access, snapshot, restore, save and load."""
+"""The run's state: parameter access, snapshot, restore, save and load, autosave."""

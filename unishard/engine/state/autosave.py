@@ -1,4 +1,4 @@
-"""When a run saves automatically: after so many updates or minutes, and when a signal asks it to end."""
+"""Automatic saves: after a number of updates or minutes, and on a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unishard.errors import ContractError
 __all__ = ["EXIT_CODE", "Autosave", "Cause"]
 
 EXIT_CODE = 85
-"""With which a process ends that saved because of a signal, so that whoever started it can tell this from a failure."""
+"""Exit code of a process that saved because of a signal, so that its launcher can tell this from a failure."""
 
 _TIME, _SIGNAL = 1, 2
 
@@ -27,21 +27,21 @@ class Cause(NamedTuple):
 
     text: str
     ends: bool
-    """Whether the process is to end after it."""
+    """Whether the process ends after the save."""
 
 
 class Autosave:
-    """Watches the updates, the clock and the signals. All ranks decide alike, also where only one of them got a signal."""
+    """Decides when to save, from the updates, the clock and signals. All ranks decide alike, even if only one got a signal."""
 
     def __init__(self, cfg: config.Checkpoint, device: torch.device) -> None:
-        """Begin to watch.
+        """Start the clock and install signal handlers.
 
         Args:
-            cfg: What to watch.
+            cfg: The section `checkpoint`.
             device: Where this rank computes.
 
         Raises:
-            ContractError: Signals are to be watched, and this is not the main thread; Python delivers signals only there.
+            ContractError: `on_signal` is set and this is not the main thread, the only one that receives signals in Python.
         """
         self._device = device
         self._every, self._seconds = cfg.every_steps, None if cfg.every_minutes is None else 60 * cfg.every_minutes
@@ -51,17 +51,17 @@ class Autosave:
         self._closed = False
         if cfg.on_signal and threading.current_thread() is not threading.main_thread():
             raise ContractError(
-                "checkpoint.on_signal: Python delivers signals only to the main thread; call prepare there, or leave it out"
+                "checkpoint.on_signal: Python delivers signals only to the main thread; call prepare there, or remove this field"
             )
         for name in cfg.on_signal:
             number = signal.Signals[name]
             self._former[number] = signal.signal(number, self._catch)
 
     def due(self, updates: int) -> Cause | None:
-        """Whether to save now. Collective where the clock or signals are watched: one all-reduce of one number.
+        """Decide whether to save now. Collective if `every_minutes` or `on_signal` is set: one all-reduce of two numbers.
 
         Args:
-            updates: That have been made.
+            updates: The number of updates made.
         """
         code = self._agreed() if self._seconds is not None or self._former else 0
         if code & _SIGNAL:
@@ -71,11 +71,11 @@ class Autosave:
         return Cause("checkpoint.every_minutes", ends=False) if code & _TIME else None
 
     def saved(self) -> None:
-        """A checkpoint was made; the minutes are counted from now."""
+        """Restart the clock after a save."""
         self._began = time.monotonic()
 
     def close(self) -> None:
-        """Restore the previous signal handlers; an engine created since hands signals on to the handler before this one."""
+        """Restore the previous signal handlers; engines created later then pass signals to the handler before this one."""
         self._closed = True
         for number, former in self._former.items():
             if signal.getsignal(number) == self._catch:
@@ -92,11 +92,11 @@ class Autosave:
         self._caught = number
         former = _open(number, self._former[number])
         if isinstance(getattr(former, "__self__", None), Autosave):
-            former(number, frame)  # of another engine, which saves too if its update ends first
+            former(number, frame)  # the handler of another engine, which saves too if its update ends first
 
 
 def _open(number: int, handler: Any) -> Any:
-    """The handler, or that before it where it is one of an engine that is closed."""
+    """The handler, or the one before it if it belongs to a closed engine."""
     while isinstance(owner := getattr(handler, "__self__", None), Autosave) and owner._closed:
         handler = owner._former[number]
     return handler

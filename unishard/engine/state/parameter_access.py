@@ -1,6 +1,6 @@
-"""Gradients and parameters by the user's names, with one meaning on every engine.
+"""Gradients and parameters by name, with the same meaning on every engine.
 
-An adapter says which shard of a tensor each rank holds; full tensors, norms and edits are made of these here.
+The adapter returns each rank's shard of a tensor; this module builds full tensors, norms and edits from shards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["GradientAccess", "ParameterAccess"]
 
 
 class ParameterAccess:
-    """Reads and edits master weights. Public methods are the engine's of the same names."""
+    """Reads and edits master weights. Public methods implement those of `Engine` with the same names."""
 
     def __init__(self, adapter: InferenceAdapter, order: CallOrder, tensors: StateTensors) -> None:
         self._adapter = adapter
@@ -34,7 +34,7 @@ class ParameterAccess:
 
     @torch.no_grad()
     def parameter(self, name: str) -> Tensor:
-        """A copy of a master weight: full, fp32."""
+        """A full fp32 copy of a master weight."""
         return full_tensor(self._adapter.master_shard(self.find("parameter", name)), self._device)
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class ParameterAccess:
 
     @contextmanager
     def gathered(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-        """Edit several master weights, which are written back on leaving."""
+        """Edit several master weights, which are written back on exit."""
         if isinstance(names, str):
             raise ContractError(f"gathered needs a list of names, got {names!r}; write gathered([{names!r}])")
         found = {name: self.find("gathered", name) for name in names}
@@ -60,7 +60,7 @@ class ParameterAccess:
         yield tensors
         self._order.require_no_graph("gathered")
         if tensors.keys() != found.keys():
-            raise ContractError("gathered: names were added to its dict or removed; edit the tensors that are in it")
+            raise ContractError("gathered: names were added to or removed from the dict; only edit its tensors")
         edited = {parameter: name for name, parameter in found.items() if tensors[name] is not full[parameter]}
         names_of = {parameter: name for name, parameter in found.items()} | edited
         self._order.enter("gathered", ", writing back")
@@ -70,15 +70,15 @@ class ParameterAccess:
 
     @torch.no_grad()
     def parameter_norms(self) -> dict[str, float]:
-        """Norm of each master weight by name."""
+        """The norm of each master weight by name."""
         self._order.enter("parameter_norms")
         return shard_norms({name: self._adapter.master_shard(parameter) for name, parameter in self._tensors.each()}, self._device)
 
     def find(self, call: str, name: str) -> nn.Parameter:
-        """The parameter of a name, where all ranks ask for it. Collective.
+        """Find a parameter by name, and check that all ranks make the same call. Collective.
 
         Raises:
-            ContractError: There is none, or the engine is closed.
+            ContractError: There is no such parameter, or the engine is closed.
             RankMismatchError: Another rank makes another call.
         """
         self._order.require_open(call)
@@ -98,7 +98,7 @@ class ParameterAccess:
 
 
 class GradientAccess:
-    """Reads and edits gradients at the end of a window. Public methods are the engine's of the same names."""
+    """Reads and edits gradients at the end of a window. Public methods implement those of `Engine` with the same names."""
 
     def __init__(self, access: ParameterAccess, accumulation: Accumulation, order: CallOrder, tensors: StateTensors) -> None:
         self._access = access
@@ -110,7 +110,7 @@ class GradientAccess:
 
     @torch.no_grad()
     def grad(self, name: str) -> Tensor | None:
-        """The gradient that the coming update will use: full, fp32, averaged, before clipping."""
+        """The gradient for the coming update: full, fp32, averaged, before clipping."""
         parameter = self._access.find("grad", name)
         divisor = self._finish("grad")
         shard = self._adapter.grad_shard(parameter, create=False) if parameter.requires_grad else None
@@ -118,10 +118,10 @@ class GradientAccess:
 
     @torch.no_grad()
     def set_grad(self, name: str, value: Tensor) -> None:
-        """Replace it; norm and clipping see the new one."""
+        """Replace the gradient before its norm is computed and it is clipped."""
         parameter = self._access.find("set_grad", name)
         if not parameter.requires_grad:
-            raise ContractError(f"set_grad: {name} is frozen, so no update would use its gradient; set requires_grad before prepare")
+            raise ContractError(f"set_grad: {name} is frozen, so no update would use its gradient; unfreeze it with engine.set_trainable")
         divisor = self._finish("set_grad")
         shard = self._adapter.grad_shard(parameter, create=True)
         if shard is not None:
@@ -129,7 +129,7 @@ class GradientAccess:
 
     @torch.no_grad()
     def grad_norms(self) -> dict[str, float]:
-        """Norm of each gradient by name."""
+        """The norm of each gradient by name."""
         self._order.require_end_of_window("grad_norms")
         self._order.enter("grad_norms")
         divisor = self._finish("grad_norms")
@@ -146,10 +146,10 @@ class GradientAccess:
 
 
 def from_first_rank(call: str, name: str, shard: Shard, value: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's value as a new full fp32 tensor. Collective.
+    """Broadcast rank 0's value as a new full fp32 tensor. Collective.
 
     Raises:
-        ContractError: `value` does not fit the tensor.
+        ContractError: `value` does not have the tensor's shape, or is not floating-point.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__

@@ -1,4 +1,4 @@
-"""The states of the random number generators that training draws from."""
+"""The states of the random number generators that training uses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["capture", "reseed", "restore"]
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
-    """The states of this rank's generators: torch's on the CPU and on its CUDA device, Python's, and numpy's global one.
+    """Read the states of this rank's generators: torch's on the CPU and on its CUDA device, Python's, and numpy's global one.
 
-    numpy counts only where something has imported it: elsewhere nothing can have drawn from it.
+    numpy is included only if it is already imported; otherwise nothing can have used it.
 
     Args:
         device: Where this rank computes.
 
     Returns:
-        By kind (`torch`, `cuda`, `python`, `numpy`), bytes: torch's own format, else JSON.
+        Bytes by kind (`torch`, `cuda`, `python`, `numpy`): torch's own encoding, else JSON.
     """
     states = {"torch": torch.get_rng_state(), "python": _packed(random.getstate())}
     if device.type == "cuda":
@@ -37,14 +37,14 @@ def capture(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put this rank's generators where `capture` found them. One of which nothing was captured stays as it is.
+    """Restore the states that `capture` returned. A generator without a captured state does not change.
 
     Args:
-        states: From `capture`, on any device.
-        device: Where this rank computes; without CUDA, a state of it is left out.
+        states: The result of `capture`, on any device.
+        device: Where this rank computes; without CUDA, a CUDA state is ignored.
 
     Raises:
-        CheckpointError: A state is not one of its generator. Those before it are restored.
+        CheckpointError: A state does not fit its generator. Those before it are restored.
     """
     setters: dict[str, Callable[[Tensor], None]] = {"torch": torch.set_rng_state, "python": _set_python, "numpy": _set_numpy}
     if device.type == "cuda":
@@ -54,21 +54,21 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
             setters[kind](states[kind].cpu())
         except (RuntimeError, TypeError, ValueError, KeyError) as problem:
             raise CheckpointError(
-                f"the checkpoint's random numbers of kind {kind} do not fit this version of {kind} ({problem}); resume with the "
-                "versions in its manifest"
+                f"the checkpoint's {kind} random state does not fit this version of {kind} ({problem}); resume with the versions "
+                "in its manifest"
             ) from problem
 
 
 def reseed(seed: int, step: int, rank: int) -> None:
-    """Seed all generators of this rank from three numbers: for a run that another number of ranks continues.
+    """Seed all generators of this rank from three numbers, for a run that resumes with another number of ranks.
 
-    The streams of the ranks then mean nothing to those now. New ones, of which no two ranks and no two steps share one, keep the
-    run repeatable: resuming the same checkpoint on as many ranks again draws the same numbers.
+    The saved states of the ranks cannot be used then. The new seeds differ between ranks and steps and are reproducible: resuming
+    the same checkpoint again on the same number of ranks draws the same numbers.
 
     Args:
         seed: `training.seed`.
-        step: Updates done.
-        rank: This one.
+        step: The number of updates made.
+        rank: This rank.
     """
     new = seed_of(seed, step, rank)
     torch.manual_seed(new)  # CUDA's too
@@ -83,7 +83,7 @@ def _numpy_state() -> dict[str, Any]:
 
 
 def _set_numpy(state: Tensor) -> None:
-    import numpy  # heavy, and only needed where it was used before
+    import numpy  # slow to import, and needed only if it was used before
 
     numpy.random.set_state(_unpacked(state))
 

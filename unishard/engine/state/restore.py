@@ -1,4 +1,4 @@
-"""Reads a checkpoint into a running engine."""
+"""Restore a checkpoint into a running engine."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _logger = logging.getLogger("unishard")
 
 
 def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, verify: str | None, data: bool) -> Resumed:
-    """Fill a run from a checkpoint. Collective; the arguments are those of `Engine.load`.
+    """Restore a run from a checkpoint. Collective; the arguments are those of `Engine.load`.
 
     Args:
-        run: What to fill.
+        run: The run to restore.
         folder: The checkpoint.
         group: All ranks, on the host.
         strict: Whether everything must match.
         verify: What to check.
-        data: Whether the next training loader continues where that of the checkpoint was.
+        data: Whether the next training loader continues at the checkpoint's data position.
 
     Raises:
         CheckpointError: On every rank.
@@ -52,32 +52,32 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     on_all(group, lambda: _verify_files(folder, manifest, all_of_them=verify is not None))
     tensors = on_all(group, lambda: Tensors(folder))
     run.adapter.settle()
-    filling = on_all(group, lambda: Filling(run, folder, manifest, tensors, strict=strict))
+    reader = on_all(group, lambda: CheckpointReader(run, folder, manifest, tensors, strict=strict))
     if run.accumulation is not None:
-        run.accumulation.adapter.make_optimizer_state(filling.specs)
-    on_all(group, filling.fill)
+        run.accumulation.adapter.make_optimizer_state(reader.specs)
+    on_all(group, reader.fill)
     run.adapter.loaded()
-    notes = [*filling.notes, *resume(run, manifest, tensors, group)]
+    notes = [*reader.notes, *resume(run, manifest, tensors, group)]
     positions = on_all(group, lambda: [unpack(each, tensors.full) for each in manifest.data])
     positions = positions if data else []
     run.batching.resume(positions, manifest.world_size)
     if verify == "bits":
-        on_all(group, filling.compare_bits)
-    norms = filling.norms()
+        on_all(group, reader.compare_bits)
+    norms = reader.norms()
     if dist.get_rank() == 0:
-        told = [f"norm of {kind} {norm:.9g}, saved {manifest.norms.get(kind, math.nan):.9g}" for kind, norm in norms.items()]
-        _logger.info("%s: resumed at step %d: %s", folder, manifest.step, "; ".join(told))
+        described = [f"norm of {kind} {norm:.9g}, saved {manifest.norms.get(kind, math.nan):.9g}" for kind, norm in norms.items()]
+        _logger.info("%s: resumed at step %d: %s", folder, manifest.step, "; ".join(described))
         for note in notes:
             _logger.warning("%s: %s", folder, note)
     epoch = next((position.epoch_of(each) for each in positions if each is not None), None)
     return Resumed(folder, manifest.step, epoch or 0, unpack(manifest.state, tensors.full), tuple(notes))
 
 
-class Filling:
-    """Fills the tensors of a run from those of a checkpoint."""
+class CheckpointReader:
+    """Reads the tensors of a checkpoint into those of a run."""
 
     def __init__(self, run: Run, folder: Path, manifest: Manifest, tensors: Tensors, *, strict: bool) -> None:
-        """Match names, shapes and kinds of optimizer state; change nothing.
+        """Match names, shapes and kinds of optimizer state. Changes nothing.
 
         Raises:
             CheckpointError: They do not match, and `strict` is set.
@@ -89,9 +89,9 @@ class Filling:
         shapes = {name: shard.shape for name, shard in run.tensors.model_shards().items() if shard.shape.numel()}
         self._match = fit(manifest, shapes, self._wanted(), strict=strict)
         self.notes = self._match.notes
-        """What did not fit."""
+        """What did not match."""
         self.specs: Mapping[nn.Parameter, StateSpec] = dict(self._specs())
-        """The optimizer state to be made before it is filled."""
+        """The optimizer state to create before it is read."""
 
     def _wanted(self) -> dict[str, Wanted]:
         wanted: dict[str, Wanted] = {}
@@ -105,7 +105,7 @@ class Filling:
         return wanted
 
     def _specs(self) -> Iterator[tuple[nn.Parameter, StateSpec]]:
-        """With the numbers of the checkpoint, in the dtypes in which the optimizer that runs keeps its state."""
+        """Optimizer state with the numbers of the checkpoint and the dtypes of the current optimizer."""
         if self._run.accumulation is None:
             return
         trained, optimizer = self._run.tensors.trained(), self._run.accumulation.adapter.torch_optimizer
@@ -120,7 +120,7 @@ class Filling:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read what this rank needs into its memory."""
+        """Read this rank's shards into its memory."""
         shards, trained = self._run.tensors.model_shards(), self._run.tensors.trained()
         wanted = {name: shards[name] for name in self._match.model}
         for name, needs in self._match.optimizer.items():
@@ -138,7 +138,7 @@ class Filling:
             values.copy_(flat.view(values.shape))
 
     def compare_bits(self) -> None:
-        """Hash what every rank holds now, and compare it with the manifest. Collective.
+        """Hash the restored tensors of all ranks, and compare with the manifest. Collective.
 
         Raises:
             CheckpointError: A tensor differs from what was saved.
@@ -148,12 +148,12 @@ class Filling:
         wrong = [name for name, value in hashes(held, device).items() if hexadecimal(value) != recorded[name].hash]
         if wrong:
             raise CheckpointError(
-                f"{self._folder}: {len(wrong)} of {len(held)} tensors are not what was saved, such as {wrong[0]}; do not continue from "
-                "this state"
+                f"{self._folder}: {len(wrong)} of {len(held)} tensors differ from what was saved, such as {wrong[0]}; do not continue "
+                "from this state"
             )
 
     def norms(self) -> dict[str, float]:
-        """L2 norm of all parameters together, and of each kind of optimizer state of which this rank knows all. Collective."""
+        """L2 norm of all parameters together, and of each kind of optimizer state that this rank knows completely. Collective."""
         held = self._held()
         counted = {name: shard for name, shard in held.items() if shard.values.dtype in DTYPES.values()}
         squares: dict[str, float] = {}
@@ -162,13 +162,13 @@ class Filling:
             if state or keys.parameter_of(name) not in self._manifest.buffers:
                 kind = state[1] if state else "parameters"
                 squares[kind] = squares.get(kind, 0.0) + norm**2
-        # Where full tensors are divided between the ranks, each knows only its own.
+        # If full tensors are distributed between the ranks, each rank knows only its own.
         wanted = [(name, key) for name, needs in self._match.optimizer.items() for key in needs.tensors]
         unknown = {key for name, key in wanted if keys.of_optimizer(name, key) not in held}
         return {kind: math.sqrt(square) for kind, square in squares.items() if kind not in unknown}
 
     def _held(self) -> dict[str, Shard]:
-        """What was read, in the same order on all ranks that hold shards of it; empty shards where this rank holds nothing."""
+        """The restored shards, in the same order on all ranks; empty shards for tensors of which this rank holds nothing."""
         shards = self._run.tensors.model_shards()
         held = {name: shards[name] for name in self._match.model}
         for name, parameter in self._run.tensors.trained().items():
@@ -184,7 +184,7 @@ class Filling:
 
 
 def _verify_files(folder: Path, manifest: Manifest, *, all_of_them: bool) -> None:
-    """This rank's share of the files, or only the small index, which decides where everything goes."""
+    """Check this rank's share of the files, or only the small index."""
     names: Sequence[str] = sorted(manifest.files) if all_of_them else [metadata.FILE]
     problems = damaged(folder, manifest, names[dist.get_rank() :: dist.get_world_size()])
     if problems:

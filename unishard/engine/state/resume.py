@@ -1,4 +1,4 @@
-"""Continues what is no tensor: the schedule, the loss scale, what is frozen, random numbers; and says what differs from the checkpoint."""
+"""Resume state other than tensors: schedule, loss scale, frozen parameters, random state; and list differences."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BY_SCHEDULE = {"lr", "initial_lr"}
 
 
 def resume(run: Run, manifest: Manifest, tensors: Tensors, group: dist.ProcessGroup) -> Iterator[str]:
-    """Continue everything but the tensors of the model and the optimizer. Collective.
+    """Resume everything except the tensors of the model and the optimizer. Collective.
 
     Yields:
-        What could not be continued as it was.
+        Notes about what differs from the checkpoint.
     """
     run.order.updates = manifest.step
     yield from _casts(run, manifest)
@@ -58,8 +58,8 @@ def _global_batch(run: Run, manifest: Manifest) -> Iterator[str]:
     then = math.prod(training[field] for field in fields) * manifest.world_size
     now = math.prod(getattr(run.cfg.training, field) for field in fields) * dist.get_world_size()
     if then != now:
-        what = f"an update was made of {then} samples and is made of {now} now"
-        yield f"{what}; change training.gradient_accumulation_steps with the ranks"
+        what = f"the global batch size was {then} and is now {now}"
+        yield f"{what}; adjust training.gradient_accumulation_steps to the number of ranks"
 
 
 def _resume_optimizer(run: Run, accumulation: Accumulation, manifest: Manifest) -> Iterator[str]:
@@ -67,25 +67,25 @@ def _resume_optimizer(run: Run, accumulation: Accumulation, manifest: Manifest) 
         trained = {name for each in manifest.optimizer.groups for name in each.names}
         _freeze_as_saved(run, accumulation, [name for name in manifest.frozen if name in trained])
     if manifest.loss_scale is not None:
-        accumulation.loss_scale.go_on(manifest.loss_scale)
+        accumulation.loss_scale.resume(manifest.loss_scale)
     if manifest.optimizer is None or manifest.schedule is None:
         return
     was, runs = manifest.optimizer.class_name, type(accumulation.adapter.torch_optimizer).__name__
-    if was != runs and hasattr(torch.optim, was) and hasattr(torch.optim, runs):  # others are the same, fused or on the CPU
-        yield f"the optimizer was {was} and is {runs} now, which counts"
+    if was != runs and hasattr(torch.optim, was) and hasattr(torch.optim, runs):  # other classes are fused or CPU variants of these
+        yield f"the optimizer was {was}; using {runs} of the config"
     then, schedule = manifest.optimizer.groups, accumulation.schedule
     if [sorted(each.names) for each in then] != [sorted(names) for names in run.group_names]:
-        yield "the parameter groups differ from the saved ones; the learning rates are those of the config"
-        schedule.go_on(manifest.schedule, [])
+        yield "the parameter groups differ from the saved ones; using the learning rates of the config"
+        schedule.resume(manifest.schedule, [])
         return
-    schedule.go_on(manifest.schedule, [each.options for each in then])
+    schedule.resume(manifest.schedule, [each.options for each in then])
     facts = schedule.facts()
     saved = manifest.schedule.torch
     same_scheduler = saved is not None and saved["class_name"] == facts.get("torch", {}).get("class_name")
     yield from _changed_options(then, run.param_groups, same_scheduler=same_scheduler)
     for index, (before, after) in enumerate(zip(manifest.schedule.peaks, facts.get("peaks", []), strict=False)):
         if before != after:
-            yield f"group {index} of the optimizer: lr was {before} at its peak and is {after} now, which counts"
+            yield f"group {index} of the optimizer: peak lr was {before}; using {after} of the config"
 
 
 def _changed_options(then: Sequence[GroupRecord], now: Sequence[Mapping[str, Any]], *, same_scheduler: bool) -> Iterator[str]:
@@ -93,16 +93,16 @@ def _changed_options(then: Sequence[GroupRecord], now: Sequence[Mapping[str, Any
         options = options_of(dict(after))
         if same_scheduler and before.options.get("initial_lr") != options.get("initial_lr"):
             yield (
-                f"group {index} of the optimizer: initial_lr was {before.options.get('initial_lr')} and is {options.get('initial_lr')} "
-                "now; the scheduler continues with what it was"
+                f"group {index} of the optimizer: initial_lr is {options.get('initial_lr')} in the config; the scheduler continues with "
+                f"the saved {before.options.get('initial_lr')}"
             )
         for key in sorted((before.options.keys() & options.keys()) - _BY_SCHEDULE):
             if before.options[key] != options[key]:
-                yield f"group {index} of the optimizer: {key} was {before.options[key]} and is {options[key]} now, which counts"
+                yield f"group {index} of the optimizer: {key} was {before.options[key]}; using {options[key]} of the config"
 
 
 def _freeze_as_saved(run: Run, accumulation: Accumulation, frozen: Sequence[str]) -> None:
-    """Freeze those parameters, and let the others train, as `set_trainable` had it. Collective."""
+    """Freeze and unfreeze parameters as `set_trainable` had done in the saved run. Collective."""
     trained = run.tensors.trained()
     freeze = [name for name, parameter in trained.items() if name in frozen and parameter.requires_grad]
     thaw = [name for name, parameter in trained.items() if name not in frozen and not parameter.requires_grad]
@@ -120,5 +120,5 @@ def _resume_random_numbers(run: Run, manifest: Manifest, tensors: Tensors) -> li
         random_state.restore(saved, run.adapter.device)
         return []
     random_state.reseed(run.cfg.training.seed, manifest.step, rank)
-    why = f"saved by {manifest.world_size} ranks" if manifest.world_size != dist.get_world_size() else "no random numbers were saved"
-    return [f"{why}, so random numbers such as dropout's are drawn anew from training.seed, step and rank"]
+    why = f"saved by {manifest.world_size} ranks" if manifest.world_size != dist.get_world_size() else "no random state was saved"
+    return [f"{why}, so random generators (dropout and others) are seeded from training.seed, step and rank"]

@@ -1,4 +1,4 @@
-"""All of a run that a checkpoint holds."""
+"""The parts of a run that a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a snapshot is taken of, and what a checkpoint is restored into."""
+    """A run, to take a snapshot of or to restore a checkpoint into."""
 
     cfg: Config
     adapter: InferenceAdapter
@@ -26,7 +26,7 @@ class Run:
     tensors: StateTensors
     batching: Batching
     accumulation: Accumulation | None
-    """None for a model that is only evaluated."""
+    """None for inference."""
     model_class: str
     """Class of the model before it was sharded."""
     group_names: Sequence[Sequence[str]]

@@ -1,4 +1,4 @@
-"""Saves a run and resumes it from what was saved, on any engine, strategy and number of ranks."""
+"""Save and load checkpoints, on any engine, strategy and number of ranks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["SaveAndLoad"]
 _logger = logging.getLogger("unishard")
 
 _savers: WeakValueDictionary[Path, SaveAndLoad] = WeakValueDictionary()
-"""Which open engine of this process saves in a directory."""
+"""The open engine of this process that saves in each directory."""
 
 
 class SaveAndLoad:
-    """Saves, loads and exports one run. Each method is the engine's of the same name."""
+    """Saves, loads and exports one run. The methods implement those of `Engine` with the same names."""
 
     def __init__(self, run: Run) -> None:
-        """Prepare background saves, and watch the clock and the signals that the config names. Collective."""
+        """Set up background and automatic saves. Collective."""
         self._run = run
         self._cfg = run.cfg.checkpoint
         self._background = Background(ready=self._cfg.async_save)
@@ -68,11 +68,11 @@ class SaveAndLoad:
         return save(place, snapshot, retention, group)
 
     def on_save(self, state: Callable[[], Any]) -> None:
-        """What a save that the config asks for takes along."""
+        """Set the user state for automatic saves."""
         self._state_to_save = state
 
     def save_if_due(self) -> None:
-        """At the end of a window: save if the config says so, and end the process after a signal. Collective."""
+        """Save at the end of a window if an automatic save is due, and end the process after a signal. Collective."""
         cause = None if self._autosave is None else self._autosave.due(self._run.order.updates)
         if cause is None:
             return
@@ -89,7 +89,7 @@ class SaveAndLoad:
         order.require_boundary("load")
         order.require_no_graph("load")
         if verify not in ("files", "bits", None):
-            raise ContractError(f'load: verify is {verify!r}; write "files", "bits", or None to trust the disk')
+            raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
         newest = source == "latest"
         place = self._directory(None, "load") if newest else Path(source)
         order.meet("load", f", from {place}, strict={strict}, verify={verify}, data={data}")
@@ -103,7 +103,7 @@ class SaveAndLoad:
         return restore(self._run, folder, group, strict=strict, verify=verify, data=data)
 
     def export(self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any) -> Path:
-        """Write the weights as Hugging Face lays them out."""
+        """Export the weights in Hugging Face's layout."""
         self._run.order.require_boundary("export")
         self._run.order.meet("export", f", to {folder}")
         self._run.adapter.settle()
@@ -119,11 +119,11 @@ class SaveAndLoad:
         return Path(folder)
 
     def wait(self) -> None:
-        """Wait until the save in the background is complete."""
+        """Wait until the background save is complete."""
         self._background.wait()
 
     def close(self) -> None:
-        """Watch no signals, let other engines save where this one did, and wait for the background save."""
+        """Restore signal handlers, release this engine's directories, and wait for the background save."""
         if self._autosave is not None:
             self._autosave.close()
         for root in [root for root, saver in _savers.items() if saver is self]:
@@ -131,10 +131,10 @@ class SaveAndLoad:
         self._background.close()
 
     def _claim(self, root: Path) -> None:
-        """Two engines, such as those of a GAN, would replace each other's checkpoints of the same step."""
+        """Reserve a directory: two engines, such as those of a GAN, would replace each other's checkpoints of the same step."""
         if _savers.setdefault(root.resolve(), self) is not self:
             raise ContractError(
-                f"save: another engine of this process saves in {root}; give each a directory of its own, or close the other one first"
+                f"save: another engine of this process saves in {root}; use a directory per engine, or close the other engine first"
             )
 
     def _directory(self, given: str | Path | None, call: str) -> Path:

@@ -1,4 +1,4 @@
-"""Takes a snapshot of everything that a run needs to continue, without copying or moving any tensor."""
+"""Take a snapshot of everything that a run needs to resume, without copying or moving tensors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["options_of", "take_snapshot"]
 
 
 def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
-    """This moment of a run. Collective.
+    """Take a snapshot of a run. Collective.
 
     Raises:
-        CheckpointError: On every rank: `state` or a loader's position holds what cannot be saved.
+        CheckpointError: On every rank: `state` or a loader's position contains something that cannot be saved.
     """
     rank, tensors = dist.get_rank(), run.tensors
     user, user_tensors = on_all(group, lambda: pack(state))
@@ -39,7 +39,7 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     own = {f"{keys.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
     model, buffers = tensors.model_shards(), [*tensors.buffers()]
     assets = on_all(group, lambda: {} if rank else assets_of(run.adapter.module, tensors.to_export()).to_files())
-    if rank:  # rank 0's buffers count, and its state
+    if rank:  # only rank 0's buffers and user state are saved
         model = {name: shard for name, shard in model.items() if keys.parameter_of(name) not in buffers}
     else:
         own |= user_tensors
@@ -89,7 +89,7 @@ def _optimizer_facts(run: Run, accumulation: Accumulation) -> OptimizerFacts:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, as far as JSON has them."""
+    """The options of a parameter group that JSON can represent."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     options = {key: value.item() if isinstance(value, Tensor) and not value.dim() else value for key, value in options.items()}
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
@@ -97,7 +97,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gathered(position: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank has, on rank 0. Collective."""
+    """Gather an object of every rank on rank 0. Collective."""
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(position, everyone, group=group, group_dst=0)
     return everyone or []

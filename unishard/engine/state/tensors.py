@@ -1,4 +1,4 @@
-"""The tensors of a run, as this rank holds them: what checkpoints are written from and read into."""
+"""This rank's tensors of a run, which checkpoints are written from and read into."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["StateTensors"]
 
 
 class StateTensors:
-    """This rank's shards of the parameters, the buffers and the optimizer's state, by their names."""
+    """This rank's shards of parameters, buffers and optimizer state, by name."""
 
     def __init__(self, adapter: InferenceAdapter, training: EngineAdapter | None) -> None:
-        """Take the names as they are after sharding.
+        """Collect the parameter names after sharding.
 
         Args:
-            adapter: Of the model.
-            training: The same where there is an optimizer, else None.
+            adapter: The model's adapter.
+            training: The same adapter if there is an optimizer, else None.
         """
         self._adapter = adapter
         self._training = training
         self._module = adapter.module
         self.named = dict(adapter.module.named_parameters(remove_duplicate=False))
-        """The engine's parameters by the user's names; tied ones under each of theirs."""
+        """The engine's parameters by the user's names; a tied parameter under each of its names."""
         self._prepared = {name for name, parameter in self.each() if parameter.requires_grad}
 
     def each(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -41,17 +41,17 @@ class StateTensors:
                 yield name, parameter
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer was built for, by their first names."""
+        """The parameters of the optimizer, by their first names."""
         return {name: parameter for name, parameter in self.each() if name in self._prepared}
 
     def model_shards(self) -> dict[str, Shard]:
-        """Parameters and persistent buffers, each once, by their names in a checkpoint. Buffers are full on every rank."""
+        """Parameters and persistent buffers, each once, by checkpoint name. Buffers are full on every rank."""
         shards = {keys.PARAMETERS + name: self._adapter.master_shard(parameter) for name, parameter in self.each()}
         ties = self.ties()
         return shards | {keys.PARAMETERS + name: Shard(buffer.shape, buffer) for name, buffer in self.buffers().items() if name not in ties}
 
     def optimizer_shards(self) -> dict[str, Shard]:
-        """The optimizer's state, by its names in a checkpoint."""
+        """The optimizer's state, by checkpoint name."""
         return {
             keys.of_optimizer(name, key): shard
             for name, parameter in self.trained().items()
@@ -63,7 +63,7 @@ class StateTensors:
         return {} if self._training is None else self._training.optimizer_shards(parameter)
 
     def to_export(self) -> dict[str, LazyShard]:
-        """Parameters and persistent buffers, by their names in the module."""
+        """Parameters and persistent buffers, by name in the module."""
         return {name.removeprefix(keys.PARAMETERS): lazy_shard_of(shard) for name, shard in self.model_shards().items()}
 
     def buffers(self) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class StateTensors:
         return persistent_buffers(self._module)
 
     def ties(self) -> dict[str, str]:
-        """Other names of parameters and persistent buffers, to the first."""
+        """Map further names of parameters and persistent buffers to their first name."""
         first: dict[int, str] = {}
         named = {**self.named, **self.buffers()}
         return {name: first[id(tensor)] for name, tensor in named.items() if first.setdefault(id(tensor), name) != name}

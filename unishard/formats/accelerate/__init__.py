@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs
+from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = {
-    "distributed_type": 4,
-    "compute_environment": 4,
-    "fsdp_config": 1,
-    "deepspeed_config": 3,
-    "megatron_lm_config": 3,
-    "parallelism_config": 3,
-    "num_machines": 2,
-    "machine_rank": 2,
-    "main_process_port": 2,
-    "main_training_function": 3,
-    "same_network": 2,
-    "rdzv_backend": 2,
-    "mixed_precision": 1,
-    "num_processes": 2,
-    "downcast_bf16": 3,
-}
+_SIGNS = weighted(
+    {
+        4: "distributed_type compute_environment",
+        3: "deepspeed_config megatron_lm_config parallelism_config main_training_function downcast_bf16",
+        2: "num_machines machine_rank main_process_port same_network rdzv_backend num_processes",
+        1: "fsdp_config mixed_precision",
+    }
+)
 
 FORMAT = Deferred("accelerate", Signs(_SIGNS))

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.config.topology import Topology
+from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.keys import TOOL
-from unishard.formats.accelerate.placing import block_of, dropped, overlooked, refused
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
 from unishard.mapping.express import AUTO
@@ -52,15 +52,9 @@ NEVER = 1e30
 """Clips no norm that can be: what `null` is written as, since Accelerate leaves 0 out and DeepSpeed then clips to 1.0."""
 
 _ACCUMULATION = Undecided("gradient_accumulation_steps of the Accelerator")
-_NVME = (
-    "taken as it is meant; Accelerate 1.15.0 never passes it on (utils/launch.py) and lets DeepSpeed swap to a folder named none; "
-    "write it in DeepSpeed's own file"
-)
-_CPU_ADAM = (
-    "unishard steps the optimizer that you give; Accelerate 1.15.0 makes DeepSpeedCPUAdam of each that it does not know, of SGD too "
-    "(utils/deepspeed.py)"
-)
-_NO_CLIPPING = "Accelerate 1.15.0 leaves 0 out, and DeepSpeed 0.19.8 then clips to 1.0, as it does here; write a norm that is never reached"
+_NVME = "used as meant; Accelerate 1.15.0 never passes it on: use a deepspeed_config_file"
+_CPU_ADAM = "unishard steps your optimizer; Accelerate 1.15.0 may swap it for DeepSpeedCPUAdam"
+_NO_CLIPPING = "0 is left out, so DeepSpeed clips to 1.0; write a very large norm for no clipping"
 
 
 def deepspeed_entries(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:

@@ -13,8 +13,8 @@ from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
+from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.keys import TOOL
-from unishard.formats.accelerate.placing import block_of, dropped, overlooked, refused
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.source import Source, open_named
 from unishard.mapping.entries import Entry, Meaning, Path
@@ -23,7 +23,7 @@ from unishard.mapping.express import AUTO
 __all__ = ["file_entries"]
 
 _FILE: Path = ("deepspeed_config", "deepspeed_config_file")
-_BESIDE = f"{TOOL} refuses this beside deepspeed_config_file (utils/dataclasses.py); remove it, and write it in that file"
+_BESIDE = f"{TOOL} refuses this beside deepspeed_config_file; move it to that file"
 _FILLED: Mapping[str, Any] = {
     "gradient_clipping": 1.0,
     "fp16.enabled": False,
@@ -62,7 +62,7 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
         return [*entries, no_file(_FILE, name)]
     if "zero_optimization" not in document:
         return [*entries, refused(_FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}")]
-    return [*entries, Entry(_FILE, name, Meaning(note="its keys follow")), *_said(document, topology)]
+    return [*entries, Entry(_FILE, name, Meaning(note="its keys follow")), *_beside_file(document, topology)]
 
 
 def _beside(name: str, value: Any) -> Entry:
@@ -101,7 +101,7 @@ def _decoded(text: str) -> str:
         return ""
 
 
-def _said(document: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
+def _beside_file(document: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
     """What DeepSpeed makes of the file after Accelerate has filled in what it can."""
     block = EngineBlock("deepspeed", _FILE, native=dict(document))
     said = dict(flat(document))

@@ -12,15 +12,15 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.script import BY_SCRIPT
-from unishard.formats.fallbacks import noted, rows, when_default
+from unishard.formats.fallbacks import exact, noted, row, rows, when_default
 from unishard.mapping.field_rows import moved_together, none, unlooked, write
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["FSDP_EXPRESSIONS", "mixed"]
 
 
 def mixed(cfg: Config) -> bool:
-    """Whether the model computes in another format than its masters have."""
+    """Whether the model computes in another dtype than that of its master weights."""
     return cfg.precision.compute != "fp32" and not cfg.precision.pure
 
 
@@ -79,53 +79,43 @@ def _compile(cfg: Config, topology: Topology) -> Native:
 
 
 _BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "tensorrt", "ipex", "tvm")
-_NEAREST = "fsdp_reshard_after_forward: false is the nearest; FSDP gathers parameters in every forward"
+_NEAREST = "nearest is fsdp_reshard_after_forward: false; FSDP gathers in every forward"
 _AUTOCAST = "torch.autocast keeps fp32 in chosen operations; the master weights are fp32 as well"
 
 _SHARDING: Mapping[str, Rule] = {
-    "backend": Rule(Fit.EXACT, "distributed_type, fsdp_config.fsdp_version", "", _backend),
-    "sharding.strategy": Rule(
-        Fit.EXACT,
+    "backend": exact("distributed_type, fsdp_config.fsdp_version", to=_backend),
+    "sharding.strategy": exact(
         "fsdp_config.fsdp_reshard_after_forward, parallelism_config",
-        "",
-        _strategy,
-        (
-            When("no_shard", _replicas, Fit.EXACT, "MULTI_GPU: DistributedDataParallel"),
-            When(
-                "shard_optimizer",
-                lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-                Fit.APPROXIMATE,
-                f"{_NEAREST}, and reduces gradients on every micro-batch",
-            ),
-            When(
-                "shard_grad_op or hybrid_shard_grad_op",
-                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-                Fit.APPROXIMATE,
-                _NEAREST,
-            ),
+        unless("no_shard", _replicas, "MULTI_GPU: DistributedDataParallel"),
+        When(
+            "shard_optimizer",
+            lambda cfg: cfg.sharding.strategy == "shard_optimizer",
+            Fit.APPROXIMATE,
+            f"{_NEAREST}, and reduces gradients on every micro-batch",
         ),
+        When("shard_grad_op or hybrid_shard_grad_op", lambda cfg: cfg.sharding.within_group == "shard_grad_op", Fit.APPROXIMATE, _NEAREST),
+        to=_strategy,
     ),
-    "sharding.group_size": Rule(
-        Fit.EXACT,
+    "sharding.group_size": exact(
         "parallelism_config.parallelism_config_dp_shard_size",
-        when=(When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),),
+        unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups"),
     ),
-    "sharding.reshard_after_forward": Rule(Fit.EXACT, "fsdp_config.fsdp_reshard_after_forward"),
-    "sharding.units": Rule(
+    "sharding.reshard_after_forward": exact("fsdp_config.fsdp_reshard_after_forward"),
+    "sharding.units": row(
         Fit.EXACT,
         "fsdp_config.fsdp_auto_wrap_policy, fsdp_config.fsdp_transformer_layer_cls_to_wrap",
         "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
-        _units,
-        (When("no_shard", _replicas, Fit.EXACT, "nothing is gathered"),),
+        unless("no_shard", _replicas, "nothing is gathered"),
+        to=_units,
     ),
-    "sharding.min_unit_params": Rule(
+    "sharding.min_unit_params": row(
         Fit.EQUIVALENT,
         "fsdp_config.fsdp_min_num_params",
-        "FSDP cuts at any module of this size, and has no smallest size beside class names; the same maths with other units",
-        when=(when_default("sharding.min_unit_params"),),
+        "with class names, FSDP has no minimum unit size; the same math, other units",
+        when_default("sharding.min_unit_params"),
     ),
     "sharding.conditional_modules": none(
-        "Accelerate gathers them with the unit around them, but adds no zeros for a parameter that a rank does not use; use them all",
+        "no key; every rank must use all parameters of these modules in each step",
         lambda cfg: not cfg.sharding.conditional_modules,
         "empty",
         Fit.APPROXIMATE,
@@ -133,111 +123,89 @@ _SHARDING: Mapping[str, Rule] = {
 }
 
 _PRECISION: Mapping[str, Rule] = {
-    "precision.compute": Rule(
-        Fit.EXACT,
+    "precision.compute": exact(
         "mixed_precision",
-        "",
-        lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"},
-        (
-            When(
-                "pure",
-                lambda cfg: cfg.precision.pure,
-                Fit.EQUIVALENT,
-                "mixed_precision: no computes in the format in which your training script loads the model; load it in this one",
-            ),
-            When("no_shard in bf16 or fp16", lambda cfg: _replicas(cfg) and mixed(cfg), Fit.APPROXIMATE, _AUTOCAST),
+        When(
+            "pure",
+            lambda cfg: cfg.precision.pure,
+            Fit.EQUIVALENT,
+            "mixed_precision: no computes in the model's dtype; load the model in this one",
         ),
+        When("no_shard in bf16 or fp16", lambda cfg: _replicas(cfg) and mixed(cfg), Fit.APPROXIMATE, _AUTOCAST),
+        to=lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"},
     ),
-    "precision.master": Rule(
+    "precision.master": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
-        "load the model in this format (torch_dtype of from_pretrained)",
-        when=(
-            When("mixed", mixed, Fit.EXACT, "Accelerate casts trainable parameters to fp32"),
-            when_default("precision.compute", "as long as the training script loads fp32"),
-        ),
+        "load the model in this dtype (torch_dtype of from_pretrained)",
+        unless("mixed", mixed, "Accelerate casts trainable parameters to fp32"),
+        when_default("precision.compute", "as long as the training script loads fp32"),
     ),
-    "precision.reduce": Rule(
+    "precision.reduce": row(
         Fit.APPROXIMATE,
         "mixed_precision",
-        "Accelerate reduces in the format that the model computes in",
-        when=(
-            When("that of compute", lambda cfg: cfg.precision.reduce == cfg.precision.compute, Fit.EXACT, ""),
-            When("fp32 with no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), Fit.EXACT, "the gradients are fp32"),
-        ),
+        "Accelerate reduces in the compute dtype",
+        unless("that of compute", lambda cfg: cfg.precision.reduce == cfg.precision.compute),
+        unless("fp32 with no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), "the gradients are fp32"),
     ),
-    "precision.accumulate": Rule(
-        Fit.EXACT,
-        "format of the parameters' gradients",
-        when=(
-            When(
-                "not that of master",
-                lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-                Fit.APPROXIMATE,
-                "FSDP2 adds gradients up in the dtype of the master weights, which is more exact",
-            ),
-            When(
-                "mixed, with accumulation",
-                lambda cfg: mixed(cfg) and _sharded(cfg) and cfg.training.gradient_accumulation_steps > 1,
-                Fit.APPROXIMATE,
-                "gradients that wait for their reduction add up in its format; GradientAccumulationPlugin(sync_each_batch=True) avoids it",
-            ),
+    "precision.accumulate": exact(
+        "dtype of the parameters' gradients",
+        When(
+            "not that of master",
+            lambda cfg: cfg.precision.accumulate != cfg.precision.master,
+            Fit.APPROXIMATE,
+            "FSDP2 adds gradients up in the dtype of the master weights, which is more exact",
+        ),
+        When(
+            "mixed, with accumulation",
+            lambda cfg: mixed(cfg) and _sharded(cfg) and cfg.training.gradient_accumulation_steps > 1,
+            Fit.APPROXIMATE,
+            "accumulates in the reduce dtype; GradientAccumulationPlugin(sync_each_batch=True)",
         ),
     ),
 }
 
 _LOOP: Mapping[str, Rule] = {
     **moved_together("fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))),
-    "activation_checkpointing": Rule(
+    "activation_checkpointing": row(
         Fit.EXACT,
         "fsdp_config.fsdp_activation_checkpointing",
         "of the units",
-        lambda cfg, topology: _fsdp(cfg, activation_checkpointing=cfg.activation_checkpointing != "none"),
-        (
-            when_default("activation_checkpointing"),
-            When("no_shard", _replicas, Fit.NEEDS_INPUT, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
-            When("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), Fit.EXACT, "of the units"),
-            When(
-                "selective, or other classes",
-                lambda cfg: True,
-                Fit.EQUIVALENT,
-                "the units are computed again as a whole: the same results, other memory and time",
-            ),
+        when_default("activation_checkpointing"),
+        When("no_shard", _replicas, Fit.NEEDS_INPUT, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
+        unless("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), "of the units"),
+        When(
+            "selective, or other classes",
+            lambda cfg: True,
+            Fit.EQUIVALENT,
+            "full units are recomputed: the same results, other memory and time",
         ),
+        to=lambda cfg, topology: _fsdp(cfg, activation_checkpointing=cfg.activation_checkpointing != "none"),
     ),
     "training.gradient_accumulation_steps": write(
-        "Accelerator(gradient_accumulation_steps=...), and accelerator.accumulate(model) around each step",
+        "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)",
         lambda cfg: cfg.training.gradient_accumulation_steps == 1,
         "1",
     ),
     "training.gradient_clipping": write(
-        "accelerator.clip_grad_norm_(model.parameters(), ...) where accelerator.sync_gradients",
-        lambda cfg: cfg.training.gradient_clipping is None,
-        "null",
+        "accelerator.clip_grad_norm_(...) where accelerator.sync_gradients", lambda cfg: cfg.training.gradient_clipping is None, "null"
     ),
     "training.nonfinite": unlooked(
         Fit.APPROXIMATE,
         NO_KEY,
-        "torch makes an update with gradients that are not finite; look at what clip_grad_norm_ returns before optimizer.step()",
+        "torch steps with infinite or NaN gradients; check what clip_grad_norm_ returns",
         When("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.APPROXIMATE, "GradScaler skips it without an error"),
     ),
-    "compile.mode": Rule(
-        Fit.EXACT,
+    "compile.mode": exact(
         "dynamo_config",
-        "",
-        _compile,
-        (
-            when_default("compile.mode"),
-            When("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
-        ),
+        when_default("compile.mode"),
+        When("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
+        to=_compile,
     ),
-    "compile.backend": Rule(
-        Fit.EXACT,
+    "compile.backend": exact(
         "dynamo_config.dynamo_backend",
-        when=(
-            when_default("compile.mode"),
-            When("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
-        ),
+        when_default("compile.mode"),
+        When("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
     ),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
@@ -10,32 +10,30 @@ from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
 from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.writing import expressed, text_of
-from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.format import Format
+from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import Key
+from unishard.mapping.entries import Entry
 from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Rule
 
 __all__ = ["FORMAT"]
 
 
-class AccelerateFormat:
-    """Implements `unishard.formats.format.Format`."""
+class AccelerateFormat(Format):
+    """Files of `accelerate config`."""
 
     name = "accelerate"
     tool = TOOL
-    suffix = ".yaml"
-    keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Rule] = FSDP_EXPRESSIONS
+    keys = KEYS
+    expressions = FSDP_EXPRESSIONS
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
-        """What a file says. Opens the file that `deepspeed_config_file` names.
+    def ranks(self, source: Source) -> Topology | None:
+        """Processes and machines that the file names."""
+        return ranks_of(source.data)
 
-        Raises:
-            ConfigError: An override cannot be used.
-        """
-        ranks = topology or ranks_of(source.data)
-        return assemble(self.name, source, entries_of(source, ranks), overrides=overrides, topology=ranks)
+    def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
+        """What a file says. Opens the file that `deepspeed_config_file` names."""
+        return entries_of(source, topology)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """A file for `accelerate launch --config_file`, and what became of each field.

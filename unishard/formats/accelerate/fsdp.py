@@ -8,9 +8,10 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.keys import TOOL
-from unishard.formats.accelerate.placing import block_of, dropped, overlooked, refused
 from unishard.formats.engine_block import EngineBlock, Spot
+from unishard.formats.names import names
 from unishard.mapping.entries import Entry, Path, Unreadable
 from unishard.mapping.key_rows import boolean, integer, listed
 from unishard.mapping.rules import Fit
@@ -18,42 +19,25 @@ from unishard.mapping.rules import Fit
 __all__ = ["NAMES", "fsdp_entries"]
 
 NAMES: Mapping[str, str] = {
-    "fsdp_version": "version",
-    "fsdp_sharding_strategy": "sharding_strategy",
-    "fsdp_reshard_after_forward": "reshard_after_forward",
-    "fsdp_offload_params": "cpu_offload",
-    "fsdp_auto_wrap_policy": "auto_wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params": "min_num_params",
-    "fsdp_backward_prefetch": "backward_prefetch",
-    "fsdp_forward_prefetch": "forward_prefetch",
-    "fsdp_state_dict_type": "state_dict_type",
-    "fsdp_use_orig_params": "use_orig_params",
-    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "fsdp_sync_module_states": "sync_module_states",
-    "fsdp_activation_checkpointing": "activation_checkpointing",
-    "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
-    "fsdp_ignored_modules": "ignored_modules",
-}
+    f"fsdp_{name}": name
+    for name in names(
+        "version sharding_strategy reshard_after_forward offload_params auto_wrap_policy transformer_layer_cls_to_wrap min_num_params "
+        "backward_prefetch forward_prefetch state_dict_type use_orig_params cpu_ram_efficient_loading sync_module_states "
+        "activation_checkpointing activation_checkpointing_offload ignored_modules"
+    )
+} | {"fsdp_offload_params": "cpu_offload"}
 """FSDP's argument by the name that Accelerate gives it. The prefix may be left out (commands/launch.py)."""
 
 _CLASSES = "fsdp_transformer_layer_cls_to_wrap"
-_NULLABLE = (
-    "fsdp_auto_wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_backward_prefetch",
-    "fsdp_state_dict_type",
-    "fsdp_ignored_modules",
+_NULLABLE = names(
+    "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type fsdp_ignored_modules"
 )
 """Not passed on where they are null; Accelerate makes the text `none` of every other null."""
 
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST")
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _DTYPES = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
-_LIST = (
-    "read as names, as it is meant; Accelerate 1.15.0 makes text of a list (utils/launch.py) and then finds no such class, so write "
-    "names with commas between them"
-)
+_LIST = "read as class names; write them comma-separated, Accelerate 1.15.0 takes no list"
 
 
 def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
@@ -93,7 +77,7 @@ def _twice(document: Mapping[str, Any], block: Mapping[str, tuple[Any, Any]]) ->
     for name, value in block_of(document, "fsdp_config").items():
         last, _ = block[_full(name)]
         if last != name:
-            yield dropped(("fsdp_config", str(name)), value, f"is said again by {last}, which counts", kept=False)
+            yield dropped(("fsdp_config", str(name)), value, f"is repeated by {last}, which takes precedence", kept=False)
 
 
 def _version(block: Mapping[str, tuple[Any, Any]]) -> int:
@@ -139,14 +123,9 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "fsdp_transformer_layer_cls_to_wrap": listed,
     "fsdp_min_num_params": integer(0),
 } | dict.fromkeys(
-    (
-        "fsdp_offload_params",
-        "fsdp_forward_prefetch",
-        "fsdp_use_orig_params",
-        "fsdp_cpu_ram_efficient_loading",
-        "fsdp_sync_module_states",
-        "fsdp_activation_checkpointing",
-        "fsdp_activation_checkpointing_offload",
+    names(
+        "fsdp_offload_params fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading fsdp_sync_module_states "
+        "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload"
     ),
     boolean,
 )
@@ -202,11 +181,11 @@ def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None, wi
     if total == 1:
         return ""
     if version == 1:
-        return f"{TOOL} has groups only with FSDP2; write fsdp_version: 2, or fsdp_sharding_strategy: HYBRID_SHARD"
+        return f"{TOOL} has groups only in FSDP2; write fsdp_version: 2 or HYBRID_SHARD"
     if sizes["shard"] == 1:
-        return "leaves FSDP no ranks to shard over (parallelism_config.py); write parallelism_config_dp_shard_size above 1"
+        return "leaves FSDP nothing to shard; write parallelism_config_dp_shard_size above 1"
     if topology is not None and topology.world_size > 1 and topology.world_size != total * within:
-        return f"makes {total * within} ranks of the {topology.world_size} that there are; the sizes must multiply to num_processes"
+        return f"makes {total * within} ranks of the {topology.world_size} that there are; their product must be num_processes"
     return ""
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.formats.accelerate.kinds import KINDS, kind_named, precision_word
+from unishard.formats.accelerate.distributed_types import KINDS, kind_named, precision_word
+from unishard.formats.names import names
 from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, one_of, refuses, text
 from unishard.mapping.rules import Fit
@@ -39,8 +40,8 @@ def _environment(value: Any, given: Given) -> Meaning:
     if value == "LOCAL_MACHINE":
         return Meaning(Fit.IGNORED, _LAUNCHER, kept=True)
     if value == "AMAZON_SAGEMAKER":
-        return Meaning(Fit.UNSUPPORTED, "SageMaker jobs are not translated; start torchrun on the machines, and write LOCAL_MACHINE")
-    raise Unreadable(f"must be LOCAL_MACHINE, got {shown(value)}; write that, and start with the cluster's own launcher")
+        return Meaning(Fit.UNSUPPORTED, "SageMaker jobs are not translated; write LOCAL_MACHINE and use torchrun")
+    raise Unreadable(f"must be LOCAL_MACHINE, got {shown(value)}; write that, and use the cluster's launcher")
 
 
 def _distributed_type(value: Any, given: Given) -> Meaning:
@@ -54,7 +55,7 @@ def _count(value: Any, given: Given) -> Meaning:
     count = integer(1)(value)
     machines = 1 if given.get("num_machines") is None else integer(1)(given.get("num_machines"))
     if count % machines:
-        raise Unreadable(f"must be the number on all machines together, got {count} on {machines}; write a multiple of num_machines")
+        raise Unreadable(f"must be a multiple of num_machines ({machines}), got {count}; write the total")
     # Another number of ranks is asked for: that one is written, not this.
     kept = given.topology is None or given.topology.world_size == count
     return Meaning(Fit.IGNORED, "how many ranks there are is the launcher's to say", kept=kept)
@@ -75,18 +76,18 @@ def _gone(why: str) -> Key:
 def _use_cpu(value: Any, given: Given) -> Meaning:
     if not boolean(value):
         return Meaning(Fit.IGNORED, "unishard computes on the accelerator where there is one", kept=True)
-    note = "unishard computes on the CPU only where no accelerator is visible, so hide it (CUDA_VISIBLE_DEVICES=)"
+    note = "unishard uses the CPU only without a visible GPU; set CUDA_VISIBLE_DEVICES="
     if given.get("distributed_type") == "FSDP":
-        note += "; Accelerate 1.15.0 trains unsharded on the CPU without a word (state.py), unishard shards there as well"
+        note += "; Accelerate 1.15.0 does not shard on the CPU"
     return Meaning(Fit.APPROXIMATE, note, kept=True)
 
 
 def _gpus(value: Any, given: Given) -> Meaning:
     if value is not None and not isinstance(value, str):
-        raise Unreadable(f"must be all, or indices with commas between them, got {shown(value)}; write them in quotes")
+        raise Unreadable(f"must be all or comma-separated indices, got {shown(value)}; write them in quotes")
     several = str(given.get("distributed_type")).startswith("MULTI_") and given.get("num_machines") in (None, 1)
     if several and value not in (None, "all") and "," not in value:
-        raise Unreadable(f"must name two GPUs for {given.get('distributed_type')}, got {shown(value)}; write all, or distributed_type: NO")
+        raise Unreadable(f"must name two GPUs for {given.get('distributed_type')}, got {shown(value)}; write all")
     return Meaning(Fit.IGNORED, _LAUNCHER, kept=True)
 
 
@@ -157,25 +158,11 @@ def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
     return Key(read, "", Fit.IGNORED, why)
 
 
-_DYNAMO = (
-    "no",
-    "eager",
-    "aot_eager",
-    "inductor",
-    "aot_ts_nvfuser",
-    "nvprims_nvfuser",
-    "cudagraphs",
-    "ofi",
-    "fx2trt",
-    "onnxrt",
-    "tensorrt",
-    "aot_torchxla_trace_once",
-    "torchxla_trace_once",
-    "ipex",
-    "tvm",
-    "hpu_backend",
+_DYNAMO = names(
+    "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt aot_torchxla_trace_once "
+    "torchxla_trace_once ipex tvm hpu_backend"
 )
-_NO_COMPILE = "Accelerate 1.15.0's DeepSpeed launcher does not pass this on (utils/launch.py), so that nothing is compiled"
+_NO_COMPILE = "Accelerate 1.15.0 does not pass this on to DeepSpeed: nothing is compiled"
 _TIME = "affects only how code is compiled"
 
 _DYNAMO_KEYS: Mapping[str, Key] = {
@@ -193,19 +180,9 @@ _DYNAMO_KEYS: Mapping[str, Key] = {
 
 _FP8_KEYS: Mapping[str, Key] = {
     f"fp8_config.{name}": drops(_FP8)
-    for name in (
-        "backend",
-        "use_autocast_during_eval",
-        "margin",
-        "interval",
-        "fp8_format",
-        "format",
-        "amax_history_len",
-        "amax_compute_algo",
-        "override_linear_precision",
-        "opt_level",
-        "enable_fsdp_float8_all_gather",
-        "pad_inner_dim",
+    for name in names(
+        "backend use_autocast_during_eval margin interval fp8_format format amax_history_len amax_compute_algo override_linear_precision "
+        "opt_level enable_fsdp_float8_all_gather pad_inner_dim"
     )
 } | {
     f"fp8_config.{wizard}": drops(_LOST.format(name))
@@ -242,25 +219,15 @@ KEYS: Mapping[str, Key] = {
     "num_machines": Key(_machines, "", Fit.IGNORED, "how many machines there are is the launcher's to say"),
     "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "unishard computes on the accelerator where there is one"),
     **{
-        name: drops(_LAUNCHER)
-        for name in ("machine_rank", "main_process_ip", "rdzv_backend", "same_network", "enable_cpu_affinity", "mpirun_config")
+        name: drops(_LAUNCHER) for name in names("machine_rank main_process_ip rdzv_backend same_network enable_cpu_affinity mpirun_config")
     },
     "gpu_ids": Key(_gpus, "", Fit.IGNORED, _LAUNCHER),
     "main_process_port": Key(_port, "", Fit.IGNORED, _LAUNCHER),
-    "debug": drops("only makes Accelerate check its own collectives; unishard has communication.desync_check"),
+    "debug": drops("Accelerate's check of its collectives; unishard has communication.desync_check"),
     **{
         name: drops(_TPU)
-        for name in (
-            "main_training_function",
-            "downcast_bf16",
-            "tpu_name",
-            "tpu_zone",
-            "tpu_vm",
-            "tpu_env",
-            "tpu_use_cluster",
-            "tpu_use_sudo",
-            "command_file",
-            "commands",
+        for name in names(
+            "main_training_function downcast_bf16 tpu_name tpu_zone tpu_vm tpu_env tpu_use_cluster tpu_use_sudo command_file commands"
         )
     },
     **_DYNAMO_KEYS,
@@ -272,10 +239,7 @@ KEYS: Mapping[str, Key] = {
     **{name: _gone(why) for name, why in _GONE.items()},
     "tp_config": _gone("is empty"),
     "tp_config.tp_size": _parallel("tensor"),
-    "kt_config": refuses(
-        f"{TOOL} refuses a file with this key; it is of the fork accelerate-kt, whose KTransformers computes experts on the CPU, which "
-        "neither engine does; remove it"
-    ),
+    "kt_config": refuses(f"{TOOL} refuses a file with this key of the fork accelerate-kt; remove it"),
 }
 """By dotted key. Those below `fsdp_config` and `deepspeed_config` stand in `engines.py`, since the engines say what they mean."""
 

@@ -9,10 +9,10 @@ from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
 from unishard.formats.accelerate.deepspeed_file import file_entries
+from unishard.formats.accelerate.distributed_types import KINDS, kind_of, precision_of
+from unishard.formats.accelerate.entries import block_of, dropped, refused
 from unishard.formats.accelerate.fsdp import fsdp_entries
 from unishard.formats.accelerate.keys import KEYS, TOOL
-from unishard.formats.accelerate.kinds import KINDS, kind_of, precision_of
-from unishard.formats.accelerate.placing import block_of, dropped, refused
 from unishard.formats.engine_block import Spot
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Meaning, Unreadable, interpret
@@ -25,11 +25,8 @@ _BLOCKS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
 _PREFIXED = ("dynamo_config", "fp8_config")
 """Blocks whose keys Accelerate also takes without their prefix."""
 _SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
-_FP8 = "matrix products run in bf16, since neither engine has fp8 within unishard; slower, and closer to fp32"
-_AUTOCAST = (
-    "Accelerate runs chosen operations in this format (torch.autocast) and keeps fp32 elsewhere; unishard computes all of the model in it, "
-    "with fp32 master weights"
-)
+_FP8 = "unishard has no fp8: matrix products run in bf16; slower, and closer to fp32"
+_AUTOCAST = "torch.autocast keeps some operations in fp32; unishard runs the full model in this dtype"
 
 
 def ranks_of(document: Mapping[str, Any]) -> Topology | None:
@@ -50,7 +47,7 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
         topology: The ranks, where they are known.
     """
     document = source.data
-    own = list(_own(document, topology))
+    own = list(_tool_entries(document, topology))
     refused_already = {entry.path for entry in own}
     engine = [entry for entry in _engine(source, topology) if entry.path not in refused_already]
     entries = [*own, *engine, *_unused(document)]
@@ -60,7 +57,7 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.assumed, order.get(entry.path[0], len(order))))
 
 
-def _own(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
+def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
     """The keys that are no engine's arguments."""
     own = {name: value for name, value in document.items() if name not in _BLOCKS}
     groups = block_of(document, "parallelism_config")
@@ -82,7 +79,7 @@ def _own(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Ent
 def _replaced(entry: Entry, document: Mapping[str, Any]) -> Entry:
     """The same, if the old key does not take its place."""
     if entry.path[0] == "dynamo_config" and "dynamo_backend" in document:
-        return dropped(entry.path, entry.value, "dynamo_backend, the old key, counts instead of the whole block", kept=False)
+        return dropped(entry.path, entry.value, "dynamo_backend, the old key, replaces the full block", kept=False)
     return entry
 
 
@@ -103,7 +100,7 @@ def _renamed(entry: Entry, document: Mapping[str, Any]) -> Iterator[Entry]:
     *before, last = (name for name in written if _prefixed(block, name) == entry.path[1])
     if entry.path[2:3] in ((), _first(written[last])):
         for name in before:
-            yield dropped((block, str(name)), written[name], f"is said again by {last}, which counts", kept=False)
+            yield dropped((block, str(name)), written[name], f"is repeated by {last}, which takes precedence", kept=False)
     yield entry.at(block, str(last), *entry.path[2:])
 
 
@@ -115,9 +112,9 @@ def _first(value: Any) -> tuple[str, ...]:
 def _engine(source: Source, topology: Topology | None) -> list[Entry]:
     """What the engine's arguments say, with the format that it computes in."""
     kind, precision, spot = kind_of(source.data), precision_of(source.data), _precision_spot(source.data)
-    said = _SAYS[kind.engine](source, precision, spot, topology)
+    said = _ENGINES[kind.engine](source, precision, spot, topology)
     unsaid = all(entry.path != spot.path for entry in said)
-    return [*said, *_plain(spot, precision, kind.engine)] if unsaid else said
+    return [*said, *_precision_entries(spot, precision, kind.engine)] if unsaid else said
 
 
 def _precision_spot(document: Mapping[str, Any]) -> Spot:
@@ -128,7 +125,7 @@ def _precision_spot(document: Mapping[str, Any]) -> Spot:
     return Spot((name,), document.get(name, "no"), name not in document, fit, note, fields)
 
 
-def _plain(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
+def _precision_entries(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
     """The format where the engine itself says nothing of it."""
     if precision == "no":
         yield Entry(spot.path, spot.value, Meaning(fields={"precision.compute": "fp32"}), spot.assumed)
@@ -159,7 +156,7 @@ def _deepspeed(source: Source, precision: str, spot: Spot, topology: Topology | 
     return [*deepspeed_entries(source.data, precision, spot, topology), *groups]
 
 
-_SAYS: Mapping[str, Callable[[Source, str, Spot, Topology | None], list[Entry]]] = {
+_ENGINES: Mapping[str, Callable[[Source, str, Spot, Topology | None], list[Entry]]] = {
     "fsdp": _fsdp,
     "deepspeed": _deepspeed,
     "none": _replicas,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from unishard.config import Config
-from unishard.formats.fallbacks import FALLBACKS, noted, when_default
+from unishard.formats.fallbacks import FALLBACKS, noted, row, when_default
 from unishard.mapping.field_rows import saved_by_script, write
-from unishard.mapping.rules import NO_KEY, Fit, Rule, When
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["BY_SCRIPT"]
 
@@ -17,19 +17,15 @@ def _every_step(cfg: Config) -> bool:
     return cfg.training.gradient_accumulation_steps == 1
 
 
-_SCHEDULE = "Accelerate steps the scheduler once for each rank: count updates times ranks, or pass step_scheduler_with_optimizer=False"
+_SCHEDULE = "steps once for each rank: pass step_scheduler_with_optimizer=False"
 
 BY_SCRIPT: Mapping[str, Rule] = {
-    "training.last_window": Rule(
+    "training.last_window": row(
         Fit.APPROXIMATE,
         NO_KEY,
         "Accelerate divides the last update by the full window: the last samples weigh less",
-        when=(
-            When("no accumulation", _every_step, Fit.EXACT, "every window is full"),
-            When(
-                "drop", lambda cfg: cfg.training.last_window == "drop", Fit.NEEDS_INPUT, "leave out the batches that do not fill a window"
-            ),
-        ),
+        unless("no accumulation", _every_step, "every window is full"),
+        When("drop", lambda cfg: cfg.training.last_window == "drop", Fit.NEEDS_INPUT, "leave out the batches that do not fill a window"),
     ),
     "training.seed": write("call accelerate.utils.set_seed(..., device_specific=True), and seed the DataLoader"),
     **noted({path: _SCHEDULE for path in FALLBACKS if path.startswith("scheduler.")}),

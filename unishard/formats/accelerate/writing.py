@@ -23,12 +23,8 @@ TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_EXPRESSIONS, "deepspeed
 
 _SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}
 _SAVED = FieldResult(Fit.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
-_NO_KEY = FieldResult(
-    Fit.IGNORED, "", "Accelerate has no key for it; hand it to the plugin of the Accelerator, or to DeepSpeed in a file of its own"
-)
-_NO_GROUPS = (
-    "Accelerate wants the number of groups and of ranks in each, and {} ranks make no groups of {}; give --world-size and --gpus-per-node"
-)
+_NO_KEY = FieldResult(Fit.IGNORED, "", "no key for it; pass it to the Accelerator's plugin or write a deepspeed_config_file")
+_NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
 def expressed(reading: ReadDocument, topology: Topology) -> Expressed:

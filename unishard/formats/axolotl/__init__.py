@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs
+from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = {
-    "base_model": 5,
-    "sequence_len": 4,
-    "micro_batch_size": 3,
-    "datasets": 3,
-    "val_set_size": 3,
-    "adapter": 2,
-    "deepspeed": 1,
-    "fsdp": 1,
-    "fsdp_config": 1,
-    "learning_rate": 1,
-    "num_epochs": 2,
-}
+_SIGNS = weighted(
+    {
+        5: "base_model",
+        4: "sequence_len",
+        3: "micro_batch_size datasets val_set_size",
+        2: "adapter num_epochs",
+        1: "deepspeed fsdp fsdp_config learning_rate",
+    }
+)
 
 FORMAT = Deferred("axolotl", Signs(_SIGNS))

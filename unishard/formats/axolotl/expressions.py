@@ -13,13 +13,14 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.axolotl.saving import SAVING
+from unishard.formats.fallbacks import exact
 from unishard.formats.hf.engine_expressions import decided_of, engine_of
 from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.switches import switched_on, without
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
-from unishard.mapping.rules import Fit, Rule, When
+from unishard.mapping.rules import Fit, Rule, When, unless
 
 __all__ = ["EXPRESSIONS", "written"]
 
@@ -38,7 +39,7 @@ def _named(key: str) -> str:
     return re.sub(r"\bactivation_checkpointing\b(?!,? *fsdp|\.)", "gradient_checkpointing", named, count=1)
 
 
-def _format(cfg: Config, topology: Topology) -> Native:
+def _precision(cfg: Config, topology: Topology) -> Native:
     return {"bf16": cfg.precision.compute == "bf16"} | ({"fp16": True} if cfg.precision.compute == "fp16" else {})
 
 
@@ -55,62 +56,51 @@ def _pinned(cfg: Config, topology: Topology) -> Native:
     return {"fsdp_config": {"pin_memory": False}} if on and not cfg.offload.pin_memory else {}
 
 
-def _whole(cfg: Config) -> bool:
-    """Whether no engine keeps fp32 masters beside a model in bf16."""
+def _bf16_without_engine(cfg: Config) -> bool:
+    """Whether no engine keeps fp32 master weights beside a model in bf16."""
     return without(cfg) and cfg.precision.compute == "bf16"
 
 
 _NEAREST = ARGUMENTS["sharding.strategy"].when[-1]
-_LOADED = "axolotl loads the model in bf16 (resolve_dtype), so without an engine weights and optimizer state are bf16"
-_PURE = "axolotl's engines keep fp32 masters beside bf16: more exact, in more memory"
+_LOADED = "axolotl loads the model in bf16: without an engine, optimizer state is bf16 too"
+_PURE = "axolotl's engines keep fp32 master weights beside bf16: more exact, more memory"
 
 _OWN: Mapping[str, Rule] = {
-    "sharding.strategy": Rule(
-        Fit.EXACT,
-        "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size",
-        "",
-        _groups,
-        (ARGUMENTS["sharding.strategy"].when[0], _NEAREST),
+    "sharding.strategy": exact(
+        "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size", ARGUMENTS["sharding.strategy"].when[0], _NEAREST, to=_groups
     ),
-    "sharding.group_size": Rule(Fit.EXACT, "dp_shard_size, dp_replicate_size"),
-    "offload.pin_memory": Rule(Fit.EXACT, "fsdp_config.cpu_offload_pin_memory", "", _pinned),
-    "precision.compute": Rule(
-        Fit.EXACT,
+    "sharding.group_size": exact("dp_shard_size, dp_replicate_size"),
+    "offload.pin_memory": exact("fsdp_config.cpu_offload_pin_memory", to=_pinned),
+    "precision.compute": exact(
         "bf16, fp16",
-        "",
-        _format,
-        (
-            When(
-                "fp16 and no_shard",
-                lambda cfg: without(cfg) and cfg.precision.compute == "fp16",
-                Fit.EQUIVALENT,
-                "torch.autocast: some operations run in fp32 there, and all of the model computes in this format here",
-            ),
+        When(
+            "fp16 and no_shard",
+            lambda cfg: without(cfg) and cfg.precision.compute == "fp16",
+            Fit.EQUIVALENT,
+            "torch.autocast keeps some operations in fp32; unishard runs all in this dtype",
         ),
+        to=_precision,
     ),
-    "precision.master": Rule(
-        Fit.EXACT,
+    "precision.master": exact(
         "bf16, fp16",
-        when=(
-            When("fp32", lambda cfg: not cfg.precision.pure and not _whole(cfg), Fit.EXACT, ""),
-            When("bf16 without an engine", lambda cfg: cfg.precision.pure and _whole(cfg), Fit.EXACT, ""),
-            When("fp32 without an engine", lambda cfg: not cfg.precision.pure, Fit.APPROXIMATE, _LOADED),
-            When("pure", lambda cfg: cfg.precision.pure, Fit.APPROXIMATE, _PURE),
-        ),
+        unless("fp32", lambda cfg: not cfg.precision.pure and not _bf16_without_engine(cfg)),
+        unless("bf16 without an engine", lambda cfg: cfg.precision.pure and _bf16_without_engine(cfg)),
+        When("fp32 without an engine", lambda cfg: not cfg.precision.pure, Fit.APPROXIMATE, _LOADED),
+        When("pure", lambda cfg: cfg.precision.pure, Fit.APPROXIMATE, _PURE),
     ),
     "precision.reduce": replace(
         ARGUMENTS["precision.reduce"],
         when=(
-            When("bf16 without an engine", lambda cfg: _whole(cfg) and cfg.precision.reduce == "bf16", Fit.EXACT, ""),
-            When("fp32 without an engine", _whole, Fit.APPROXIMATE, _LOADED),
+            unless("bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.reduce == "bf16"),
+            When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
             *ARGUMENTS["precision.reduce"].when,
         ),
     ),
     "precision.accumulate": replace(
         ARGUMENTS["precision.accumulate"],
         when=(
-            When("bf16 without an engine", lambda cfg: _whole(cfg) and cfg.precision.accumulate == "bf16", Fit.EXACT, ""),
-            When("fp32 without an engine", _whole, Fit.APPROXIMATE, _LOADED),
+            unless("bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.accumulate == "bf16"),
+            When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
             *ARGUMENTS["precision.accumulate"].when,
         ),
     ),

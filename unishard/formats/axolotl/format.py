@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.axolotl.expressions import EXPRESSIONS, written
 from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
 from unishard.formats.axolotl.sharding import sharded
-from unishard.formats.documents import yaml_text
-from unishard.formats.hf.precedence import settled
-from unishard.formats.hf.sharding import whole_copies
+from unishard.formats.format import Format
+from unishard.formats.hf.precedence import with_precedence
+from unishard.formats.hf.sharding import replicated
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import partitioned
-from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
+from unishard.mapping.entries import NOTHING, Entry, Meaning, interpret
 from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Fit, Rule
+from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 
@@ -31,30 +30,22 @@ _SHIPPED = re.compile(r"zero[123](_torch_compile|_bf16)?(_cpuoffload_(all|params
 _BACK = {argument: name for name, argument in NAMES.items()}
 
 
-class AxolotlFormat:
-    """Implements `unishard.formats.format.Format`."""
+class AxolotlFormat(Format):
+    """YAML of axolotl."""
 
     name = "axolotl"
     tool = TOOL
-    suffix = ".yaml"
-    keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Rule] = EXPRESSIONS
+    keys = KEYS
+    expressions = EXPRESSIONS
+    yaml_1_1 = True
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
-        """What a file says, and what axolotl and transformers assume.
-
-        Raises:
-            ConfigError: An override cannot be used.
-        """
-        return assemble(self.name, source, _entries(source, topology), overrides=overrides, topology=topology)
+    def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
+        """What a file says, and what axolotl and transformers assume."""
+        return _entries(source, topology)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The keys that train; a file also needs `base_model` and `datasets`."""
         return written(reading, topology)
-
-    def render(self, document: Native, reading: ReadDocument) -> str:
-        """YAML."""
-        return yaml_text(document, old=True)
 
 
 FORMAT = AxolotlFormat()
@@ -77,7 +68,7 @@ def _entries(source: Source, topology: Topology | None) -> list[Entry]:
         silent = keys[key].silent if key in keys else NOTHING
         return document.get(key, None if silent is NOTHING else silent)
 
-    found = [_back(entry) for entry in settled([*entries, *_engines(plain, argument, topology)])]
+    found = [_back(entry) for entry in with_precedence([*entries, *_engines(plain, argument, topology)])]
     return found + [_foreign(key, value) for key, value in foreign.items()]
 
 
@@ -87,7 +78,7 @@ def _back(entry: Entry) -> Entry:
 
 
 def _foreign(key: str, value: Any) -> Entry:
-    note = f"{TOOL} does not know this name of transformers' and ignores it; did you mean {_BACK[key]!r}?"
+    note = f"{TOOL} ignores this name of transformers; did you mean {_BACK[key]!r}?"
     return Entry((key,), value, Meaning(Fit.IGNORED, note, kept=True))
 
 
@@ -101,7 +92,7 @@ def _engines(source: Source, argument: Any, topology: Topology | None) -> list[E
     if DEEPSPEED in source.data:
         entries += [_shipped(entry) for entry in partitioned(source.data[DEEPSPEED], source, argument, topology)]
     if not any("backend" in entry.meaning.fields for entry in entries):
-        entries.append(whole_copies())
+        entries.append(replicated())
     return entries
 
 
@@ -110,5 +101,5 @@ def _shipped(entry: Entry) -> Entry:
     name = PurePath(str(entry.value)).name
     if entry.meaning.fit is not Fit.NEEDS_INPUT or not _SHIPPED.fullmatch(name):
         return entry
-    note = f"is one of the files that axolotl brings along; get it with `axolotl fetch deepspeed_configs`, and put it at {entry.value}"
+    note = f"ships with axolotl; run `axolotl fetch deepspeed_configs`, put it at {entry.value}"
     return replace(entry, meaning=replace(entry.meaning, note=note))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.formats.hf.loop import off
-from unishard.formats.hf.wordlists import names
+from unishard.formats.names import ignored
 from unishard.mapping.entries import Key
-from unishard.mapping.key_rows import drops, refuses
+from unishard.mapping.key_rows import refuses
 
 __all__ = ["IGNORED"]
 
@@ -35,7 +35,7 @@ _GROUPS: Mapping[str, str] = {
         "chat_template_jinja chat_template_kwargs eot_tokens default_system_message total_num_tokens total_supervised_tokens "
         "is_preprocess preprocess_iterable val_set_size max_packed_sequence_len"
     ),
-    "chooses which parameters train (LoRA and the like), which the training script sets up": (
+    "chooses which parameters train, such as LoRA: the training script does that": (
         "adapter load_in_8bit load_in_4bit gptq bnb_config_kwargs lora_model_dir lora_r lora_alpha lora_fan_in_fan_out "
         "lora_target_modules lora_target_parameters lora_target_linear lora_modules_to_save lora_rank_pattern lora_alpha_pattern "
         "lora_dropout lora_on_cpu peft peft_layers_to_transform peft_layers_pattern peft_use_dora peft_use_rslora peft_layer_replication "
@@ -64,7 +64,7 @@ _GROUPS: Mapping[str, str] = {
         "dpo_norm_loss use_eaft eaft_alpha eaft_k kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk "
         "kd_online_server_base_url kd_online_topk kd_online_server kd_online_timeout kd_temperature_min diffusion trainer_cls hatchery"
     ),
-    "concerns logs alone": (
+    "affects only logs": (
         "logging_steps use_wandb wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model use_mlflow "
         "mlflow_tracking_uri mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace "
         "comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config use_trackio trackio_project_name "
@@ -74,27 +74,27 @@ _GROUPS: Mapping[str, str] = {
         "otel_metrics_host otel_metrics_port use_tensorboard profiler_steps profiler_steps_start include_tokens_per_second include_tkps "
         "debug gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature"
     ),
-    "concerns evaluation alone": (
+    "affects only evaluation": (
         "eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_batch_size eval_table_size eval_max_new_tokens "
         "eval_table_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split generate_samples "
         "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
         "generation_prompt_ratio generation_do_sample lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model"
     ),
-    "concerns checkpoints alone": (
+    "affects only checkpoints": (
         "save_first_step save_only_model save_safetensors load_best_model_at_end metric_for_best_model greater_is_better "
         "resume_from_checkpoint auto_resume_from_checkpoints dynamic_checkpoint hub_model_id hub_strategy hub_revision "
         "early_stopping_patience fsdp_final_state_dict_type"
     ),
     "stops the training, which the training script does": "loss_watchdog_threshold loss_watchdog_patience",
-    "concerns the start of the processes alone": (
+    "launcher setting": (
         "world_size local_rank ddp ddp_timeout use_ray ray_run_name ray_num_workers resources_per_worker axolotl_config_path "
         "capabilities env_capabilities"
     ),
-    "concerns DistributedDataParallel's collectives alone: losses are the same": (
+    "affects only DistributedDataParallel's collectives: losses are the same": (
         "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters"
     ),
-    "concerns memory alone": "gc_steps torch_empty_cache_steps gc_collect_steps activation_offloading layer_offloading",
-    "concerns time and memory alone: losses are the same": "selective_checkpointing deepcompile torch_compile_options",
+    "affects only memory": "gc_steps torch_empty_cache_steps gc_collect_steps activation_offloading layer_offloading",
+    "affects only time and memory: losses are the same": "selective_checkpointing deepcompile torch_compile_options",
     "is about axolotl's command line": "strict",
     "belongs to context parallelism, which is off": "heads_k_stride ring_attn_func",
     "belongs to expert parallelism, which is off": (
@@ -112,16 +112,16 @@ _GROUPS: Mapping[str, str] = {
 }
 
 _GROUPED = "gives some parameters another rate; write it as optimizer.groups of unishard"
-_RESTARTS = "starts the schedule again during the training; build the scheduler in the training script"
-_PARALLEL = "unishard shards data-parallel ranks and has no parallelism within a model; write 1, and more ranks instead"
+_RESTARTS = "restarts the schedule during training; build the scheduler in the training script"
+_PARALLEL = "unishard has no parallelism within a model; write 1 and use more ranks"
 
 
-def _alone(value: object) -> bool:
+def _is_one(value: object) -> bool:
     return off(value) or value == 1
 
 
 IGNORED: Mapping[str, Key] = {
-    **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
+    **ignored(_GROUPS),
     "embedding_lr": refuses(_GROUPED, off),
     "embedding_lr_scale": refuses(_GROUPED, off),
     "lr_groups": refuses(_GROUPED, off),
@@ -130,11 +130,11 @@ IGNORED: Mapping[str, Key] = {
     "jagged_restart_steps": refuses(_RESTARTS, off),
     "relora": refuses(_RESTARTS, off),
     "relora_steps": refuses(_RESTARTS, off),
-    "lr_quadratic_warmup": refuses("warms up along a parabola, and unishard along a line; build the scheduler in the script", off),
+    "lr_quadratic_warmup": refuses("unishard has no quadratic warmup; build the scheduler in the script", off),
     "fp8": refuses("unishard has no fp8; write bf16", off),
-    "tensor_parallel_size": refuses(_PARALLEL, _alone),
-    "context_parallel_size": refuses(_PARALLEL, _alone),
-    "sequence_parallel_degree": refuses(_PARALLEL, _alone),
-    "expert_parallel_size": refuses(_PARALLEL, _alone),
+    "tensor_parallel_size": refuses(_PARALLEL, _is_one),
+    "context_parallel_size": refuses(_PARALLEL, _is_one),
+    "sequence_parallel_degree": refuses(_PARALLEL, _is_one),
+    "expert_parallel_size": refuses(_PARALLEL, _is_one),
 }
 """Keys that a config of the training does not need, and some that it cannot say."""

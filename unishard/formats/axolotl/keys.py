@@ -12,7 +12,7 @@ from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
-from unishard.formats.hf.wordlists import names
+from unishard.formats.names import names
 from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, number, refuses
 from unishard.mapping.rules import Fit
@@ -36,7 +36,7 @@ _SAME = names(
     "optim_target_modules lr_scheduler_kwargs seed tf32 fp16 gradient_checkpointing_kwargs torch_compile torch_compile_backend "
     "torch_compile_mode neftune_noise_alpha auto_find_batch_size accelerator_config warmup_ratio"
 )
-_EIGHT = "8-bit state there, in the format of the masters here: the same algorithm without its rounding, in more memory"
+_EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
 _TORCH = "torch's AdamW: the same algorithm"
 _OWN = {
     "optimi_adamw": ("adamw", Fit.EQUIVALENT, _TORCH),
@@ -56,7 +56,7 @@ def _brain(value: Any, given: Given) -> Meaning:
     """`bf16`: true, false, `auto` or `full`."""
     word = str(value).lower()
     if word == "full":
-        return Meaning(Fit.IGNORED, "is evaluation in bf16 alone (core/builders/base.py)", kept=True)
+        return Meaning(Fit.IGNORED, "only evaluates in bf16 (core/builders/base.py)", kept=True)
     if off(value) or (word == "auto" and not off(given.get("fp16"))):
         return Meaning(Fit.IGNORED, "is off", kept=True)
     if word != "auto":
@@ -65,7 +65,7 @@ def _brain(value: Any, given: Given) -> Meaning:
 
 
 def _mixed(given: Given, note: str) -> Meaning:
-    """Computing in bf16. axolotl also loads the model in it (`resolve_dtype`), and only the engines keep fp32 masters then."""
+    """Computing in bf16. axolotl also loads the model in it (`resolve_dtype`), and only the engines then keep fp32 master weights."""
     fields: dict[str, Any] = {"precision.compute": "bf16"}
     fsdp = not off(given.get("fsdp")) or not off(given.get("fsdp_config"))
     if fsdp:
@@ -103,7 +103,7 @@ def _checkpointing(value: Any, given: Given) -> Meaning:
 
 def _schedule(value: Any, given: Given) -> Meaning:
     if str(value).lower() in ("one_cycle", "rex"):
-        why = f"unishard has no {value} schedule; build it in the training script and hand it to unishard.prepare(scheduler=...)"
+        why = f"unishard has no {value} schedule; pass one to unishard.prepare(scheduler=...)"
         return Meaning(Fit.UNSUPPORTED, why)
     meaning = ARGUMENTS["lr_scheduler_type"].read("cosine" if value is None else value, given)
     end = given.get("cosine_min_lr_ratio")
@@ -116,14 +116,14 @@ def _end(value: Any, given: Given) -> Meaning:
     if not value:
         return Meaning(Fit.IGNORED, "is off", kept=True)
     if str(given.get("lr_scheduler_type") or "cosine").lower() != "cosine":
-        return Meaning(Fit.IGNORED, "is read with the cosine schedule alone", kept=True)
+        return Meaning(Fit.IGNORED, "only used with the cosine schedule", kept=True)
     return Meaning(fields={"scheduler.min_lr_ratio": number(0, 1)(value)})
 
 
 def _still(value: Any, given: Given) -> Meaning:
     """`cosine_constant_lr_ratio`: where the rate stops falling."""
     if not value or not given.get("cosine_min_lr_ratio"):
-        return Meaning(Fit.IGNORED, "is read beside cosine_min_lr_ratio alone", kept=True)
+        return Meaning(Fit.IGNORED, "only used with cosine_min_lr_ratio", kept=True)
     if number(0, 1)(value) == 1 or number(0, 1)(given.get("cosine_min_lr_ratio")) == 1:
         return Meaning(Fit.IGNORED, "changes nothing here", kept=True)
     return Meaning(Fit.UNSUPPORTED, _FALLS)
@@ -152,7 +152,7 @@ def _batch(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.IGNORED, "gradient_accumulation_steps counts", kept=True)
     per_step = integer(1)(given.get("per_device_train_batch_size") or 1)
     if integer(1)(value) < per_step:
-        raise Unreadable(f"must be at least micro_batch_size, which is {per_step}, got {value}; write gradient_accumulation_steps")
+        raise Unreadable(f"must be at least micro_batch_size ({per_step}), got {value}; write gradient_accumulation_steps")
     return Meaning(fields={"training.gradient_accumulation_steps": integer(1)(value) // per_step})
 
 
@@ -175,7 +175,7 @@ def _optional(row: Key) -> Key:
 
 
 def _engine(name: str) -> Key:
-    return Key(lambda value, given: Meaning(fields={"backend": name}), "backend", note=f"what it holds stands in the table of {name}")
+    return Key(lambda value, given: Meaning(fields={"backend": name}), "backend", note=f"its keys are those of {name}")
 
 
 KEYS: Mapping[str, Key] = {
@@ -191,9 +191,9 @@ KEYS: Mapping[str, Key] = {
     "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", silent="auto"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
     "float16": Key(_half, "", Fit.UNSUPPORTED, _UNSCALED),
-    "float32": drops("is what holds without bf16 and fp16"),
+    "float32": drops("the default without bf16 and fp16"),
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
-    "fp32_norms": refuses("keeps norms in fp32 beside bf16, and unishard computes all of the model in one format; remove it", off),
+    "fp32_norms": refuses("unishard computes norms in the dtype of the model; remove it", off),
     "fp32_norm_classes": drops("names what fp32_norms switches on"),
     **SAVED,
     **{name: _engine(FSDP) for name in ENGINES},

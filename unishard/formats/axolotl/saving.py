@@ -8,8 +8,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import when_default
-from unishard.formats.hf.accepted import VALUES
+from unishard.formats.fallbacks import exact, when_default
+from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
 from unishard.mapping.entries import Given, Key, Meaning
@@ -77,7 +77,7 @@ def _limit(value: Any, given: Given) -> Meaning:
 SAVED: Mapping[str, Key] = {
     "output_dir": Key(_directory, "checkpoint.dir"),
     "save_steps": Key(_steps, "checkpoint.every_steps", Fit.EQUIVALENT, "axolotl also saves at the end of the training"),
-    "save_strategy": Key(_strategy, "checkpoint.every_steps", note="epoch and best are your loop's to do"),
+    "save_strategy": Key(_strategy, "checkpoint.every_steps", note="your loop does epoch and best"),
     "saves_per_epoch": Key(_times, "", Fit.NEEDS_INPUT, "counts in epochs"),
     "save_total_limit": Key(_limit, "checkpoint.keep_last", note=f"axolotl keeps {_KEPT} where it saves and this is not said"),
 }
@@ -91,21 +91,17 @@ def _kept(cfg: Config, topology: Topology) -> Native:
 
 
 SAVING: Mapping[str, Rule] = {
-    "checkpoint.keep_last": Rule(
-        Fit.EXACT,
+    "checkpoint.keep_last": exact(
         "save_total_limit",
-        "",
-        _kept,
-        (
-            when_default("checkpoint.keep_last", "a number that no training reaches stands for all"),
-            When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, "all are kept"),
-        ),
+        when_default("checkpoint.keep_last", "all: written as a number that no training reaches"),
+        When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, "all are kept"),
+        to=_kept,
     ),
     "checkpoint.every_minutes": write(
-        "a plugin of axolotl whose TrainerCallback sets control.should_save", lambda cfg: cfg.checkpoint.every_minutes is None, "null"
+        "an axolotl plugin whose TrainerCallback sets control.should_save", lambda cfg: cfg.checkpoint.every_minutes is None, "null"
     ),
     "checkpoint.on_signal": write(
-        "a plugin of axolotl whose TrainerCallback sets control.should_save and control.should_training_stop",
+        "an axolotl plugin whose TrainerCallback sets should_save and should_training_stop",
         lambda cfg: not cfg.checkpoint.on_signal,
         "empty",
     ),

@@ -12,6 +12,7 @@ from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.sharding import words_of
 from unishard.formats.hf.switches import FSDP
+from unishard.formats.names import names
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Meaning, Unreadable
 from unishard.mapping.key_rows import integer
@@ -26,24 +27,17 @@ _NAMES: Mapping[str, str] = {
     "final_state_dict_type": "state_dict_type",
     **{
         name: name
-        for name in (
-            "activation_checkpointing",
-            "sync_module_states",
-            "cpu_ram_efficient_loading",
-            "use_orig_params",
-            "state_dict_type",
-            "auto_wrap_policy",
-            "transformer_layer_cls_to_wrap",
-            "min_num_params",
-            "reshard_after_forward",
+        for name in names(
+            "activation_checkpointing sync_module_states cpu_ram_efficient_loading use_orig_params state_dict_type auto_wrap_policy "
+            "transformer_layer_cls_to_wrap min_num_params reshard_after_forward"
         )
     },
 }
 """Keys of `FSDPConfig` in FSDP's own words."""
 
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-_OVERLOOKED = f"{TOOL} has no such key in fsdp_config and overlooks it"
-_STRATEGY = f"{_OVERLOOKED}; the strategy comes from fsdp or reshard_after_forward, and is FULL_SHARD without them"
+_OVERLOOKED = f"{TOOL} has no such key in fsdp_config and ignores it"
+_STRATEGY = f"{TOOL} ignores it; write fsdp_config.reshard_after_forward (default: full_shard)"
 _MESH = ("dp_shard_size", "dp_replicate_size")
 
 
@@ -64,7 +58,7 @@ def _ignored(data: Mapping[str, Any]) -> list[Entry]:
     entries = []
     for key in ("fsdp", "fsdp_config", "fsdp_version", *_MESH):
         if key in data:
-            note = "is off" if off(data[key]) else "is read where fsdp_config is there alone"
+            note = "is off" if off(data[key]) else "only used with fsdp_config"
             entries.append(Entry((key,), data[key], Meaning(Fit.IGNORED, note, kept=True)))
     return entries
 
@@ -87,10 +81,10 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
             note = "is empty" if value is None else _STRATEGY if name == "sharding_strategy" else _OVERLOOKED
             entries.append(Entry(path, value, Meaning(Fit.IGNORED, note, kept=True)))
     beside = [*_flag(data, block, second=str(version) == "2"), *_groups(data, block)]
-    return entries + sorted([*beside, *_said(block, topology)], key=_order)
+    return entries + sorted([*beside, *_block_entries(block, topology)], key=_order)
 
 
-def _said(block: EngineBlock, topology: Topology | None) -> list[Entry]:
+def _block_entries(block: EngineBlock, topology: Topology | None) -> list[Entry]:
     first = {} if str(block.native["version"]) == "2" else {"sharding_strategy": "FULL_SHARD"}
     return block.entries(defaults={"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **first}, topology=topology)
 
@@ -118,7 +112,7 @@ def _flag(data: Mapping[str, Any], block: EngineBlock, *, second: bool) -> Itera
 def _second_version(path: tuple[str, ...], value: Any, version: Any) -> Entry:
     if str(value) == str(version):
         return Entry(path, value, Meaning(fields={"backend": "fsdp"}))
-    return Entry(path, value, Meaning(Fit.IGNORED, "fsdp_version counts more", kept=True))
+    return Entry(path, value, Meaning(Fit.IGNORED, "fsdp_version takes precedence", kept=True))
 
 
 def _words(value: Any, second: bool) -> tuple[dict[str, Any], str]:
@@ -132,7 +126,7 @@ def _words(value: Any, second: bool) -> tuple[dict[str, Any], str]:
     strategy = next((word for word in words if word in _STRATEGIES), None)
     asked: dict[str, Any] = {"cpu_offload": True} if "offload" in words else {}
     if strategy and second and strategy not in _STRATEGIES[:2]:
-        return asked, f"transformers 5 takes {strategy} with fsdp_version 1 alone; write dp_replicate_size for groups, or full_shard"
+        return asked, f"{strategy} needs fsdp_version: 1; write full_shard, or dp_replicate_size for groups"
     if strategy:
         # Accelerate gets it under this name with version 1 as well.
         asked["reshard_after_forward"] = strategy == "full_shard" if second else strategy

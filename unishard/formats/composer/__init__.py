@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs
+from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = {
-    "max_seq_len": 2,
-    "device_train_microbatch_size": 5,
-    "device_train_grad_accum": 5,
-    "global_train_batch_size": 5,
-    "device_eval_batch_size": 4,
-    "max_duration": 4,
-    "train_loader": 4,
-    "train_dataset": 2,
-    "schedulers": 2,
-    "fsdp_config": 1,
-    "run_name": 1,
-    "parallelism_config": 1,
-    "parameters": 2,
-    "integrations": 2,
-    "callbacks": 2,
-    "algorithms": 2,
-    "loggers": 2,
-    "scheduler.t_warmup": 3,
-    "scheduler.alpha_f": 2,
-    "parameters.max_duration": 9,
-    "parameters.train_loader": 9,
-    "parameters.fsdp_config": 9,
-}
+_SIGNS = weighted(
+    {
+        9: "parameters.max_duration parameters.train_loader parameters.fsdp_config",
+        5: "device_train_microbatch_size device_train_grad_accum global_train_batch_size",
+        4: "device_eval_batch_size max_duration train_loader",
+        3: "scheduler.t_warmup",
+        2: "max_seq_len train_dataset schedulers parameters integrations callbacks algorithms loggers scheduler.alpha_f",
+        1: "fsdp_config run_name parallelism_config",
+    }
+)
 
 FORMAT = Deferred("composer", Signs(_SIGNS))

@@ -12,7 +12,7 @@ from unishard.mapping.rules import Fit
 __all__ = ["BATCHES"]
 
 _AUTOMATIC = Undecided("Composer's automatic micro-batching, which takes what fits into memory; write a size")
-_RANKS = Undecided("the number of ranks: global batch / (micro-batch x ranks); give --world-size")
+_RANKS = Undecided("the number of ranks: global batch / (micro-batch x ranks); add --world-size")
 _GLOBAL = ("global_train_batch_size", "train_batch_size")
 _ACCUMULATION = ("device_train_grad_accum", "grad_accum")
 
@@ -26,7 +26,7 @@ def _size(given: Given, *keys: str) -> int | Undecided | None:
     return None
 
 
-def _whole(given: Given) -> int | None:
+def _global_batch_size(given: Given) -> int | None:
     """Samples in one update over all ranks."""
     found = _size(given, *_GLOBAL)
     if isinstance(found, int):
@@ -44,12 +44,12 @@ def _part(given: Given) -> int | None:
     each = _size(given, "device_train_batch_size")
     if isinstance(each, int):
         return each
-    whole = _whole(given)
+    whole = _global_batch_size(given)
     if whole is None or given.topology is None:
         return None
     part, rest = divmod(whole, given.topology.world_size)
     if rest or not part:
-        raise Unreadable(f"must be a multiple of the {given.topology.world_size} ranks, got {whole}; write one, as Composer demands")
+        raise Unreadable(f"must be a multiple of the {given.topology.world_size} ranks, got {whole}; write one")
     return part
 
 
@@ -59,7 +59,7 @@ def _plan(given: Given) -> tuple[Any, Any]:
     windows = _size(given, *_ACCUMULATION)
     if isinstance(micro, int):
         if part is None:
-            return micro, _RANKS if _whole(given) else windows
+            return micro, _RANKS if _global_batch_size(given) else windows
         even = max(size for size in range(1, min(micro, part) + 1) if part % size == 0)
         return even, part // even
     if isinstance(windows, int):
@@ -76,7 +76,7 @@ def _micro(value: Any, given: Given) -> Meaning:
     fields = {"training.micro_batch_size": micro}
     if micro == asked:
         return Meaning(fields=fields)
-    return Meaning(Fit.EQUIVALENT, f"micro-batches of {micro} divide a rank's part evenly; Composer's last one is smaller", fields)
+    return Meaning(Fit.EQUIVALENT, f"micro-batches of {micro} divide the batch of a rank; Composer's last one is smaller", fields)
 
 
 def _global(value: Any, given: Given) -> Meaning:
@@ -97,7 +97,7 @@ def _each(value: Any, given: Given) -> Meaning:
     _, windows = _plan(given)
     if isinstance(windows, int):
         return Meaning(fields={"training.gradient_accumulation_steps": windows})
-    return Meaning(Fit.NEEDS_INPUT, "each rank's part of a batch; write training.gradient_accumulation_steps")
+    return Meaning(Fit.NEEDS_INPUT, "the batch of one rank; write training.gradient_accumulation_steps")
 
 
 def _windows(value: Any, given: Given) -> Meaning:

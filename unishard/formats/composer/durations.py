@@ -38,9 +38,9 @@ def updates(value: Any, given: Given) -> int | Undecided:
     if unit == "dur":
         whole = given.get("max_duration")
         if whole is None:
-            return Undecided(f"max_duration, which the file does not hold: {value} is a part of it")
+            return Undecided(f"max_duration, which the file does not have: {value} is a fraction of it")
         if str(whole).strip().endswith("dur"):
-            raise Unreadable(f"must be in updates where max_duration is a part of itself, got {shown(value)}; write one such as 100ba")
+            raise Unreadable(f"must be in batches if max_duration is a fraction, got {shown(value)}; write 100ba")
         total = updates(whole, given)
         return total if isinstance(total, Undecided) else int(amount * total)
     return Undecided(_UNITS[unit].format(text=value))

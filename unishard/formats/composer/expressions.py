@@ -11,7 +11,7 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.composer import groups
 from unishard.formats.composer.saving import SAVING
-from unishard.formats.fallbacks import copied, rows, when_default
+from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.mapping.field_rows import lost, unlooked
 from unishard.mapping.rules import NO_KEY, Fit, Holds, Rule, When, unless
 
@@ -54,7 +54,7 @@ def _mixed(cfg: Config, topology: Topology) -> Native:
     return _fsdp({"mixed_precision": formats if buffers == "keep" else formats | {"buffer_dtype": buffers}})
 
 
-def _whole_batch(cfg: Config, topology: Topology) -> Native:
+def _global_batch(cfg: Config, topology: Topology) -> Native:
     training = cfg.training
     counted = training.micro_batch_size * training.gradient_accumulation_steps * topology.world_size
     return {"global_train_batch_size": training.global_batch_size or counted}
@@ -87,10 +87,10 @@ def _not_fp16(cfg: Config) -> bool:
 def _scaled(at_default: Holds) -> Rule:
     note = "Composer's GradScaler begins at 65536 and doubles after 2000 updates"
     unscaled = (unless("compute is not fp16", _not_fp16, "nothing is scaled"), unless("as torch's GradScaler", at_default))
-    return Rule(Fit.APPROXIMATE, NO_KEY, note, when=unscaled)
+    return row(Fit.APPROXIMATE, NO_KEY, note, *unscaled)
 
 
-_BETWEEN = "FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
+_BETWEEN = "FSDP gathers parameters in every forward"
 _NO_OFFLOAD = 'Composer raises "FSDP CPU Offload not supported yet"; set offload to none'
 _NO_OPTIMIZER = "llm-foundry registers no such optimizer; choose adamw or lion"
 _GROUPS = (
@@ -98,68 +98,62 @@ _GROUPS = (
         "no_decay beside groups without a weight_decay",
         groups.unlike,
         Fit.APPROXIMATE,
-        "a parameter that both match is in the group alone, so that it decays; write weight_decay in the group",
+        "a parameter in both is only in the group, so it decays; set weight_decay there",
     ),
 )
 
 _OWN: Mapping[str, Rule] = {
-    "backend": Rule(
+    "backend": row(
         Fit.UNSUPPORTED,
         "fsdp_config",
-        "Composer removed DeepSpeed in 0.28 and runs FSDP alone; give --set backend=fsdp",
-        when=(unless("fsdp", lambda cfg: cfg.backend == "fsdp"),),
+        "Composer removed DeepSpeed in 0.28; add --set backend=fsdp",
+        unless("fsdp", lambda cfg: cfg.backend == "fsdp"),
     ),
-    "sharding.strategy": Rule(
-        Fit.EXACT,
+    "sharding.strategy": exact(
         "fsdp_config.sharding_strategy",
-        "",
-        _strategy,
-        (
-            When(
-                "shard_optimizer",
-                lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-                Fit.APPROXIMATE,
-                f"SHARD_GRAD_OP is the nearest; {_BETWEEN}, and reduces gradients on every micro-batch",
-            ),
-            When(
-                "shard_grad_op or hybrid_shard_grad_op",
-                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-                Fit.APPROXIMATE,
-                f"SHARD_GRAD_OP is the nearest; {_BETWEEN}",
-            ),
+        When(
+            "shard_optimizer",
+            lambda cfg: cfg.sharding.strategy == "shard_optimizer",
+            Fit.APPROXIMATE,
+            f"nearest is SHARD_GRAD_OP; {_BETWEEN}, and reduces gradients on every micro-batch",
         ),
+        When(
+            "shard_grad_op or hybrid_shard_grad_op",
+            lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+            Fit.APPROXIMATE,
+            f"nearest is SHARD_GRAD_OP; {_BETWEEN}",
+        ),
+        to=_strategy,
     ),
-    "sharding.group_size": Rule(
-        Fit.EXACT, "fsdp_config.data_parallel_shard_degree, fsdp_config.data_parallel_replicate_degree", "", _group
-    ),
-    "sharding.reshard_after_forward": Rule(Fit.EXACT, "fsdp_config.sharding_strategy", "", _strategy),
-    "sharding.units": Rule(
+    "sharding.group_size": exact("fsdp_config.data_parallel_shard_degree, fsdp_config.data_parallel_replicate_degree", to=_group),
+    "sharding.reshard_after_forward": exact("fsdp_config.sharding_strategy", to=_strategy),
+    "sharding.units": row(
         Fit.NEEDS_INPUT,
         "fsdp_wrap_fn of the model",
         "let it say true for modules of these classes",
-        when=(when_default("sharding.units", "llm-foundry wraps the model's blocks"),),
+        when_default("sharding.units", "llm-foundry wraps the model's blocks"),
     ),
-    "sharding.conditional_modules": Rule(
+    "sharding.conditional_modules": row(
         Fit.NEEDS_INPUT,
         "fsdp_wrap_fn of the model",
         "let it say false for modules of these classes",
-        when=(when_default("sharding.conditional_modules"),),
+        when_default("sharding.conditional_modules"),
     ),
-    "precision.compute": Rule(
+    "precision.compute": row(
         Fit.EQUIVALENT,
         "precision",
         "Composer computes under autocast, which keeps norms, softmax and losses in fp32",
-        lambda cfg, topology: {"precision": _PRECISIONS[cfg.precision.compute]},
-        (when_default("precision.compute"),),
+        when_default("precision.compute"),
+        to=lambda cfg, topology: {"precision": _PRECISIONS[cfg.precision.compute]},
     ),
-    "precision.master": Rule(
+    "precision.master": row(
         Fit.APPROXIMATE,
         "none: always fp32",
-        "Composer keeps fp32 masters, which is more exact and takes more memory",
-        when=(when_default("precision.master"),),
+        "Composer keeps fp32 master weights: more exact, more memory",
+        when_default("precision.master"),
     ),
-    "precision.reduce": Rule(Fit.EXACT, "fsdp_config.mixed_precision", "", _mixed),
-    "precision.buffers": Rule(Fit.EXACT, "fsdp_config.mixed_precision", "", _mixed),
+    "precision.reduce": exact("fsdp_config.mixed_precision", to=_mixed),
+    "precision.buffers": exact("fsdp_config.mixed_precision", to=_mixed),
     "precision.loss_scale": _scaled(lambda cfg: cfg.precision.loss_scale == "dynamic"),
     "precision.initial_loss_scale": _scaled(lambda cfg: cfg.precision.initial_loss_scale == 65536.0),
     "precision.loss_scale_growth_interval": _scaled(lambda cfg: cfg.precision.loss_scale_growth_interval == 2000),
@@ -167,102 +161,88 @@ _OWN: Mapping[str, Rule] = {
     "offload.optimizer": lost(_NO_OFFLOAD, lambda cfg: cfg.offload.optimizer == "none", "none"),
     "offload.pin_memory": Rule(Fit.EXACT, NO_KEY, "nothing is offloaded"),
     "offload.nvme_path": lost(_NO_OFFLOAD, lambda cfg: cfg.offload.nvme_path is None, "null"),
-    "activation_checkpointing": Rule(
+    "activation_checkpointing": row(
         Fit.EQUIVALENT,
         "fsdp_config.activation_checkpointing",
-        "the model's blocks are computed again as a whole: the same results, other memory and time",
-        lambda cfg, topology: _fsdp(
+        "full blocks are recomputed: the same results, other memory and time",
+        unless("full or none", lambda cfg: cfg.activation_checkpointing in ("full", "none")),
+        to=lambda cfg, topology: _fsdp(
             {"activation_checkpointing": False}
             if cfg.activation_checkpointing == "none"
             else {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
         ),
-        (unless("full or none", lambda cfg: cfg.activation_checkpointing in ("full", "none")),),
     ),
     "training.micro_batch_size": copied("training.micro_batch_size", "device_train_microbatch_size", auto=True),
     "training.gradient_accumulation_steps": Rule(
-        Fit.EXACT, "global_train_batch_size", "micro-batch x accumulation x the ranks of --world-size", _whole_batch
+        Fit.EXACT, "global_train_batch_size", "micro-batch x accumulation x the ranks of --world-size", _global_batch
     ),
-    "training.global_batch_size": Rule(
-        Fit.EXACT,
-        "global_train_batch_size",
-        "",
-        lambda cfg, topology: _whole_batch(cfg, topology) if cfg.training.global_batch_size else {},
+    "training.global_batch_size": exact(
+        "global_train_batch_size", to=lambda cfg, topology: _global_batch(cfg, topology) if cfg.training.global_batch_size else {}
     ),
-    "training.gradient_clipping": Rule(
-        Fit.EXACT,
+    "training.gradient_clipping": exact(
         "algorithms.gradient_clipping",
-        "",
-        lambda cfg, topology: (
+        to=lambda cfg, topology: (
             {}
             if cfg.training.gradient_clipping is None
             else {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": cfg.training.gradient_clipping}}}
         ),
     ),
     "training.nonfinite": unlooked(Fit.APPROXIMATE, NO_KEY, "Composer makes the update also when gradients are not finite"),
-    "training.last_window": Rule(
+    "training.last_window": row(
         Fit.NEEDS_INPUT,
         "train_loader.drop_last",
         "true drops the batch that is not full, false trains on it",
-        when=(when_default("training.gradient_accumulation_steps", "every window is full"),),
+        when_default("training.gradient_accumulation_steps", "every window is full"),
     ),
     "training.seed": copied("training.seed", "seed"),
-    "optimizer.name": Rule(
+    "optimizer.name": row(
         Fit.UNSUPPORTED,
         "optimizer.name",
         _NO_OPTIMIZER,
-        lambda cfg, topology: {"optimizer": {"name": _OPTIMIZERS[cfg.optimizer.name]}},
-        (unless("adamw or lion", lambda cfg: cfg.optimizer.name in _OPTIMIZERS),),
+        unless("adamw or lion", lambda cfg: cfg.optimizer.name in _OPTIMIZERS),
+        to=lambda cfg, topology: {"optimizer": {"name": _OPTIMIZERS[cfg.optimizer.name]}},
     ),
-    "optimizer.lr": Rule(Fit.EXACT, "optimizer.lr", "", _optimizer("lr", lambda cfg: cfg.optimizer.lr)),
-    "optimizer.betas": Rule(Fit.EXACT, "optimizer.betas", "", _optimizer("betas", lambda cfg: list(cfg.optimizer.betas))),
-    "optimizer.eps": Rule(Fit.EXACT, "optimizer.eps", "", _optimizer("eps", lambda cfg: cfg.optimizer.eps, "adamw")),
-    "optimizer.amsgrad": Rule(
-        Fit.EXACT,
+    "optimizer.lr": exact("optimizer.lr", to=_optimizer("lr", lambda cfg: cfg.optimizer.lr)),
+    "optimizer.betas": exact("optimizer.betas", to=_optimizer("betas", lambda cfg: list(cfg.optimizer.betas))),
+    "optimizer.eps": exact("optimizer.eps", to=_optimizer("eps", lambda cfg: cfg.optimizer.eps, "adamw")),
+    "optimizer.amsgrad": exact(
         "optimizer.amsgrad",
-        "",
-        lambda cfg, topology: {"optimizer": {"amsgrad": True}} if cfg.optimizer.amsgrad and cfg.optimizer.name == "adamw" else {},
+        to=lambda cfg, topology: {"optimizer": {"amsgrad": True}} if cfg.optimizer.amsgrad and cfg.optimizer.name == "adamw" else {},
     ),
     "optimizer.momentum": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
     "optimizer.nesterov": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
-    "optimizer.weight_decay": Rule(
+    "optimizer.weight_decay": row(
         Fit.EQUIVALENT,
         "optimizer.weight_decay",
-        "multiplied by the learning rate, since Composer's decay follows the schedule alone",
-        _optimizer("weight_decay", _decay),
-        (unless("0", lambda cfg: not cfg.optimizer.weight_decay),),
+        "times the learning rate: Composer's decay follows only the schedule",
+        unless("0", lambda cfg: not cfg.optimizer.weight_decay),
+        to=_optimizer("weight_decay", _decay),
     ),
-    "optimizer.no_decay": Rule(Fit.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
-    "optimizer.groups": Rule(Fit.EXACT, "optimizer.param_groups", "", groups.write, _GROUPS),
-    "scheduler.name": Rule(Fit.EXACT, "scheduler.name", "", lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}),
-    "scheduler.warmup_steps": Rule(
-        Fit.EXACT, "scheduler.t_warmup", "", lambda cfg, topology: {"scheduler": {"t_warmup": f"{cfg.scheduler.warmup_steps}ba"}}
+    "optimizer.no_decay": exact("optimizer.param_groups", *_GROUPS, to=groups.write),
+    "optimizer.groups": exact("optimizer.param_groups", *_GROUPS, to=groups.write),
+    "scheduler.name": exact("scheduler.name", to=lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}),
+    "scheduler.warmup_steps": exact(
+        "scheduler.t_warmup", to=lambda cfg, topology: {"scheduler": {"t_warmup": f"{cfg.scheduler.warmup_steps}ba"}}
     ),
-    "scheduler.warmup_type": Rule(
-        Fit.APPROXIMATE, "none: always linear", "Composer climbs in a straight line", when=(when_default("scheduler.warmup_type"),)
+    "scheduler.warmup_type": row(
+        Fit.APPROXIMATE, "none: always linear", "Composer warms up linearly", when_default("scheduler.warmup_type")
     ),
-    "scheduler.warmup_start_ratio": Rule(
-        Fit.APPROXIMATE, "none: always 0", "Composer climbs from 0", when=(when_default("scheduler.warmup_start_ratio"),)
+    "scheduler.warmup_start_ratio": row(
+        Fit.APPROXIMATE, "none: always 0", "Composer warms up from 0", when_default("scheduler.warmup_start_ratio")
     ),
-    "scheduler.delay_steps": Rule(
-        Fit.APPROXIMATE, "none: always 0", "Composer begins at once", when=(when_default("scheduler.delay_steps"),)
+    "scheduler.delay_steps": row(Fit.APPROXIMATE, "none: always 0", "Composer begins at once", when_default("scheduler.delay_steps")),
+    "scheduler.total_steps": exact("scheduler.t_max, max_duration", unless("constant", _constant, "the loop decides how long"), to=_total),
+    "scheduler.min_lr_ratio": exact(
+        "scheduler.alpha_f", to=lambda cfg, topology: {} if _constant(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}}
     ),
-    "scheduler.total_steps": Rule(
-        Fit.EXACT, "scheduler.t_max, max_duration", "", _total, (unless("constant", _constant, "the loop decides how long"),)
-    ),
-    "scheduler.min_lr_ratio": Rule(
-        Fit.EXACT,
-        "scheduler.alpha_f",
-        "",
-        lambda cfg, topology: {} if _constant(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}},
-    ),
-    "compile.mode": Rule(
+    "compile.mode": row(
         Fit.EQUIVALENT,
         "compile_config",
-        "the whole model is compiled there",
-        lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile_config": {"backend": cfg.compile.backend}},
-        (unless("none or full", lambda cfg: cfg.compile.mode != "per_block"),),
+        "the full model is compiled there",
+        unless("none or full", lambda cfg: cfg.compile.mode != "per_block"),
+        to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile_config": {"backend": cfg.compile.backend}},
     ),
-    "compile.backend": Rule(Fit.EXACT, "compile_config.backend"),
+    "compile.backend": exact("compile_config.backend"),
 }
 
 EXPRESSIONS: Mapping[str, Rule] = rows(_OWN, SAVING)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.composer import shapes
 from unishard.formats.composer.engine import DEEPSPEED, engine, trains
@@ -15,14 +14,14 @@ from unishard.formats.composer.fsdp_keys import ARGUMENTS
 from unishard.formats.composer.interpolation import named, resolved
 from unishard.formats.composer.keys import KEYS, RUN, deferred
 from unishard.formats.composer.optimization_keys import defaults_of
-from unishard.formats.documents import yaml_text
-from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.format import Format
+from unishard.formats.reading import ReadDocument
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Key, Meaning, interpret
 from unishard.mapping.express import AUTO, Expressed, FieldResult, express
 from unishard.mapping.key_rows import drops, refuses
-from unishard.mapping.rules import Fit, Rule
+from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 
@@ -35,29 +34,27 @@ _NODE = 8
 """GPUs of one of MosaicML's nodes."""
 
 
-class ComposerFormat:
-    """Implements `unishard.formats.format.Format`."""
+class ComposerFormat(Format):
+    """YAML of llm-foundry."""
 
     name = "composer"
     tool = _TOOL
-    suffix = ".yaml"
-    keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Rule] = EXPRESSIONS
+    keys = KEYS
+    expressions = EXPRESSIONS
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
-        """What the file says; the engine is FSDP, or DeepSpeed where an older file configures it.
+    def ranks(self, source: Source) -> Topology | None:
+        """Those that a run file asks for."""
+        return _ranks(source.data) if _is_run(source) else None
 
-        Raises:
-            ConfigError: An override cannot be used.
-        """
-        nested = isinstance(source.data.get("parameters"), Mapping)
+    def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
+        """What the file says; the engine is FSDP, or DeepSpeed where an older file configures it."""
+        nested = _is_run(source)
         inner: Mapping[str, Any] = source.data["parameters"] if nested else source.data
         around = {key: value for key, value in source.data.items() if key != "parameters"} if nested else {}
-        topology = topology or _ranks(around)
         entries = [*interpret(RUN, around, tool="MosaicML", ignores_unknown=True), *_inner(inner, topology, nested=nested)]
         if nested and not inner:
             entries.append(Entry(("parameters",), inner, Meaning(Fit.IGNORED, "is empty")))
-        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+        return entries
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides; below `parameters` where it was a run file of MosaicML itself."""
@@ -65,16 +62,17 @@ class ComposerFormat:
         expressed = _automatic(express(rows, reading.config, topology, reading.undecided), reading)
         if not reading.topology:
             expressed = _without_ranks(expressed, reading)
-        if reading.format == self.name and isinstance(reading.source.data.get("parameters"), Mapping):
+        if reading.format == self.name and _is_run(reading.source):
             return Expressed({"parameters": expressed.document}, expressed.fields)
         return expressed
 
-    def render(self, document: Native, reading: ReadDocument) -> str:
-        """YAML."""
-        return yaml_text(document)
-
 
 FORMAT = ComposerFormat()
+
+
+def _is_run(source: Source) -> bool:
+    """Whether the training YAML stands below `parameters` of a MosaicML run file."""
+    return isinstance(source.data.get("parameters"), Mapping)
 
 
 def _automatic(expressed: Expressed, reading: ReadDocument) -> Expressed:
@@ -91,7 +89,7 @@ def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
     """The whole batch, which nobody can say without the number of ranks, is left out and named."""
     if _WINDOWS not in reading.decided or _WINDOWS in reading.undecided or reading.config.training.global_batch_size:
         return expressed
-    note = "the whole batch is micro-batch x accumulation x ranks; give --world-size"
+    note = "micro-batch x accumulation x ranks; add --world-size"
     document = {key: value for key, value in expressed.document.items() if key != "global_train_batch_size"}
     return Expressed(document, {**expressed.fields, _WINDOWS: FieldResult(Fit.NEEDS_INPUT, "global_train_batch_size", note)})
 
@@ -107,10 +105,10 @@ def _ranks(around: Mapping[str, Any]) -> Topology | None:
 
 def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: bool) -> list[Entry]:
     """Entries of a training YAML, each at the place where it is written, with the value that is written there."""
-    shaped, places = shapes.today(resolved(written, written))
+    shaped, places = shapes.current_keys(resolved(written, written))
     rows = {key: deferred(row) for key, row in KEYS.items()} | dict(_of_this_file(written, shaped))
     found = interpret(rows, _without_engine(shaped), tool=_TOOL, defaults=_defaults(shaped), topology=topology)
-    entries = [*found, *engine(shaped, topology), *_silence(shaped), *open_end(found, ("max_duration",))]
+    entries = [*found, *engine(shaped, topology), *_default_clipping(shaped), *open_end(found, ("max_duration",))]
     placed = shapes.together([shapes.placed(entry, written, places) for entry in entries], written)
     if nested:
         placed = [entry.at("parameters", *entry.path) for entry in placed]
@@ -126,10 +124,8 @@ def _without_engine(shaped: Mapping[str, Any]) -> dict[str, Any]:
     return rest | {"fsdp_config": beside} if beside else rest
 
 
-_VARIABLE = drops("holds a value that other keys name")
-_STRANGE = drops(
-    "is no key of Composer's, and llm-foundry 0.22 refuses it but below variables; older ones and other scripts take it for themselves"
-)
+_VARIABLE = drops("holds a value that other keys refer to")
+_STRANGE = drops("not a key of Composer; llm-foundry 0.22 takes such keys only below variables")
 _ALGORITHM = refuses("unishard has no such algorithm, which changes the training; remove it")
 
 
@@ -147,7 +143,7 @@ def _of_this_file(written: Mapping[str, Any], shaped: Mapping[str, Any]) -> Iter
             yield f"algorithms.{name}", _ALGORITHM
 
 
-def _silence(shaped: Mapping[str, Any]) -> Iterator[Entry]:
+def _default_clipping(shaped: Mapping[str, Any]) -> Iterator[Entry]:
     """What Composer does where the file does not speak of clipping: nothing."""
     algorithms = shaped.get("algorithms")
     clips = isinstance(algorithms, Mapping) and "gradient_clipping" in algorithms

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.formats.names import names
 from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import integer, one_of, refuses
 from unishard.mapping.rules import Fit
@@ -16,22 +17,13 @@ from unishard.mapping.rules import Fit
 __all__ = ["ARGUMENTS", "FSDP"]
 
 ARGUMENTS: Mapping[str, str] = {
-    "sharding_strategy": "sharding_strategy",
-    "reshard_after_forward": "reshard_after_forward",
-    "cpu_offload": "cpu_offload",
-    "activation_checkpointing": "activation_checkpointing",
-    "activation_checkpointing_reentrant": "activation_checkpointing_reentrant",
-    "activation_cpu_offload": "activation_checkpointing_offload",
-    "backward_prefetch": "backward_prefetch",
-    "forward_prefetch": "forward_prefetch",
-    "limit_all_gathers": "limit_all_gathers",
-    "use_orig_params": "use_orig_params",
-    "sync_module_states": "sync_module_states",
-    "ignored_modules": "ignored_modules",
-    "load_monolith_rank0_only": "load_monolith_rank0_only",
-    "load_fsdp_monolith_rank0_only": "load_monolith_rank0_only",
-    "state_dict_type": "state_dict_type",
-}
+    name: name
+    for name in names(
+        "sharding_strategy reshard_after_forward cpu_offload activation_checkpointing activation_checkpointing_reentrant "
+        "activation_cpu_offload backward_prefetch forward_prefetch limit_all_gathers use_orig_params sync_module_states ignored_modules "
+        "load_monolith_rank0_only load_fsdp_monolith_rank0_only state_dict_type"
+    )
+} | {"activation_cpu_offload": "activation_checkpointing_offload", "load_fsdp_monolith_rank0_only": "load_monolith_rank0_only"}
 """Keys that the engine reads, and its name of each."""
 
 _PRECISIONS = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16", "amp": "fp16", "bf16": "bf16", "fp16": "fp16"}
@@ -46,9 +38,7 @@ _DTYPES = {
     "float32": "fp32",
     "torch.float32": "fp32",
 }
-_AUTOCAST = (
-    "Composer computes under autocast, which keeps norms, softmax and losses in fp32; here every operation of the model has this format"
-)
+_AUTOCAST = "autocast keeps norms, softmax and losses in fp32; unishard runs all in this dtype"
 
 
 def _compute_of(value: Any) -> str:
@@ -59,7 +49,7 @@ def _compute_of(value: Any) -> str:
     """
     word = str(value).strip().lower()
     if word not in _PRECISIONS:
-        raise Unreadable(f"must be one of fp32, amp_bf16, amp_fp16, got {shown(value)}; write amp_bf16 (unishard has no fp8)")
+        raise Unreadable(f"must be fp32, amp_bf16 or amp_fp16 (no fp8), got {shown(value)}; write amp_bf16")
     return _PRECISIONS[word]
 
 
@@ -70,7 +60,7 @@ def _precision(value: Any, given: Given) -> Meaning:
 
 
 def _mixed(value: Any, given: Given) -> Meaning:
-    """The formats of reductions and buffers; FSDP keeps fp32 masters with each of them."""
+    """The dtypes of reductions and buffers; FSDP keeps fp32 master weights with each of them."""
     if isinstance(value, Mapping):
         return _formats(value)
     word = one_of({"full": "full", "default": "default", "pure": "pure"})(value)
@@ -79,7 +69,7 @@ def _mixed(value: Any, given: Given) -> Meaning:
     precision = given.get("precision")
     if isinstance(precision, str) and "${" in precision:
         who = Undecided(f"precision, which is {precision}")
-        return Meaning(Fit.NEEDS_INPUT, f"the formats come from {who.who}", {"precision.reduce": who, "precision.buffers": who})
+        return Meaning(Fit.NEEDS_INPUT, f"the dtypes come from {who.who}", {"precision.reduce": who, "precision.buffers": who})
     compute = _compute_of(precision)
     return Meaning(fields={"precision.reduce": compute if word == "pure" else "fp32", "precision.buffers": compute})
 
@@ -87,7 +77,7 @@ def _mixed(value: Any, given: Given) -> Meaning:
 def _formats(value: Mapping[str, Any]) -> Meaning:
     unknown = set(value) - {"param_dtype", "reduce_dtype", "buffer_dtype"}
     if unknown:
-        raise Unreadable(f"must hold param_dtype, reduce_dtype and buffer_dtype alone, got {sorted(unknown)[0]}; remove it")
+        raise Unreadable(f"takes only param_dtype, reduce_dtype, buffer_dtype, got {sorted(unknown)[0]}; remove it")
     read = {key: one_of(_DTYPES)(item) for key, item in value.items() if item is not None}
     reduce = read.get("reduce_dtype", read.get("param_dtype", "fp32"))
     return Meaning(fields={"precision.reduce": reduce, "precision.buffers": read.get("buffer_dtype", "keep")})
@@ -100,7 +90,7 @@ def _hybrid(given: Given) -> bool:
 def _shard_degree(value: Any, given: Given) -> Meaning:
     degree = integer(-1)(value)
     if not _hybrid(given):
-        return _whole(degree, given)
+        return _full_shard_degree(degree, given)
     replicas = given.get("fsdp_config.data_parallel_replicate_degree")
     if degree > 0:
         return Meaning(fields={"sharding.group_size": degree})
@@ -109,10 +99,10 @@ def _shard_degree(value: Any, given: Given) -> Meaning:
     return _group_of(integer(1)(replicas), given)
 
 
-def _whole(degree: int, given: Given) -> Meaning:
+def _full_shard_degree(degree: int, given: Given) -> Meaning:
     """Without a hybrid strategy, all ranks share one copy."""
     if given.topology and degree > 0 and degree != given.topology.world_size:
-        raise Unreadable(f"must be the {given.topology.world_size} ranks without a hybrid strategy, got {degree}; write -1")
+        raise Unreadable(f"must be {given.topology.world_size} (all ranks) without a hybrid strategy, got {degree}; write -1")
     return Meaning(Fit.IGNORED, "all ranks share one copy")
 
 
@@ -122,7 +112,7 @@ def _replicate_degree(value: Any, given: Given) -> Meaning:
     degree = integer(1)(value)
     if not _hybrid(given):
         if degree > 1:
-            raise Unreadable(f"must be 1 without a hybrid strategy, got {degree}; set sharding_strategy to HYBRID_SHARD")
+            raise Unreadable(f"must be 1 without a hybrid strategy, got {degree}; write HYBRID_SHARD")
         return Meaning(Fit.IGNORED, "is off")
     shard = given.get("fsdp_config.data_parallel_shard_degree")
     if shard not in (None, -1, "-1"):
@@ -132,17 +122,17 @@ def _replicate_degree(value: Any, given: Given) -> Meaning:
 
 def _group_of(replicas: int, given: Given) -> Meaning:
     if given.topology is None:
-        who = Undecided(f"the number of ranks, divided by {replicas}; give --world-size")
+        who = Undecided(f"the number of ranks, divided by {replicas}; add --world-size")
         return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {"sharding.group_size": who})
     return Meaning(fields={"sharding.group_size": max(given.topology.world_size // replicas, 1)})
 
 
 def _device_mesh(value: Any, given: Given) -> Meaning:
     if not isinstance(value, list) or not 1 <= len(value) <= 2:
-        raise Unreadable(f"must be a list of one or two sizes, got {shown(value)}; write data_parallel_shard_degree instead")
+        raise Unreadable(f"must be one or two sizes, got {shown(value)}; write data_parallel_shard_degree")
     sizes = [integer(1)(size) for size in value]
     if len(sizes) == 1:
-        return _whole(sizes[0], given)
+        return _full_shard_degree(sizes[0], given)
     if not _hybrid(given):
         raise Unreadable("must have one axis without a hybrid strategy; set sharding_strategy to HYBRID_SHARD")
     return Meaning(fields={"sharding.group_size": sizes[1]})
@@ -165,7 +155,7 @@ def _drops(why: str) -> Key:
     return Key(lambda value, given: Meaning(Fit.IGNORED, why), "", Fit.IGNORED, why)
 
 
-_MEMORY = "time and memory alone"
+_MEMORY = "affects only time and memory"
 
 FSDP: Mapping[str, Key] = {
     "precision": Key(_precision, "precision.compute", Fit.EQUIVALENT, _AUTOCAST),
@@ -180,11 +170,11 @@ FSDP: Mapping[str, Key] = {
     "fsdp_config.forward_prefetch_limit": _drops(_MEMORY),
     "fsdp_config.te_checkpoint_wrapper": _drops("the same results; unishard checkpoints with torch"),
     "fsdp_config.te_shard_fp8_weight": refuses("unishard has no fp8; remove it", _off),
-    "fsdp_config.keep_low_precision_grads": refuses("gradients are kept in the format of the masters; remove it", _off),
+    "fsdp_config.keep_low_precision_grads": refuses("gradients keep the dtype of the master weights; remove it", _off),
     "fsdp_config.process_group": refuses("unishard makes its own groups; use HYBRID_SHARD and data_parallel_shard_degree", _off),
-    "fsdp_config.load_planner": _drops("concerns how a checkpoint is read"),
-    "fsdp_config.save_planner": _drops("concerns how a checkpoint is written"),
-    "fsdp_config.sharded_ckpt_prefix_dir": _drops("concerns the files of checkpoints alone"),
-    "fsdp_config.verbose": _drops("concerns logs alone"),
+    "fsdp_config.load_planner": _drops("affects only how a checkpoint is read"),
+    "fsdp_config.save_planner": _drops("affects only how a checkpoint is written"),
+    "fsdp_config.sharded_ckpt_prefix_dir": _drops("affects only the files of checkpoints"),
+    "fsdp_config.verbose": _drops("affects only logs"),
 }
 """Their rows; `fsdp_config` stands for `parallelism_config.fsdp` as well."""

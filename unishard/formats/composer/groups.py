@@ -34,12 +34,12 @@ def read(value: Any, given: Given) -> Meaning:
 
 def _group(item: Any, given: Given) -> Native:
     if not isinstance(item, Mapping) or "param_str_match" not in item:
-        raise Unreadable(f"must hold groups with param_str_match, got {shown(item)}; write {{param_str_match: norm, weight_decay: 0.0}}")
+        raise Unreadable(f"must have param_str_match, got {shown(item)}; write {{param_str_match: norm, weight_decay: 0.0}}")
     unknown = next((key for key in item if key not in _KNOWN), None)
     if unknown is not None:
-        raise Unreadable(f"must hold groups with another lr or weight_decay alone, got {unknown}; remove it")
+        raise Unreadable(f"takes only lr and weight_decay, got {unknown}; remove it")
     if len(item) == 1:
-        raise Unreadable(f"must hold groups with an lr or a weight_decay, got {shown(item)}; write one of them")
+        raise Unreadable(f"must have an lr or a weight_decay, got {shown(item)}; write one of them")
     group: Native = {"params": [text(item["param_str_match"])]}
     rate = number(0)(item.get("lr", given.get("optimizer.lr")))
     decay = number(0)(item.get("weight_decay", given.get("optimizer.weight_decay") or 0.0))
@@ -54,7 +54,7 @@ def _divided(decay: float, rate: float, given: Given) -> float:
     if not decay or not str(given.get("optimizer.name")).lower().startswith("decoupled_"):
         return decay
     if not rate:
-        raise Unreadable("must hold a weight_decay of 0 where the learning rate is 0; write 0")
+        raise Unreadable("must have weight_decay 0 if lr is 0; write 0")
     return decay / rate
 
 

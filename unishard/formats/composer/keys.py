@@ -12,6 +12,7 @@ from unishard.formats.composer.batches import BATCHES
 from unishard.formats.composer.fsdp_keys import FSDP
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
 from unishard.formats.composer.saving import SAVED
+from unishard.formats.names import ignored
 from unishard.mapping.entries import Given, Key, Meaning, Undecided
 from unishard.mapping.key_rows import boolean, drops, integer, refuses
 from unishard.mapping.rules import Fit
@@ -24,16 +25,16 @@ _REASONS: Mapping[str, str] = {
     "concerns the data, which the training script loads": "train_loader eval_loader eval_loaders train_dataset eval_dataset val_dataset "
     "dataset dataloader data_local data_remote device_eval_batch_size device_eval_microbatch_size global_eval_batch_size eval_batch_size "
     "spin_dataloaders icl_seq_len icl_max_seq_len num_class_images use_prior_preservation prior_loss_weight",
-    "concerns evaluation alone": "eval_first eval_interval eval_subset_num_batches icl_subset_num_batches icl_tasks icl_tasks_str "
+    "affects only evaluation": "eval_first eval_interval eval_subset_num_batches icl_subset_num_batches icl_tasks icl_tasks_str "
     "eval_gauntlet eval_gauntlet_str model_gauntlet models validate_every_n_batches validate_every_n_epochs",
-    "concerns logs alone": "callbacks loggers progress_bar log_to_console console_log_interval console_stream python_log_level log_config "
+    "affects only logs": "callbacks loggers progress_bar log_to_console console_log_interval console_stream python_log_level log_config "
     "run_name metadata flatten_metadata profiler",
-    "concerns the files of checkpoints alone": "save_filename save_latest_filename save_overwrite "
+    "affects only the files of checkpoints": "save_filename save_latest_filename save_overwrite "
     "save_weights_only save_ignore_keys load_path load_weights_only load_strict_model_weights "
     "load_ignore_keys load_exclude_algorithms autoresume only_hf_checkpoint only_composer_checkpoint",
-    "concerns the launcher alone": "dist_timeout device n_gpus",
+    "launcher setting": "dist_timeout device n_gpus",
     "tells the script what to run": "is_train parallel tasks",
-    "holds values that other keys name": "variables global_seed",
+    "holds values that other keys refer to": "variables global_seed",
     "belongs to the inference benchmark, which trains nothing": "batch_sizes input_lengths output_lengths num_batches num_warmup_batches "
     "num_runs benchmark_name use_deepspeed use_fsdp",
 }
@@ -44,7 +45,7 @@ def _seed(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
-_WHOLE = "unishard splits no layer between ranks; remove it and shard with fsdp_config alone"
+_WHOLE = "unishard splits no layer between ranks; remove it and use only fsdp_config"
 
 
 def _tensor_parallel(value: Any, given: Given) -> Meaning:
@@ -62,7 +63,7 @@ def _compiled(value: Any, given: Given) -> Meaning:
     if settings.get("backend"):
         fields["compile.backend"] = str(settings["backend"])
     rest = sorted(set(settings) - {"backend"})
-    note = f"{', '.join(rest)} would be left out: time alone" if rest else ""
+    note = f"{', '.join(rest)} would be left out: affects only time" if rest else ""
     return Meaning(Fit.EQUIVALENT if rest else Fit.EXACT, note, fields)
 
 
@@ -72,7 +73,7 @@ def _deterministic(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.IGNORED, "is off")
 
 
-_RECIPE = "the script merges the section that it names into the file; write that section's keys in the place of the others"
+_RECIPE = "the script merges another section into the file; write that section's keys here"
 
 KEYS: Mapping[str, Key] = {
     **BATCHES,
@@ -82,7 +83,7 @@ KEYS: Mapping[str, Key] = {
     "seed": Key(_seed, "training.seed"),
     "tp_config": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
     "parallelism_config.tp": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
-    "default_seed": Key(_seed, "training.seed", note="of Composer's benchmarks, which seed each task anew"),
+    "default_seed": Key(_seed, "training.seed", note="of Composer's benchmarks"),
     "recipe_name": refuses(_RECIPE, lambda value: not value),
     "use_recipe": refuses(_RECIPE, lambda value: not value),
     "lr_scheduler": refuses("belongs to a script with a schedule of its own; write scheduler with a name", lambda value: not value),
@@ -91,11 +92,11 @@ KEYS: Mapping[str, Key] = {
     "algorithms": refuses("unishard has no algorithms of Composer's but gradient clipping; remove it", lambda value: not value),
     "scheduler": drops("is empty"),
     "optimizer": drops("is empty"),
-    **{key: drops(why) for why, names in _REASONS.items() for key in names.split()},
+    **ignored(_REASONS),
 }
 """What each says; the rows of an engine's arguments stand in the engine's table."""
 
-_LAUNCHER = "concerns MosaicML's platform, which starts the training"
+_LAUNCHER = "only concerns MosaicML's platform"
 RUN: Mapping[str, Key] = {
     key: drops(_LAUNCHER)
     for key in (
@@ -112,7 +113,7 @@ def deferred(key: Key) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if not (isinstance(value, str) and "${" in value) or not key.fields:
             return key.read(value, given)
-        who = Undecided(f"{value}, which the file does not hold")
+        who = Undecided(f"{value}, which the file does not have")
         return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", dict.fromkeys(key.fields.split(", "), who))
 
     return Key(read, key.fields, key.fit, key.note, key.silent)

@@ -29,10 +29,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "decoupled_sgdw": {"weight_decay": 0.0},
 }
 """Of composer.optim and llmfoundry.optim, where they are not torch's."""
-_DECOUPLED = (
-    "Composer multiplies weights by 1 - weight_decay x lr / first lr in every update, torch by 1 - weight_decay x lr, so the value is "
-    "divided by the first learning rate"
-)
+_DECOUPLED = "divided by the first lr: Composer decays by weight_decay x lr / first lr"
 _SHAPES = {
     "cosine_with_warmup": "cosine",
     "cosine_decay_with_warmup": "cosine",
@@ -55,7 +52,7 @@ def defaults_of(optimizer: Any) -> dict[str, Any]:
 def _name(value: Any, given: Given) -> Meaning:
     word = str(value).strip().lower()
     if word not in _OPTIMIZERS:
-        raise Unreadable(f"must be one that unishard has, got {shown(value)}; write one of {', '.join(_OPTIMIZERS)}")
+        raise Unreadable(f"must be one of {', '.join(_OPTIMIZERS)}, got {shown(value)}; write one of them")
     return Meaning(fields={"optimizer.name": _OPTIMIZERS[word]})
 
 
@@ -87,7 +84,7 @@ def _decay(value: Any, given: Given) -> Meaning:
     if not kind.startswith("decoupled_") or not decay:
         return Meaning(fields={field: decay})
     if kind == "decoupled_sgdw":
-        raise Unreadable("must be 0 with decoupled_sgdw, since torch's SGD adds it to the gradient; write 0, or choose decoupled_adamw")
+        raise Unreadable("must be 0 with decoupled_sgdw; write 0, or use decoupled_adamw")
     rate = number(0)(given.get("optimizer.lr"))
     if not rate:
         raise Unreadable("must be 0 where the learning rate is 0; write 0")
@@ -181,14 +178,11 @@ def _clip(value: Any, given: Given) -> Meaning:
 
 def _scaled(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Fit.UNSUPPORTED, "unishard does not scale a warm-up with the length of the training; write the number of updates")
+        return Meaning(Fit.UNSUPPORTED, "unishard does not scale the warmup with the run; write a number of steps")
     return Meaning(Fit.IGNORED, "is off")
 
 
-_EXEMPT = (
-    "the script exempts every bias and every vector from decay (ModernBERT's main.py); here names decide, so that a norm or another vector "
-    "with a name of its own needs a pattern"
-)
+_EXEMPT = "exempts by name; the script exempts all vectors: add patterns for other names"
 
 
 def _exempt(value: Any, given: Given) -> Meaning:
@@ -213,8 +207,8 @@ OPTIMIZATION: Mapping[str, Key] = {
     "optimizer.param_groups": Key(groups.read, "optimizer.groups"),
     "optimizer.filter_bias_norm_wd": Key(_exempt, "optimizer.no_decay", Fit.EQUIVALENT, _EXEMPT),
     "optimizer.disable_grad": _left("freeze these parameters in the training script before prepare"),
-    "optimizer.foreach": drops("time alone"),
-    "optimizer.fused": drops("time alone"),
+    "optimizer.foreach": drops("affects only time"),
+    "optimizer.fused": drops("affects only time"),
     "scheduler.name": Key(_shape, "scheduler.name"),
     "scheduler.t_warmup": Key(_warmup, "scheduler.warmup_steps"),
     "scheduler.warmup_time": Key(_warmup, "scheduler.warmup_steps", note="an older name of t_warmup"),
@@ -223,11 +217,11 @@ OPTIMIZATION: Mapping[str, Key] = {
     "scheduler.alpha_i": _only(1, "unishard's schedules begin at the learning rate; multiply optimizer.lr instead"),
     "scheduler.alpha": _only(1, "unishard's constant schedule keeps the learning rate; multiply optimizer.lr instead"),
     "scheduler.scale_warmup": Key(_scaled),
-    "max_duration": Key(_duration, "scheduler.total_steps", Fit.EXACT, "t_max is the whole training unless it is said"),
+    "max_duration": Key(_duration, "scheduler.total_steps", Fit.EXACT, "t_max is by default the full training"),
     "algorithms.gradient_clipping.clipping_type": Key(_clipping),
     "algorithms.gradient_clipping.clipping_threshold": Key(_threshold, "training.gradient_clipping"),
-    "algorithms.fused_layernorm": drops("another kernel of the same norms: time alone"),
-    "algorithms.low_precision_layernorm": drops("norms run in the format that the model computes in"),
+    "algorithms.fused_layernorm": drops("another kernel for the same norms: affects only time"),
+    "algorithms.low_precision_layernorm": drops("norms run in the compute dtype"),
     "grad_clip_norm": Key(_clip, "training.gradient_clipping", note="an older form of algorithms.gradient_clipping"),
 }
 """Their rows."""

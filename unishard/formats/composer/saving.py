@@ -9,7 +9,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.composer.durations import updates
-from unishard.formats.fallbacks import when_default
+from unishard.formats.fallbacks import exact, row, when_default
 from unishard.mapping.entries import Given, Key, Meaning, Undecided
 from unishard.mapping.field_rows import write
 from unishard.mapping.key_rows import integer, number, text
@@ -51,9 +51,7 @@ def _interval(value: Any, given: Given) -> Meaning:
 def _kept(value: Any, given: Given) -> Meaning:
     count = integer(-1)(value)
     if not count:
-        return Meaning(
-            Fit.NEEDS_INPUT, "keeps none where they are uploaded; upload in your script, and set checkpoint.keep_last", kept=True
-        )
+        return Meaning(Fit.NEEDS_INPUT, "keeps none where they are uploaded; upload in your script, set checkpoint.keep_last", kept=True)
     return Meaning(fields={"checkpoint.keep_last": None if count < 0 else count})
 
 
@@ -87,29 +85,27 @@ _ALL = "Composer keeps the newest or all: all are kept"
 _ALSO = "Composer also saves at the end of the training"
 
 SAVING: Mapping[str, Rule] = {
-    "checkpoint.dir": Rule(Fit.EXACT, "save_folder", "", _place),
-    "checkpoint.every_steps": Rule(Fit.EQUIVALENT, "save_interval", _ALSO, _time, (when_default("checkpoint.every_steps"),)),
-    "checkpoint.every_minutes": Rule(
+    "checkpoint.dir": exact("save_folder", to=_place),
+    "checkpoint.every_steps": row(Fit.EQUIVALENT, "save_interval", _ALSO, when_default("checkpoint.every_steps"), to=_time),
+    "checkpoint.every_minutes": row(
         Fit.EQUIVALENT,
         "save_interval",
         _ALSO,
-        _time,
-        (
-            when_default("checkpoint.every_minutes"),
-            When(
-                "with every_steps",
-                lambda cfg: cfg.checkpoint.every_steps is not None,
-                Fit.APPROXIMATE,
-                "Composer has one interval: every_steps counts",
-            ),
+        when_default("checkpoint.every_minutes"),
+        When(
+            "with every_steps",
+            lambda cfg: cfg.checkpoint.every_steps is not None,
+            Fit.APPROXIMATE,
+            "Composer has one interval: every_steps counts",
         ),
+        to=_time,
     ),
-    "checkpoint.keep_last": Rule(
+    "checkpoint.keep_last": row(
         Fit.EXACT,
         "save_num_checkpoints_to_keep",
         "-1 keeps all",
-        _count,
-        (When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),),
+        When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
+        to=_count,
     ),
     "checkpoint.on_signal": write(
         "a handler (signal.signal) that sets a flag, and a callback that saves and stops", lambda cfg: not cfg.checkpoint.on_signal, "empty"

@@ -8,10 +8,10 @@ from typing import Any
 from unishard.formats.engine_block import Spot, combined
 from unishard.mapping.entries import Entry, Path
 
-__all__ = ["placed", "today", "together"]
+__all__ = ["current_keys", "placed", "together"]
 
 
-def today(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path, Path]]:
+def current_keys(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path, Path]]:
     """The file in today's shape, and where what was moved came from: prefix by prefix."""
     shaped: dict[str, Any] = dict(data)
     places: dict[Path, Path] = {}

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from unishard.config.nested import Native, flat, nested
 from unishard.config.topology import Topology
 from unishard.formats.documents import json_text
+from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Key, Meaning, Undecided
+from unishard.mapping.entries import Entry, Meaning, Undecided
 from unishard.mapping.express import Expressed, express
-from unishard.mapping.rules import Rule
 from unishard.plugins import registry
 
 __all__ = ["FORMAT"]
@@ -26,17 +26,15 @@ _TORCHS_OWN = (
 )
 """Settings with which DeepSpeed rounds as torch does; a config that was DeepSpeed's own before keeps its kernels."""
 _FOLLOWS = "precision.compute=", "precision.reduce="
-"""DeepSpeed reduces in the format of compute, so whoever decides the one decides the other."""
+"""DeepSpeed reduces in the dtype of compute, so whoever decides the one decides the other."""
 
 
-class DeepSpeedFormat:
-    """Implements `unishard.formats.format.Format`."""
+class DeepSpeedFormat(Format):
+    """JSON of `deepspeed.initialize`."""
 
     name = "deepspeed"
     tool = "DeepSpeed 0.19.8"
     suffix = ".json"
-    keys: Mapping[str, Key] = {}
-    expressions: Mapping[str, Rule] = {}
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says.
@@ -50,7 +48,7 @@ class DeepSpeedFormat:
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""
-        rows = {path: row for path, row in registry.get("deepspeed").expressions.items() if not _left(path, reading)}
+        rows = {path: row for path, row in registry.get("deepspeed").expressions.items() if not _is_script_field(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
         document, words = express(rows, reading.config, topology, undecided)
         if "type" not in document.get("optimizer", {"type": ""}):
@@ -68,14 +66,14 @@ FORMAT = DeepSpeedFormat()
 
 
 def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[str, ...]:
-    """The overrides, and the format of reductions where one of them decides that of compute."""
+    """The overrides, and the dtype of reductions where one of them decides that of compute."""
     chosen = [text.removeprefix(_FOLLOWS[0]) for text in overrides if text.startswith(_FOLLOWS[0])]
     open_ = any(isinstance(entry.meaning.fields.get("precision.reduce"), Undecided) for entry in entries)
     stated = any(text.startswith(_FOLLOWS[1]) for text in overrides)
     return (*overrides, f"{_FOLLOWS[1]}{chosen[-1]}") if chosen and open_ and not stated else overrides
 
 
-def _left(path: str, reading: ReadDocument) -> bool:
+def _is_script_field(path: str, reading: ReadDocument) -> bool:
     """Whether a field belongs to an optimizer or scheduler that the source does not name."""
     section = path.partition(".")[0]
     return section in ("optimizer", "scheduler") and f"{section}.name" not in reading.decided and path not in reading.decided

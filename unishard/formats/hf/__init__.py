@@ -4,38 +4,22 @@ from __future__ import annotations
 
 from unishard.formats.format import Deferred
 from unishard.formats.hf.sections import ARGUMENTS, SURE
-from unishard.formats.signs import Signs
+from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = {
-    "per_device_train_batch_size": 5,
-    "per_device_eval_batch_size": 3,
-    "learning_rate": 1,
-    "lr_scheduler_type": 2,
-    "num_train_epochs": 2,
-    "output_dir": 1,
-    "fsdp": 2,
-    "fsdp_config": 1,
-    "deepspeed": 1,
-    **{f"{name}.{SURE}": 9 for name in ARGUMENTS},
-    "max_grad_norm": 1,
-    "gradient_accumulation_steps": 1,
-    "optim": 2,
-    "lr_scheduler_kwargs": 2,
-    # A file that `fsdp_config` names holds its keys alone.
-    "fsdp_transformer_layer_cls_to_wrap": 2,
-    "transformer_layer_cls_to_wrap": 2,
-    "fsdp_sharding_strategy": 2,
-    "fsdp_auto_wrap_policy": 2,
-    "auto_wrap_policy": 2,
-    "fsdp_state_dict_type": 2,
-    "fsdp_offload_params": 1,
-    "reshard_after_forward": 2,
-    "fsdp_reshard_after_forward": 2,
-    "cpu_ram_efficient_loading": 2,
-    "xla_fsdp_v2": 2,
-    "xla": 2,
-}
+# A file that `fsdp_config` names holds only its keys.
+_SIGNS = weighted(
+    {
+        5: "per_device_train_batch_size",
+        3: "per_device_eval_batch_size",
+        2: (
+            "lr_scheduler_type num_train_epochs fsdp optim lr_scheduler_kwargs fsdp_transformer_layer_cls_to_wrap "
+            "transformer_layer_cls_to_wrap fsdp_sharding_strategy fsdp_auto_wrap_policy auto_wrap_policy fsdp_state_dict_type "
+            "reshard_after_forward fsdp_reshard_after_forward cpu_ram_efficient_loading xla_fsdp_v2 xla"
+        ),
+        1: "learning_rate output_dir fsdp_config deepspeed max_grad_norm gradient_accumulation_steps fsdp_offload_params",
+    }
+) | {f"{name}.{SURE}": 9 for name in ARGUMENTS}
 
 FORMAT = Deferred("hf", Signs(_SIGNS))

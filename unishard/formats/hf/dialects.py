@@ -8,7 +8,7 @@ from typing import Any
 
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.hf.sections import ARGUMENTS, SURE
-from unishard.formats.hf.wordlists import names
+from unishard.formats.names import ignored, names
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import boolean, drops, refuses
 from unishard.mapping.rules import Fit
@@ -18,15 +18,15 @@ __all__ = ["DIALECT", "around", "bare", "section_in", "wrapped"]
 _SIGNS = names(
     "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template stage "
     "finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules cutoff_len max_length "
-    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation "
-    "dataset_mixture dataset_mixer dataset_splits dataset_config dataset_config_name dataset_train_split dataset_text_field dataset_path "
+    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation dataset_mixture "
+    "dataset_mixer dataset_splits dataset_config dataset_config_name dataset_train_split dataset_text_field dataset_path "
     "dataset_id_or_path train_dataset train_file validation_file data_path data_args model_args script_args model_name tokenizer_name "
-    "chat_template chat_template_path max_prompt_length max_completion_length num_generations reward_funcs reward_weights use_vllm "
-    "beta loss_type precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit load_in_8bit "
+    "chat_template chat_template_path max_prompt_length max_completion_length num_generations reward_funcs reward_weights use_vllm beta "
+    "loss_type precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit load_in_8bit "
     "model_max_length max_source_length max_target_length max_train_samples max_eval_samples preprocessing_num_workers text_column "
     "task_name source_lang image_column_name audio_column_name"
 )
-"""Keys that a file of TrainingArguments alone has not: of them, one shows that a script reads more from the file."""
+"""Keys that a file of only TrainingArguments does not have: one of them shows that a script reads more from the file."""
 
 _GROUPS: Mapping[str, str] = {
     "names the model and how it is loaded, which the training script does": (
@@ -45,7 +45,7 @@ _GROUPS: Mapping[str, str] = {
         "max_prompt_length max_source_length max_target_length max_train_samples max_eval_samples padding_free packing_strategy "
         "truncation_mode truncation_side eval_packing pad_to_multiple_of shuffle_dataset system_prompt"
     ),
-    "chooses which parameters train (LoRA and the like), which the training script sets up": (
+    "chooses which parameters train, such as LoRA: the training script does that": (
         "finetuning_type tuner_type train_type sft_type adapter lora_r lora_rank lora_alpha lora_dropout lora_target "
         "lora_target_modules target_modules lora_bias use_rslora use_dora use_peft adapter_name_or_path freeze_vision_tower "
         "freeze_multi_modal_projector freeze_language_model freeze_vit freeze_aligner freeze_llm tune_mm_proj modules_to_save "
@@ -63,8 +63,8 @@ _GROUPS: Mapping[str, str] = {
         "vllm_gpu_memory_utilization vllm_server_host vllm_server_port vllm_max_model_len vllm_tensor_parallel_size epsilon epsilon_high "
         "num_iterations log_completions router_aux_loss_coef"
     ),
-    "concerns logs alone": "plot_loss print_param_status",
-    "concerns the start of the processes alone": "use_ray device_groups ray_run_name ray_num_workers nproc_per_node",
+    "affects only logs": "plot_loss print_param_status",
+    "launcher setting": "use_ray device_groups ray_run_name ray_num_workers nproc_per_node",
     "is a comment": "_description _note _requires _param_docs",
 }
 
@@ -75,9 +75,9 @@ def _dtype(value: Any, given: Given) -> Meaning:
     """`torch_dtype` of ms-swift, which also decides bf16 and fp16 where these are absent."""
     word = str(value).removeprefix("torch.").lower()
     if word not in _DTYPES or "bf16" in given or "fp16" in given:
-        return Meaning(Fit.IGNORED, "is the format in which the training script loads the model", kept=True)
+        return Meaning(Fit.IGNORED, "the dtype in which the training script loads the model", kept=True)
     meaning = compute(_DTYPES[word]).read(True, given)
-    note = "ms-swift trains in mixed precision of this format where bf16 and fp16 are absent; other scripts only load the model in it"
+    note = "ms-swift trains in this dtype without bf16 and fp16; others only load the model in it"
     return Meaning(max(Fit.EQUIVALENT, meaning.fit, key=lambda fit: fit.badness), note, meaning.fields, kept=True)
 
 
@@ -97,7 +97,7 @@ _DEGREES = names(
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel_size "
     "tensor_parallel_size pipeline_parallel_size expert_parallel_size virtual_pipeline_model_parallel_size"
 )
-_WHOLE = "unishard splits no layer and no sequence between ranks; write 1, and shard with fsdp or deepspeed"
+_WHOLE = "unishard splits no layer or sequence between ranks; write 1 and use fsdp or deepspeed"
 
 
 def _one(value: Any) -> bool:
@@ -105,7 +105,7 @@ def _one(value: Any) -> bool:
 
 
 DIALECT: Mapping[str, Key] = {
-    **{name: drops(why) for why, text in _GROUPS.items() for name in names(text)},
+    **ignored(_GROUPS),
     "torch_dtype": Key(_dtype, "precision.compute"),
     "pure_bf16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
     "fp8": refuses("unishard has no fp8; write bf16", off),
@@ -143,7 +143,7 @@ def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Iterable
     """Rows for the keys of a wrapped document that nobody knows, but for those that only misspell an argument of TrainingArguments."""
     known = list(arguments)
     strange = [str(key) for key in data if str(key) not in keys]
-    row = drops("is none of the TrainingArguments: the script around takes it for itself")
+    row = drops("not a TrainingArguments key: only the script around it reads it")
     return {key: row for key in strange if not _misspells(key, known)}
 
 

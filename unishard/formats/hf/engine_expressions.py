@@ -8,11 +8,11 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
-from unishard.formats.fallbacks import noted, when_default
+from unishard.formats.fallbacks import exact, noted, row, when_default
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import AUTO, Expressed, FieldResult, express
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.plugins import registry
 
 __all__ = ["ENGINES", "FSDP", "decided_of", "engine_of"]
@@ -30,78 +30,65 @@ def _mixed(cfg: Config) -> bool:
     return cfg.precision.compute != "fp32"
 
 
-_SCALER = "Trainer makes torch's GradScaler with its defaults; override create_accelerator_and_postprocess for other ones"
+_SCALER = "GradScaler has its defaults; override Trainer.create_accelerator_and_postprocess"
 
 FSDP: Mapping[str, Rule] = {
     **noted(dict.fromkeys(("precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval"), _SCALER)),
-    "precision.master": Rule(
-        Fit.EXACT,
+    "precision.master": exact(
         "bf16, fp16",
-        when=(
-            When(
-                "pure",
-                lambda cfg: cfg.precision.pure,
-                Fit.NEEDS_INPUT,
-                "load the model in this format (dtype=torch.bfloat16) and leave bf16 and fp16 out",
-            ),
+        When(
+            "pure",
+            lambda cfg: cfg.precision.pure,
+            Fit.NEEDS_INPUT,
+            "load the model in this dtype (dtype=torch.bfloat16) and leave bf16 and fp16 out",
         ),
     ),
-    "precision.reduce": Rule(
-        Fit.EXACT,
+    "precision.reduce": exact(
         "bf16, fp16",
-        when=(
-            When("fp32 throughout", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
-            When("no_shard in fp32", lambda cfg: not _sharded(cfg) and cfg.precision.reduce == "fp32", Fit.EXACT, ""),
-            When("no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "reduced in fp32, which is more exact"),
-            When(
-                "fp32",
-                lambda cfg: cfg.precision.reduce == "fp32",
-                Fit.APPROXIMATE,
-                "Accelerate 1.15.0 reduces FSDP's gradients in the format of bf16 or fp16, which loses small ones",
-            ),
+        unless("fp32 throughout", lambda cfg: not _mixed(cfg)),
+        unless("no_shard in fp32", lambda cfg: not _sharded(cfg) and cfg.precision.reduce == "fp32"),
+        When("no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "reduced in fp32, which is more exact"),
+        When(
+            "fp32",
+            lambda cfg: cfg.precision.reduce == "fp32",
+            Fit.APPROXIMATE,
+            "Accelerate 1.15.0 reduces FSDP's gradients in bf16 or fp16, which loses small ones",
         ),
     ),
-    "precision.accumulate": Rule(
-        Fit.EXACT,
+    "precision.accumulate": exact(
         NO_KEY,
-        when=(
-            When("fp32 throughout", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
-            when_default("training.gradient_accumulation_steps"),
-            When(
-                "fp32 with fsdp",
-                lambda cfg: _sharded(cfg) and cfg.precision.accumulate == "fp32",
-                Fit.APPROXIMATE,
-                "FSDP2 adds up what it has not reduced yet in the format of reduction (torch 2.13)",
-            ),
-            when_default("precision.accumulate"),
-            When("else", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "gradients are added up in fp32, which is more exact"),
+        unless("fp32 throughout", lambda cfg: not _mixed(cfg)),
+        when_default("training.gradient_accumulation_steps"),
+        When(
+            "fp32 with fsdp",
+            lambda cfg: _sharded(cfg) and cfg.precision.accumulate == "fp32",
+            Fit.APPROXIMATE,
+            "FSDP2 accumulates unreduced gradients in the reduce dtype (torch 2.13)",
         ),
+        when_default("precision.accumulate"),
+        When("else", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "gradients are added up in fp32, which is more exact"),
     ),
-    "sharding.strategy": Rule(
-        Fit.EXACT,
+    "sharding.strategy": exact(
         "fsdp, fsdp_config.reshard_after_forward",
-        "",
-        when=(
-            When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, "DistributedDataParallel"),
-            When(
-                "hybrid",
-                lambda cfg: cfg.sharding.hybrid,
-                Fit.NEEDS_INPUT,
-                "pass parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...) of accelerate, which no file can hold",
-            ),
-            When(
-                "shard_optimizer or shard_grad_op",
-                lambda cfg: cfg.sharding.within_group != "full_shard",
-                Fit.APPROXIMATE,
-                "reshard_after_forward: false is the nearest: parameters lie in parts between steps and are gathered in every forward",
-            ),
+        unless("no_shard", lambda cfg: not _sharded(cfg), "DistributedDataParallel"),
+        When(
+            "hybrid",
+            lambda cfg: cfg.sharding.hybrid,
+            Fit.NEEDS_INPUT,
+            "pass parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)",
+        ),
+        When(
+            "shard_optimizer or shard_grad_op",
+            lambda cfg: cfg.sharding.within_group != "full_shard",
+            Fit.APPROXIMATE,
+            "nearest is reshard_after_forward: false; FSDP gathers in every forward",
         ),
     ),
-    "sharding.group_size": Rule(
+    "sharding.group_size": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "say it in that ParallelismConfig",
-        when=(When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),),
+        unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups"),
     ),
 }
 """Rows with `fsdp` or neither engine."""
@@ -130,7 +117,7 @@ def engine_of(reading: ReadDocument, topology: Topology) -> Expressed:
     """
     name = reading.config.backend
     if name not in _ENGINES:
-        what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; give --set backend=fsdp"
+        what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
         raise ConfigError([Problem("backend", what, "")])
     rows = decided_of(registry.get(name).expressions, reading)
     return _ENGINES[name](reading.config, express(rows, reading.config, topology, reading.undecided))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import copied, rows, when_default
+from unishard.formats.fallbacks import copied, exact, rows, when_default
 from unishard.formats.hf.engine_expressions import ENGINES, FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_expressions import OPTIMIZING
@@ -16,7 +16,7 @@ from unishard.formats.hf.switches import FSDP_ON, switched_on, without
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.field_rows import unlooked
-from unishard.mapping.rules import NO_KEY, Fit, Rule, When
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["EXPRESSIONS", "written"]
 
@@ -42,68 +42,52 @@ def _compiled(cfg: Config, topology: Topology) -> Native:
 
 
 _NONE = when_default("activation_checkpointing")
-_BLOCKS = "transformers runs the whole of each block again: losses are the same, memory and time differ"
+_BLOCKS = "transformers recomputes full blocks: the same losses, other memory and time"
 
 _OWN: Mapping[str, Rule] = {
-    "backend": Rule(
-        Fit.EXACT,
-        "fsdp",
-        to=_backend,
-        when=(When("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", Fit.EXACT, "DistributedDataParallel"),),
+    "backend": exact(
+        "fsdp", unless("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", "DistributedDataParallel"), to=_backend
     ),
-    "precision.compute": Rule(
-        Fit.EXACT,
+    "precision.compute": exact(
         "bf16, fp16",
-        "",
-        _compute,
-        (
-            When(
-                "pure",
-                lambda cfg: cfg.precision.pure and cfg.backend == "fsdp",
-                Fit.NEEDS_INPUT,
-                "load the model in this format (dtype=torch.bfloat16) and leave bf16 and fp16 out",
-            ),
-            When(
-                "no_shard on torch",
-                lambda cfg: cfg.precision.compute != "fp32" and without(cfg),
-                Fit.EQUIVALENT,
-                "torch.autocast: some operations run in fp32 there, and all of the model computes in this format here",
-            ),
+        When(
+            "pure",
+            lambda cfg: cfg.precision.pure and cfg.backend == "fsdp",
+            Fit.NEEDS_INPUT,
+            "load the model in this dtype (dtype=torch.bfloat16) and leave bf16 and fp16 out",
         ),
+        When(
+            "no_shard on torch",
+            lambda cfg: cfg.precision.compute != "fp32" and without(cfg),
+            Fit.EQUIVALENT,
+            "torch.autocast keeps some operations in fp32; unishard runs all in this dtype",
+        ),
+        to=_compute,
     ),
-    "activation_checkpointing": Rule(
-        Fit.EXACT,
+    "activation_checkpointing": exact(
         "activation_checkpointing, fsdp_config.activation_checkpointing",
-        "",
-        _checkpointing,
-        (
-            _NONE,
-            When("selective", lambda cfg: cfg.activation_checkpointing == "selective", Fit.EQUIVALENT, _BLOCKS),
-            When("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Fit.EQUIVALENT, _BLOCKS),
-        ),
+        _NONE,
+        When("selective", lambda cfg: cfg.activation_checkpointing == "selective", Fit.EQUIVALENT, _BLOCKS),
+        When("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Fit.EQUIVALENT, _BLOCKS),
+        to=_checkpointing,
     ),
     "training.micro_batch_size": copied("training.micro_batch_size", "per_device_train_batch_size"),
     "training.gradient_accumulation_steps": copied("training.gradient_accumulation_steps", "gradient_accumulation_steps"),
-    "training.global_batch_size": Rule(Fit.EXACT, "per_device_train_batch_size x gradient_accumulation_steps x ranks"),
-    "training.gradient_clipping": Rule(
-        Fit.EXACT, "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
-    ),
+    "training.global_batch_size": exact("per_device_train_batch_size x gradient_accumulation_steps x ranks"),
+    "training.gradient_clipping": exact("max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}),
     "training.nonfinite": unlooked(
         Fit.APPROXIMATE,
         NO_KEY,
-        "Trainer does not look: an update with a NaN is made; a callback's on_pre_optimizer_step can stop it",
+        "Trainer steps with NaN gradients; stop it in on_pre_optimizer_step of a callback",
         scaled=(Fit.EQUIVALENT, "torch's GradScaler leaves the update out"),
     ),
-    "training.last_window": Rule(
-        Fit.EXACT,
+    "training.last_window": exact(
         "none: Trainer steps at the end of an epoch",
-        when=(
-            When(
-                "drop",
-                lambda cfg: cfg.training.last_window == "drop",
-                Fit.NEEDS_INPUT,
-                "Trainer makes the last update of an epoch with the micro-batches that are left; cut the dataset to whole windows",
-            ),
+        When(
+            "drop",
+            lambda cfg: cfg.training.last_window == "drop",
+            Fit.NEEDS_INPUT,
+            "Trainer steps with a partial window at an epoch's end; cut the dataset to full ones",
         ),
     ),
     "training.seed": Rule(
@@ -112,26 +96,21 @@ _OWN: Mapping[str, Rule] = {
         "the same number; Trainer's sampler draws another order from it than unishard's",
         lambda cfg, topology: {"seed": cfg.training.seed},
     ),
-    "compile.mode": Rule(
-        Fit.EXACT,
+    "compile.mode": exact(
         "torch_compile",
-        "",
-        _compiled,
-        (
-            When(
-                "per_block",
-                lambda cfg: cfg.compile.mode == "per_block",
-                Fit.EQUIVALENT,
-                "Trainer compiles the whole model: the same results, a longer start",
-            ),
+        When(
+            "per_block",
+            lambda cfg: cfg.compile.mode == "per_block",
+            Fit.EQUIVALENT,
+            "Trainer compiles the full model: the same results, a longer start",
         ),
+        to=_compiled,
     ),
-    "compile.backend": Rule(
-        Fit.EXACT,
+    "compile.backend": exact(
         "torch_compile_backend",
         to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"torch_compile_backend": cfg.compile.backend},
     ),
-    "strict": Rule(Fit.EXACT, "none: it is about unishard's own report"),
+    "strict": exact("none: it is about unishard's own report"),
 }
 
 EXPRESSIONS: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES)

@@ -2,56 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.formats.documents import yaml_text
-from unishard.formats.hf.accepted import VALUES
-from unishard.formats.hf.assumed import assumed
+from unishard.formats.format import Format
+from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, wrapped
 from unishard.formats.hf.expressions import EXPRESSIONS, written
 from unishard.formats.hf.keys import ENGINES, KEYS
-from unishard.formats.hf.precedence import settled
-from unishard.formats.hf.sharding import BOTH, FIRST, known, sharded, whole_copies
+from unishard.formats.hf.precedence import with_precedence
+from unishard.formats.hf.script_defaults import with_script_defaults
+from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.zero import partitioned
-from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
+from unishard.mapping.entries import NOTHING, Entry, Meaning, interpret
 from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Fit, Rule
+from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 
 
-class HfFormat:
-    """Implements `unishard.formats.format.Format`."""
+class HfFormat(Format):
+    """TrainingArguments."""
 
     name = "hf"
     tool = "transformers 5.23"
-    suffix = ".yaml"
-    keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Rule] = EXPRESSIONS
+    keys = KEYS
+    expressions = EXPRESSIONS
+    yaml_1_1 = True
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
-        """What the arguments say, those of the engine that they choose, and what Trainer assumes.
-
-        Raises:
-            ConfigError: An override cannot be used.
-        """
-        entries = _bare(source, topology) if _is_bare(source) else _found(source, topology)
-        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+    def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
+        """What the arguments say, those of the engine that they choose, and what Trainer assumes."""
+        return _bare(source, topology) if _is_bare(source) else _section_entries(source, topology)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or `deepspeed`."""
         return written(reading, topology)
-
-    def render(self, document: Native, reading: ReadDocument) -> str:
-        """YAML."""
-        return yaml_text(document, old=True)
 
 
 FORMAT = HfFormat()
@@ -66,7 +56,7 @@ def _bare(source: Source, topology: Topology | None) -> list[Entry]:
     return sharded(True, source.data, source, topology, where=(), implied=True)
 
 
-def _found(source: Source, topology: Topology | None) -> list[Entry]:
+def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
     """The entries, also where the arguments stand in a section of a script's own file."""
     name = section_in(source.data)
     if name is None:
@@ -77,14 +67,14 @@ def _found(source: Source, topology: Topology | None) -> list[Entry]:
     return [*inner, *(Entry((str(key),), value, _BESIDE) for key, value in source.data.items() if key != name)]
 
 
-_BESIDE = Meaning(Fit.IGNORED, "stands beside the TrainingArguments: the script takes it for itself")
+_BESIDE = Meaning(Fit.IGNORED, "not a TrainingArguments key: only the script reads it")
 
 
 def _entries(source: Source, topology: Topology | None, *, section: bool = False) -> list[Entry]:
     data = source.data
     more = section or wrapped(data)
     keys = {**KEYS, **DIALECT} if more else KEYS
-    keys = {**assumed(keys, data), **around(data, keys, KEYS)} if more else keys
+    keys = {**with_script_defaults(keys, data), **around(data, keys, KEYS)} if more else keys
     whole = any(key in KEYS and key not in ENGINES for key in data)
     if not whole:
         keys = {name: replace(row, silent=NOTHING) for name, row in keys.items()}
@@ -95,7 +85,7 @@ def _entries(source: Source, topology: Topology | None, *, section: bool = False
         silent = keys[key].silent if key in keys else NOTHING
         return data.get(key, None if silent is NOTHING else silent)
 
-    return settled([*entries, *_engines(source, argument, topology, whole)])
+    return with_precedence([*entries, *_engines(source, argument, topology, whole)])
 
 
 def _engines(source: Source, argument: Any, topology: Topology | None, whole: bool) -> list[Entry]:
@@ -106,5 +96,5 @@ def _engines(source: Source, argument: Any, topology: Topology | None, whole: bo
     if DEEPSPEED in data:
         entries += partitioned(data[DEEPSPEED], source, argument, topology)
     if whole and not any("backend" in entry.meaning.fields for entry in entries):
-        entries.append(whole_copies())
+        entries.append(replicated())
     return entries

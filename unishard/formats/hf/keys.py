@@ -24,13 +24,13 @@ def _engine(name: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.IGNORED, "is off") if off(value) else Meaning(fields={"backend": name})
 
-    return Key(read, "backend", note=f"what it holds stands in the table of {name}")
+    return Key(read, "backend", note=f"its keys are those of {name}")
 
 
 def _classes(value: Any, given: Given) -> Meaning:
     """Once an argument beside `fsdp`."""
     if off(value) or off(given.get("fsdp")):
-        return Meaning(Fit.IGNORED, "is read where fsdp is on alone", kept=True)
+        return Meaning(Fit.IGNORED, "only used when fsdp is enabled", kept=True)
     return Meaning(Fit.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
 
 

@@ -12,7 +12,7 @@ from unishard.mapping.rules import Fit
 
 __all__ = ["LOOP", "checkpointing", "clipping", "compute", "off"]
 
-_KWARGS = "saves memory and time alone: losses are the same"
+_KWARGS = "affects only memory and time: losses are the same"
 
 
 def off(value: Any) -> bool:
@@ -38,7 +38,7 @@ def compute(dtype: str) -> Key:
         if given.get("fsdp"):
             # FullyShardedDataParallelPlugin.set_mixed_precision, accelerate 1.15.0
             return Meaning(fields={**fields, "precision.reduce": dtype})
-        note = f"torch.autocast runs some operations in fp32 and the rest in {dtype}; here all of the model computes in {dtype}"
+        note = f"torch.autocast keeps some operations in fp32; unishard runs all in {dtype}"
         return Meaning(Fit.EQUIVALENT, note, fields)
 
     return Key(read, "precision.compute, precision.reduce")
@@ -58,7 +58,7 @@ def _checkpointing_arguments(value: Any, given: Given) -> Meaning:
         raise Unreadable(f"must be a mapping, got {shown(value)}; write {{use_reentrant: false}}")
     every = integer(1)(value.get("every_n_layers", 1))
     if every > 1:
-        note = f"every block runs again here, and every {every}th there: losses are the same, it takes less memory and more time"
+        note = f"recomputes every block, not every {every}th: the same losses, less memory, more time"
         return Meaning(Fit.EQUIVALENT, note, kept=True)
     if value.get("offload"):
         return Meaning(Fit.IGNORED, "saved activations stay in device memory: losses are the same", kept=True)
@@ -81,7 +81,7 @@ def _compiler(value: Any, given: Given) -> Meaning:
 def _compile_mode(value: Any, given: Given) -> Meaning:
     if value is None:
         return Meaning(Fit.IGNORED, "is off", kept=True)
-    note = f"torch.compile's mode {text(value)} changes time and memory alone; unishard compiles in its default mode"
+    note = f"mode {text(value)} affects only time and memory; unishard uses the default mode"
     return Meaning(Fit.EQUIVALENT, note, {"compile.mode": "full"})
 
 
@@ -89,19 +89,19 @@ def _accelerator(value: Any, given: Given) -> Meaning:
     if off(value):
         return Meaning(Fit.IGNORED, "is empty", kept=True)
     if isinstance(value, Mapping) and not off(value.get("split_batches")):
-        why = "with split_batches, per_device_train_batch_size counts the samples of all ranks; divide it by the ranks and remove this"
+        why = "split_batches counts all ranks' samples; divide per_device_train_batch_size, remove it"
         return Meaning(Fit.UNSUPPORTED, why)
-    return Meaning(Fit.IGNORED, "concerns how Accelerate hands out the data", kept=True)
+    return Meaning(Fit.IGNORED, "affects only how Accelerate loads data", kept=True)
 
 
 def _tokens(value: Any, given: Given) -> Meaning:
     if not boolean(value):
         return Meaning(Fit.IGNORED, "is off: each rank averages over its own tokens", kept=True)
-    note = "Trainer divides the loss by the tokens of all ranks; in your loop: engine.backward(sum of losses, num_items=tokens)"
+    note = "Trainer averages over all ranks' tokens; call engine.backward(loss_sum, num_items=tokens)"
     return Meaning(Fit.NEEDS_INPUT, note, kept=True)
 
 
-_OBJECT = "holds a ParallelismConfig object; write sharding.strategy and sharding.group_size instead"
+_OBJECT = "is a ParallelismConfig object; write sharding.strategy and sharding.group_size"
 
 
 def _parallel(value: Any, given: Given) -> Meaning:
@@ -117,13 +117,11 @@ LOOP: Mapping[str, Key] = {
     ),
     "gradient_accumulation_steps": sets("training.gradient_accumulation_steps", integer(1), silent=1),
     "max_grad_norm": Key(clipping, "training.gradient_clipping", silent=1.0),
-    "auto_find_batch_size": refuses(
-        "Trainer halves the batch size until it fits; find one that fits and write it as per_device_train_batch_size", off
-    ),
+    "auto_find_batch_size": refuses("Trainer finds the batch size by trial; write per_device_train_batch_size", off),
     "average_tokens_across_devices": Key(_tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"),
     "bf16": compute("bf16"),
     "fp16": compute("fp16"),
-    "tf32": drops("is a switch of torch (torch.backends.cuda.matmul.allow_tf32) that unishard leaves as it is"),
+    "tf32": drops("a torch switch (torch.backends.cuda.matmul.allow_tf32); unishard does not set it"),
     "activation_checkpointing": Key(checkpointing, "activation_checkpointing"),
     "activation_checkpointing_kwargs": Key(_checkpointing_arguments, "", Fit.IGNORED, _KWARGS),
     "gradient_checkpointing": Key(checkpointing, "activation_checkpointing"),
@@ -138,9 +136,9 @@ LOOP: Mapping[str, Key] = {
         "the same number; Trainer's sampler draws another order from it than unishard's",
         silent=42,
     ),
-    "data_seed": drops("seeds the order of the data alone; unishard draws it from training.seed"),
+    "data_seed": drops("seeds only the data order; unishard uses training.seed"),
     "full_determinism": drops("is a switch of torch (torch.use_deterministic_algorithms) for your training script"),
-    "accelerator_config": Key(_accelerator, "", Fit.IGNORED, "concerns how Accelerate hands out the data"),
+    "accelerator_config": Key(_accelerator, "", Fit.IGNORED, "affects only how Accelerate loads data"),
     "parallelism_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),
     "distributed_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),
 }

@@ -25,6 +25,4 @@ def opened(text: str, source: Source) -> Mapping[str, Any] | str:
         return f"is not JSON ({error}); fix it, or name a file"
     if named:
         return named.data
-    return (
-        f"{text} is not there, neither beside this document nor in the working directory; put it there, or write what it holds in its place"
-    )
+    return f"{text} was not found here or in the working directory; add it, or inline its content"

@@ -8,10 +8,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import copied
+from unishard.formats.fallbacks import copied, exact, row
 from unishard.formats.hf.optimizing import ADAM, NO_DECAY
 from unishard.mapping.field_rows import write
-from unishard.mapping.rules import SCRIPT, Fit, Rule, When
+from unishard.mapping.rules import SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["OPTIMIZING"]
 
@@ -58,50 +58,44 @@ def _steps(cfg: Config, topology: Topology) -> Native:
 
 
 _PASS = "pass Trainer(..., optimizers=(optimizer, None)) with"
-_GROUPS = "override Trainer.get_decay_parameter_names, or pass an optimizer with these groups: Trainer(..., optimizers=(optimizer, None))"
+_GROUPS = "override Trainer.get_decay_parameter_names, or Trainer(..., optimizers=(optimizer, None))"
 
-_CLIMB = "transformers' schedules climb from 0 in a straight line; build this one: Trainer(..., optimizers=(optimizer, scheduler))"
+_CLIMB = "transformers warms up linearly from 0; Trainer(..., optimizers=(optimizer, scheduler))"
 
 OPTIMIZING: Mapping[str, Rule] = {
-    "optimizer.name": Rule(
-        Fit.EXACT,
+    "optimizer.name": exact(
         "optim",
-        "",
-        lambda cfg, topology: {"optim": _NAMES[cfg.optimizer.name]} if cfg.optimizer.name in _NAMES else {},
-        (
-            When("adam", _named("adam"), Fit.NEEDS_INPUT, f"transformers has AdamW alone; {_PASS} torch.optim.Adam"),
-            When("lion", _named("lion"), Fit.EQUIVALENT, "bitsandbytes' Lion: the same algorithm"),
-        ),
+        When("adam", _named("adam"), Fit.NEEDS_INPUT, f"transformers has only AdamW; {_PASS} torch.optim.Adam"),
+        When("lion", _named("lion"), Fit.EQUIVALENT, "bitsandbytes' Lion: the same algorithm"),
+        to=lambda cfg, topology: {"optim": _NAMES[cfg.optimizer.name]} if cfg.optimizer.name in _NAMES else {},
     ),
     "optimizer.lr": copied("optimizer.lr", "learning_rate"),
-    "optimizer.betas": Rule(Fit.EXACT, "adam_beta1, adam_beta2", to=_betas),
-    "optimizer.eps": Rule(Fit.EXACT, "adam_epsilon, optim_args", to=_eps),
+    "optimizer.betas": exact("adam_beta1, adam_beta2", to=_betas),
+    "optimizer.eps": exact("adam_epsilon, optim_args", to=_eps),
     "optimizer.amsgrad": write(f"{_PASS} torch.optim.AdamW(..., amsgrad=True)", lambda cfg: not cfg.optimizer.amsgrad, "false"),
-    "optimizer.momentum": Rule(Fit.EXACT, "optim_args", to=_arguments),
-    "optimizer.nesterov": Rule(Fit.EXACT, "optim_args"),
+    "optimizer.momentum": exact("optim_args", to=_arguments),
+    "optimizer.nesterov": exact("optim_args"),
     "optimizer.weight_decay": copied("optimizer.weight_decay", "weight_decay"),
-    "optimizer.no_decay": Rule(
+    "optimizer.no_decay": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         f"Trainer exempts biases and norms, other names than these; {_GROUPS}",
-        when=(
-            When("no weight decay", lambda cfg: not cfg.optimizer.weight_decay, Fit.EXACT, ""),
-            When("what Trainer exempts", lambda cfg: cfg.optimizer.no_decay == [NO_DECAY], Fit.EXACT, ""),
-            When(
-                "empty",
-                lambda cfg: not cfg.optimizer.no_decay,
-                Fit.APPROXIMATE,
-                f"Trainer exempts biases and norms from weight decay; to decay them, {_GROUPS}",
-            ),
+        unless("no weight decay", lambda cfg: not cfg.optimizer.weight_decay),
+        unless("what Trainer exempts", lambda cfg: cfg.optimizer.no_decay == [NO_DECAY]),
+        When(
+            "empty",
+            lambda cfg: not cfg.optimizer.no_decay,
+            Fit.APPROXIMATE,
+            f"Trainer exempts biases and norms from weight decay; to decay them, {_GROUPS}",
         ),
     ),
     "optimizer.groups": write(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
-    "scheduler.name": Rule(Fit.EXACT, "lr_scheduler_type", "", _schedule),
+    "scheduler.name": exact("lr_scheduler_type", to=_schedule),
     "scheduler.warmup_steps": copied("scheduler.warmup_steps", "warmup_steps"),
     "scheduler.warmup_type": write(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
     "scheduler.warmup_start_ratio": write(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
     "scheduler.delay_steps": write(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),
-    "scheduler.total_steps": Rule(Fit.EXACT, "max_steps", to=_steps),
-    "scheduler.min_lr_ratio": Rule(Fit.EXACT, "lr_scheduler_kwargs"),
+    "scheduler.total_steps": exact("max_steps", to=_steps),
+    "scheduler.min_lr_ratio": exact("lr_scheduler_kwargs"),
 }
 """Rows of the optimizer and the schedule, which stand in TrainingArguments whatever the engine."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.formats.hf.wordlists import names
+from unishard.formats.names import names
 from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import number, refuses, sets
 from unishard.mapping.rules import Fit
@@ -17,8 +17,8 @@ NO_DECAY = r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 """The names that `Trainer.get_decay_parameter_names` exempts (transformers 5.23, trainer.py), as one pattern."""
 
 ADAM = ("adamw", "adam")
-_EIGHT = "8-bit state there, in the format of the masters here: the same algorithm without its rounding, in more memory"
-_FOUR = "4-bit state there, in the format of the masters here: the same algorithm without its rounding, in more memory"
+_EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
+_FOUR = "4-bit state there, the dtype of the master weights here: more exact, more memory"
 _PAGED = "the same algorithm; its state lies in device memory and is not paged to the host"
 _BETAS = "bitsandbytes' Lion there, lion-pytorch's here: the same algorithm"
 _NAMES: Mapping[str, tuple[str, Fit, str]] = {
@@ -26,9 +26,9 @@ _NAMES: Mapping[str, tuple[str, Fit, str]] = {
     "adamw_torch_fused": ("adamw", Fit.EXACT, ""),
     "adamw_torch_xla": ("adamw", Fit.EQUIVALENT, "torch's AdamW instead of torch_xla's: the same algorithm"),
     "adamw_torch_npu_fused": ("adamw", Fit.EQUIVALENT, "torch's AdamW instead of torch_npu's: the same algorithm"),
-    "adamw_hf": ("adamw", Fit.EQUIVALENT, "torch's AdamW; transformers removed its own, which added eps before the bias correction"),
+    "adamw_hf": ("adamw", Fit.EQUIVALENT, "torch's AdamW; the removed one added eps before the bias correction"),
     "adamw_apex_fused": ("adamw", Fit.EQUIVALENT, "torch's AdamW instead of apex's: the same algorithm"),
-    "adamw_anyprecision": ("adamw", Fit.APPROXIMATE, "state in the format of the masters, without Kahan summation"),
+    "adamw_anyprecision": ("adamw", Fit.APPROXIMATE, "state in the dtype of the master weights, without Kahan summation"),
     "adamw_torch_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
     "adamw_torch_4bit": ("adamw", Fit.APPROXIMATE, _FOUR),
     "adamw_bnb_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
@@ -68,9 +68,9 @@ def named(value: Any, more: Mapping[str, tuple[str, Fit, str]] | None = None, ot
         found, fit, note = known[name]
         return Meaning(fit, note, {"optimizer.name": found})
     if name in (*_OTHERS, *others):
-        why = f"unishard builds no {name} from a config; build it in the training script and hand it to unishard.prepare(optimizer=...)"
+        why = f"unishard has no {name}; build it and pass it to unishard.prepare(optimizer=...)"
         return Meaning(Fit.UNSUPPORTED, why)
-    raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch, sgd, adagrad or lion_32bit")
+    raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch or sgd")
 
 
 def _name_of(given: Given, key: str) -> str:
@@ -133,11 +133,7 @@ def _arguments(value: Any, given: Given) -> Meaning:
     known = {**_ARGUMENTS.get(name, {})}
     strange = [key for key in pairs if key not in known]
     if strange:
-        return Meaning(
-            Fit.UNSUPPORTED,
-            f"{', '.join(strange)}: unishard has no such setting of {name or 'this optimizer'}; build the optimizer in the training "
-            "script and hand it to unishard.prepare(optimizer=...)",
-        )
+        return Meaning(Fit.UNSUPPORTED, f"{', '.join(strange)}: not supported; build it and pass it to unishard.prepare(optimizer=...)")
     return Meaning(fields={known[key][0]: known[key][1](text) for key, text in pairs.items()})
 
 
@@ -165,21 +161,18 @@ def _decay(value: Any, given: Given) -> Meaning:
     fields: dict[str, Any] = {"optimizer.weight_decay": decay}
     if not decay:
         return Meaning(fields=fields)
-    note = (
-        "Trainer exempts biases, norms by name and every nn.LayerNorm (trainer.py, get_decay_parameter_names); here names decide, so a "
-        "LayerNorm with another name, such as ln_1, needs a pattern of its own"
-    )
+    note = "exempts by name; Trainer exempts each nn.LayerNorm: add patterns, such as ln_1"
     return Meaning(Fit.EQUIVALENT, note, {**fields, "optimizer.no_decay": [NO_DECAY]})
 
 
-_TARGETS = "chooses modules for GaLore or APOLLO, which unishard does not build; build the optimizer in the training script"
+_TARGETS = "GaLore and APOLLO are not supported; build the optimizer in the training script"
 
 
 def _targets(value: Any, given: Given) -> Meaning:
     if value in (None, [], ""):
         return Meaning(Fit.IGNORED, "is off", kept=True)
     if not any(name in str(given.get("optim")).lower() for name in ("galore", "apollo")):
-        return Meaning(Fit.IGNORED, "is read with GaLore and APOLLO alone", kept=True)
+        return Meaning(Fit.IGNORED, "only used with GaLore and APOLLO", kept=True)
     return Meaning(Fit.UNSUPPORTED, _TARGETS)
 
 
@@ -191,7 +184,6 @@ OPTIMIZER: Mapping[str, Key] = {
     "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Fit.EQUIVALENT, silent=0.0),
     "optim_target_modules": Key(_targets, "", Fit.UNSUPPORTED, _TARGETS),
     "adafactor": refuses(
-        "unishard builds no adafactor; build it in the training script and hand it to unishard.prepare(optimizer=...)",
-        lambda value: value in (None, False),
+        "unishard has no adafactor; build it and pass it to unishard.prepare(optimizer=...)", lambda value: value in (None, False)
     ),
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unishard.formats.hf.accepted import VALUES
+from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import SILENT
 from unishard.mapping.entries import Entry, Meaning, Unreadable
 from unishard.mapping.rules import Fit
 
-__all__ = ["settled"]
+__all__ = ["with_precedence"]
 
 _RATES = {
     "learning_rate": "optimizer.params.lr",
@@ -23,7 +23,7 @@ _RATES = {
 _THEIRS = "the {0} of the DeepSpeed config counts (transformers 5.23, deepspeed_optim_sched)"
 
 
-def settled(entries: Sequence[Entry]) -> list[Entry]:
+def with_precedence(entries: Sequence[Entry]) -> list[Entry]:
     """The entries, those ignored that another place decides."""
     return _checkpointed(_beside_deepspeed(entries))
 

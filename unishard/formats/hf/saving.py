@@ -9,8 +9,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import copied, when_default
-from unishard.formats.hf.accepted import VALUES
+from unishard.formats.fallbacks import copied, exact, row, when_default
+from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.field_rows import write
@@ -25,10 +25,10 @@ _STEPS = 500
 """Trainer's interval if nobody says."""
 
 _LAST = "Trainer also saves at the end of the training; call engine.save() there"
-EPOCHS = "saves at the end of epochs, of which only the data knows; call engine.save() there in your loop, or set checkpoint.every_steps"
+EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
 """What is left to the script where a tool saves once an epoch."""
-_PART = "is a part of the number of updates, of which only the data knows; set checkpoint.every_steps"
-_BEST = "saves where an evaluation was the best so far, and your loop evaluates; call engine.save() there"
+_PART = "a fraction of all steps, which only the data knows; set checkpoint.every_steps"
+_BEST = "saves after the best evaluation so far; call engine.save() in your loop"
 
 
 def _somewhere(given: Given) -> Mapping[str, Any]:
@@ -104,11 +104,11 @@ def _at_signal(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.EQUIVALENT, _EXIT, {**_somewhere(given), "checkpoint.on_signal": ["SIGTERM"]})
 
 
-_EXIT = "Trainer waits 3 seconds, saves and returns from train(); unishard saves and ends the process with exit code 85"
+_EXIT = "Trainer saves and returns from train(); unishard saves and exits with code 85"
 
 SAVED: Mapping[str, Key] = {
     "output_dir": Key(_directory, "checkpoint.dir", note=f"Trainer saves every {_STEPS} updates where nothing else is said"),
-    "save_strategy": Key(_strategy, "checkpoint.every_steps", note="epoch and best are your loop's to do"),
+    "save_strategy": Key(_strategy, "checkpoint.every_steps", note="your loop does epoch and best"),
     "save_steps": Key(_steps, "checkpoint.every_steps", Fit.EQUIVALENT, _LAST),
     "save_total_limit": Key(limit, "checkpoint.keep_last"),
     "enable_jit_checkpoint": Key(_at_signal, "checkpoint.on_signal", Fit.EQUIVALENT, _EXIT),
@@ -135,30 +135,24 @@ _FLAG = "a TrainerCallback that sets control.should_save"
 
 SAVING: Mapping[str, Rule] = {
     "checkpoint.dir": copied("checkpoint.dir", "output_dir"),
-    "checkpoint.every_steps": Rule(
+    "checkpoint.every_steps": row(
         Fit.EQUIVALENT,
         "save_strategy, save_steps",
         "Trainer also saves at the end of the training",
-        _interval,
-        (when_default("checkpoint.every_steps"),),
+        when_default("checkpoint.every_steps"),
+        to=_interval,
     ),
     "checkpoint.every_minutes": write(f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"),
-    "checkpoint.keep_last": Rule(
-        Fit.EXACT,
-        "save_total_limit",
-        "",
-        _kept,
-        (When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),),
+    "checkpoint.keep_last": exact(
+        "save_total_limit", When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL), to=_kept
     ),
-    "checkpoint.on_signal": Rule(
+    "checkpoint.on_signal": row(
         Fit.NEEDS_INPUT,
         f"enable_jit_checkpoint, {SCRIPT}",
-        f"enable_jit_checkpoint is for SIGTERM alone; for others a handler, and {_FLAG} and control.should_training_stop",
-        _caught,
-        (
-            when_default("checkpoint.on_signal"),
-            When("SIGTERM alone", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, Fit.EQUIVALENT, _EXIT),
-        ),
+        f"other signals than SIGTERM: {_FLAG} and control.should_training_stop",
+        when_default("checkpoint.on_signal"),
+        When("only SIGTERM", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, Fit.EQUIVALENT, _EXIT),
+        to=_caught,
     ),
 }
 """How each field is said."""

@@ -25,7 +25,7 @@ _SHAPES: Mapping[str, str] = {
     "constant_with_warmup": "constant",
 }
 _OTHERS = ("inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
-_INSTEAD = "build it in the training script and hand it to unishard.prepare(scheduler=...), or write linear or cosine"
+_INSTEAD = "pass one to unishard.prepare(scheduler=...), or write linear or cosine"
 
 
 def _shape_of(value: Any) -> str:
@@ -45,7 +45,7 @@ def _type(value: Any, given: Given) -> Meaning:
         return _shaped(word, _kwargs_of(given), given)
     if word in _OTHERS:
         return Meaning(Fit.UNSUPPORTED, f"unishard has no {word} schedule; {_INSTEAD}")
-    raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear, cosine or constant_with_warmup")
+    raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear or cosine")
 
 
 def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
@@ -128,7 +128,7 @@ def _warmup(value: Any, given: Given) -> Meaning:
     if _refused(given):
         return Meaning(Fit.IGNORED, "belongs to the schedule, which the training script builds", kept=True)
     if _constant(given):
-        note = "is off" if not value else "the constant schedule has no warm-up: transformers overlooks this; write constant_with_warmup"
+        note = "is off" if not value else "the constant schedule ignores warmup; write constant_with_warmup"
         return Meaning(Fit.IGNORED, note, kept=True)
     found = warmup(given)
     if isinstance(found, Undecided):
@@ -140,7 +140,7 @@ def _ratio(value: Any, given: Given) -> Meaning:
     if not number(0, 1)(value or 0):
         return Meaning(Fit.IGNORED, "is off", kept=True)
     if given.get("warmup_steps"):
-        return Meaning(Fit.IGNORED, "warmup_steps counts more", kept=True)
+        return Meaning(Fit.IGNORED, "warmup_steps takes precedence", kept=True)
     meaning = _warmup(value, given)
     if meaning.fit is not Fit.EXACT:
         return meaning
@@ -160,7 +160,7 @@ def _max_steps(value: Any, given: Given) -> Meaning:
 def _epochs(value: Any, given: Given) -> Meaning:
     number(0)(value)
     if not isinstance(updates(given), Undecided):
-        return Meaning(Fit.IGNORED, "max_steps counts more", kept=True)
+        return Meaning(Fit.IGNORED, "max_steps takes precedence", kept=True)
     return Meaning(Fit.IGNORED, "how often the loop goes over the data is the training script's to say", kept=True)
 
 
@@ -178,7 +178,7 @@ def _kwargs(value: Any, given: Given) -> Meaning:
     strange = [key for key in value if key not in known]
     if strange:
         word = _shape_of(given.get("lr_scheduler_type"))
-        return Meaning(Fit.UNSUPPORTED, f"the {word} schedule of transformers takes no {', '.join(map(str, strange))}; remove it")
+        return Meaning(Fit.UNSUPPORTED, f"the {word} schedule takes no {', '.join(map(str, strange))}; remove it")
     meaning = _type(given.get("lr_scheduler_type"), given)
     fields = {field: value for field, value in meaning.fields.items() if field == "scheduler.min_lr_ratio"}
     return Meaning(fields=fields) if fields else Meaning(Fit.IGNORED, "says what the schedule does anyway", kept=True)

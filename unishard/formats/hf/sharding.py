@@ -12,13 +12,13 @@ from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
 from unishard.formats.hf.switches import FSDP
-from unishard.formats.hf.wordlists import names
+from unishard.formats.names import names
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean
 from unishard.mapping.rules import Fit
 
-__all__ = ["BOTH", "FIRST", "known", "sharded", "whole_copies", "words_of"]
+__all__ = ["BOTH", "FIRST", "known", "replicated", "sharded", "words_of"]
 
 BOTH = names(
     "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params cpu_ram_efficient_loading "
@@ -27,20 +27,20 @@ BOTH = names(
 """Keys of `fsdp_config` that transformers reads for both versions."""
 
 FIRST = names("forward_prefetch backward_prefetch use_orig_params sync_module_states limit_all_gathers")
-"""Keys that it reads for version 1 alone."""
+"""Keys that it reads only for version 1."""
 
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _DEFAULTS: Mapping[str, Any] = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 _OVERLOOKED: Mapping[str, str] = {
-    "offload_params": "transformers 5.23 calls it cpu_offload and overlooks this word, so that parameters stay on the device",
-    "sharding_strategy": "transformers 5.23 takes the strategy from fsdp or from reshard_after_forward and overlooks this key",
-    "activation_cpu_offload": "ms-swift alone reads it, and it changes no loss: what blocks keep stays on the device",
-    "mixed_precision": "transformers 5.23 takes the format from bf16 and fp16 and overlooks this key",
-    "mixed_precision_policy": "transformers 5.23 takes the format from bf16 and fp16 and overlooks this key",
+    "offload_params": "transformers 5.23 ignores it, parameters stay on the device: its name is cpu_offload",
+    "sharding_strategy": "transformers 5.23 ignores it: use fsdp or reshard_after_forward",
+    "activation_cpu_offload": "only ms-swift reads it; losses are the same, activations stay on the device",
+    "mixed_precision": "transformers 5.23 ignores it and uses bf16 and fp16",
+    "mixed_precision_policy": "transformers 5.23 ignores it and uses bf16 and fp16",
 }
-_UNKNOWN = "transformers 5.23 overlooks a key of fsdp_config that it does not know"
-_ON_2 = "FSDP2 has no such argument, and transformers 5.23 overlooks it with version 2"
-_DDP = "without fsdp and deepspeed, each rank holds the whole model (DistributedDataParallel), unless the launcher says otherwise"
+_UNKNOWN = "transformers 5.23 does not know this key of fsdp_config and ignores it"
+_ON_2 = "FSDP2 has no such argument; transformers 5.23 ignores it with version 2"
+_DDP = "DistributedDataParallel without fsdp and deepspeed, unless the launcher chooses"
 
 
 def known(key: str) -> bool:
@@ -105,7 +105,7 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
 
 
 def _ignored(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
-    note = "is read where fsdp is on alone"
+    note = "only used when fsdp is enabled"
     return [Entry((*where, str(key)), item, Meaning(Fit.IGNORED, note, kept=True)) for key, item in keys.items()]
 
 
@@ -157,7 +157,7 @@ def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tupl
         elif word in _STRATEGIES[:2]:
             native.setdefault("reshard_after_forward", word == "full_shard")
         elif word in _STRATEGIES:
-            wrong.append(f"transformers 5.23 takes {word} with fsdp_config.version 1 alone; write that, or full_shard")
+            wrong.append(f"{word} needs fsdp_config.version: 1 in transformers 5.23; write that, or full_shard")
         elif word != "auto_wrap":
             wrong.append(f"knows no word {word!r}; write {', '.join((*_STRATEGIES, 'offload', 'auto_wrap'))}")
     return {key: item for key, item in native.items() if key not in taken}, "; ".join(wrong)
@@ -171,6 +171,6 @@ def _overlooked(where: tuple[str, ...], written: tuple[str, Any], name: str, sec
     return Entry((*where, key), item, Meaning(Fit.IGNORED, note, kept=True))
 
 
-def whole_copies() -> Entry:
+def replicated() -> Entry:
     """What TrainingArguments mean that switch neither engine on."""
     return Entry(("fsdp",), False, Meaning(Fit.EXACT, _DDP, {"backend": "fsdp", "sharding.strategy": "no_shard"}), assumed=True)

@@ -59,11 +59,7 @@ _STAGES: Mapping[str, str] = {"0": "no_shard", "1": "shard_optimizer", "2": "sha
 _STAGE = re.compile(r"(?:zero|stage|(?:^|[_/-])z)_?([0-3])")
 
 SILENT: Mapping[str, tuple[str, str]] = {
-    "gradient_clipping": (
-        "max_grad_norm",
-        "the DeepSpeed config has no gradient_clipping, which transformers only fills where it is: DeepSpeed 0.19.8 clips to its own "
-        'default of 1.0, whatever this says; write gradient_clipping: "auto" there',
-    )
+    "gradient_clipping": ("max_grad_norm", 'not used: DeepSpeed clips to its default, 1.0; write gradient_clipping: "auto" in its config')
 }
 """Keys whose absence from DeepSpeed's config makes an argument ignored."""
 
@@ -145,7 +141,7 @@ def _checked(entry: Entry, said: Mapping[str, Any], get: Arguments, whole: bool)
     argument = fill(get)
     if argument is None or _same(said[entry.key], argument):
         return entry
-    note = f'transformers stops here, since {name} is {shown(argument)}; make the two equal, or write "auto" here'
+    note = f'transformers refuses this: {name} is {shown(argument)}; make them equal, or write "auto"'
     return entry.but(Fit.UNSUPPORTED, note)
 
 

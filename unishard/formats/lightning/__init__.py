@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs
+from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = {
-    "strategy": 4,
-    "accelerator": 2,
-    "devices": 2,
-    "num_nodes": 1,
-    "trainer.strategy": 5,
-    "trainer.accelerator": 4,
-    "trainer.devices": 4,
-    "trainer.precision": 3,
-    "trainer.max_epochs": 2,
-    "trainer.max_steps": 2,
-    "trainer.accumulate_grad_batches": 4,
-    "trainer.gradient_clip_val": 4,
-    "fit.trainer": 5,
-    "lightning.trainer": 5,
-    "fabric.strategy": 5,
-    "seed_everything": 3,
-    "gradient_clip_val": 3,
-    "accumulate_grad_batches": 4,
-    "class_path": 4,
-    "init_args": 3,
-}
+_SIGNS = weighted(
+    {
+        5: "trainer.strategy fit.trainer lightning.trainer fabric.strategy",
+        4: (
+            "strategy trainer.accelerator trainer.devices trainer.accumulate_grad_batches trainer.gradient_clip_val "
+            "accumulate_grad_batches class_path"
+        ),
+        3: "trainer.precision seed_everything gradient_clip_val init_args",
+        2: "accelerator devices trainer.max_epochs trainer.max_steps",
+        1: "num_nodes",
+    }
+)
 
 FORMAT = Deferred("lightning", Signs(_SIGNS))

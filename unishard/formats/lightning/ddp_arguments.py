@@ -15,9 +15,9 @@ __all__ = ["DDP", "MODEL_PARALLEL"]
 _LAUNCH = "the launcher decides it"
 _BYTES = 4
 _CHECKS = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
-_TIME = "time and memory alone"
+_TIME = "affects only time and memory"
 _BUFFERS = "buffers go from rank 0 to all ranks in prepare; each rank keeps its own afterwards"
-_HOOK = "a hook changes how gradients travel, which only its code says; write precision.reduce for a smaller format, and remove the hook"
+_HOOK = "unishard has no hooks; use precision.reduce for a smaller dtype, and remove it"
 
 
 def _bucket(value: Any, given: Given) -> Meaning:
@@ -30,9 +30,9 @@ DDP: Mapping[str, Key] = {
         ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout", "start_method"), left(_LAUNCH)
     ),
     **dict.fromkeys(_CHECKS, left("one device a rank, and what ranks check at the start")),
-    "checkpoint_io": left("concerns files alone"),
+    "checkpoint_io": left("affects only files"),
     **dict.fromkeys(
-        ("precision_plugin", "precision"), refuses("a plugin's formats are no part of a file; write precision beside the strategy", off)
+        ("precision_plugin", "precision"), refuses("a plugin cannot be read from a file; write precision beside the strategy", off)
     ),
     "find_unused_parameters": left("parameters that no rank uses are no problem here, and need no search"),
     **dict.fromkeys(
@@ -49,11 +49,8 @@ DDP: Mapping[str, Key] = {
 }
 """The arguments of `DDPStrategy`, and those that it hands on to DistributedDataParallel."""
 
-_WRITTEN = "what is sharded stands in the model's configure_model (fully_shard calls); here every block is a unit"
-_TENSOR = (
-    "no engine of unishard cuts single layers between ranks (tensor parallelism), which is what Lightning does over the devices of a node "
-    "unless tensor_parallel_size is 1; write tensor_parallel_size: 1"
-)
+_WRITTEN = "configure_model calls fully_shard there; here every block is a unit"
+_TENSOR = "unishard has no tensor parallelism; write tensor_parallel_size: 1"
 
 
 def _tensor(value: Any, given: Given) -> Meaning:
@@ -73,7 +70,7 @@ def _data(value: Any, given: Given) -> Meaning:
 MODEL_PARALLEL: Mapping[str, Key] = {
     "data_parallel_size": Key(_data, "sharding.strategy", Fit.APPROXIMATE, _WRITTEN, silent="auto"),
     "tensor_parallel_size": Key(_tensor, "", Fit.UNSUPPORTED, _TENSOR, silent="auto"),
-    "save_distributed_checkpoint": left("concerns the files of checkpoints alone"),
+    "save_distributed_checkpoint": left("affects only the files of checkpoints"),
     "parallelize_fn": left(_WRITTEN),
     **dict.fromkeys(("process_group_backend", "timeout"), left(_LAUNCH)),
 }

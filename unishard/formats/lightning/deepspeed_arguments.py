@@ -126,10 +126,10 @@ def _true(value: Any) -> bool:
 _LAUNCH = "the launcher decides it"
 OWN: Mapping[str, Key] = {
     **dict.fromkeys(("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout"), left(_LAUNCH)),
-    "logging_level": left("concerns logs alone"),
+    "logging_level": left("affects only logs"),
     "remote_device": left("where the parameters lie while the model is made; see unishard.init"),
-    "load_full_weights": left("concerns how a checkpoint is read"),
-    "exclude_frozen_parameters": left("concerns the files of checkpoints alone"),
+    "load_full_weights": left("affects only how a checkpoint is read"),
+    "exclude_frozen_parameters": left("affects only the files of checkpoints"),
     **dict.fromkeys(("precision_plugin", "precision"), left("precision beside the strategy counts")),
 }
-"""The arguments that concern Lightning alone."""
+"""The arguments that concern only Lightning."""

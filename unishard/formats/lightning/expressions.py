@@ -10,12 +10,12 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import rows, when_default
+from unishard.formats.fallbacks import exact, row, rows, when_default
 from unishard.formats.lightning.precision_expressions import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 from unishard.mapping.field_rows import moved_together
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["CLASSES", "FSDP", "strategy"]
 
@@ -88,159 +88,129 @@ def _buckets(cfg: Config, topology: Topology) -> Native:
     return {} if _sharded(cfg) else strategy("ddp", bucket_cap_mb=cfg.communication.reduce_bucket_size * 4 / 2**20)
 
 
-_NEAREST = (
-    "SHARD_GRAD_OP is the nearest; FSDP keeps parameters in parts between steps and gathers them in every forward, once instead of twice"
-)
+_NEAREST = "nearest is SHARD_GRAD_OP; FSDP gathers in every forward"
 _DDP = "DDPStrategy"
-_UNSHARDED = When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, "nothing is gathered")
-_TIME = "time and memory alone"
-_CLIPPING = (
-    "Lightning 2.6.6 refuses to clip by norm with FSDP (pytorch/plugins/precision/fsdp.py), so the snippet has a "
-    "configure_gradient_clipping for your LightningModule that asks FSDP itself"
-)
+_UNSHARDED = unless("no_shard", lambda cfg: not _sharded(cfg), "nothing is gathered")
+_TIME = "affects only time and memory"
+_CLIPPING = "Lightning 2.6.6 cannot clip by norm with FSDP: the snippet overrides the hook"
 
 _OWN: Mapping[str, Rule] = {
-    "backend": Rule(
+    "backend": row(
         Fit.EQUIVALENT,
         "FSDPStrategy",
-        "Lightning's FSDPStrategy is FSDP1, with the same maths; its FSDP2, ModelParallelStrategy, wants fully_shard calls in the model",
-        when=(When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, ""),),
+        "Lightning's FSDPStrategy is FSDP1, with the same math",
+        unless("no_shard", lambda cfg: not _sharded(cfg)),
     ),
-    "sharding.strategy": Rule(
-        Fit.EXACT,
+    "sharding.strategy": exact(
         "sharding_strategy",
-        "",
-        _strategy,
-        (
-            When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, _DDP),
-            When(
-                "shard_optimizer",
-                lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-                Fit.APPROXIMATE,
-                f"{_NEAREST}; it reduces gradients on every micro-batch; or write backend: deepspeed",
-            ),
-            When(
-                "shard_grad_op or hybrid_shard_grad_op",
-                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-                Fit.APPROXIMATE,
-                f"{_NEAREST}; or write backend: deepspeed",
-            ),
+        unless("no_shard", lambda cfg: not _sharded(cfg), _DDP),
+        When(
+            "shard_optimizer",
+            lambda cfg: cfg.sharding.strategy == "shard_optimizer",
+            Fit.APPROXIMATE,
+            f"{_NEAREST}; it reduces gradients on every micro-batch; or write backend: deepspeed",
         ),
+        When(
+            "shard_grad_op or hybrid_shard_grad_op",
+            lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+            Fit.APPROXIMATE,
+            f"{_NEAREST}; or write backend: deepspeed",
+        ),
+        to=_strategy,
     ),
-    "sharding.group_size": Rule(
+    "sharding.group_size": row(
         Fit.EXACT,
         "device_mesh",
-        "Lightning makes the mesh of CUDA devices alone (strategies/fsdp.py, setup_environment)",
-        _mesh,
-        (
-            When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),
-            when_default("sharding.group_size", "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set"),
-        ),
+        "Lightning makes a device mesh only on CUDA (strategies/fsdp.py, setup_environment)",
+        unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups"),
+        when_default("sharding.group_size", "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set"),
+        to=_mesh,
     ),
-    "sharding.reshard_after_forward": Rule(Fit.EXACT, "sharding_strategy"),
-    "sharding.units": Rule(
-        Fit.EXACT,
+    "sharding.reshard_after_forward": exact("sharding_strategy"),
+    "sharding.units": exact(
         "auto_wrap_policy",
-        "",
-        _units,
-        (
-            _UNSHARDED,
-            When(
-                "auto",
-                lambda cfg: cfg.sharding.units == "auto" and not cfg.sharding.min_unit_params,
-                Fit.NEEDS_INPUT,
-                "name the class of your model's blocks in auto_wrap_policy; without it Lightning gathers the whole model at once",
-            ),
+        _UNSHARDED,
+        When(
+            "auto",
+            lambda cfg: cfg.sharding.units == "auto" and not cfg.sharding.min_unit_params,
+            Fit.NEEDS_INPUT,
+            "name your model's block class in auto_wrap_policy, or all is gathered at once",
         ),
+        to=_units,
     ),
-    "sharding.min_unit_params": Rule(
+    "sharding.min_unit_params": row(
         Fit.EQUIVALENT,
         "auto_wrap_policy",
         "size_based_auto_wrap_policy cuts at any module of this size, not at blocks",
-        _least,
-        (
-            _UNSHARDED,
-            when_default("sharding.min_unit_params"),
-            When(
-                "beside class names",
-                lambda cfg: cfg.sharding.units != "auto",
-                Fit.EQUIVALENT,
-                "Lightning has no smallest size beside class names; the same maths with smaller units",
-            ),
+        _UNSHARDED,
+        when_default("sharding.min_unit_params"),
+        When(
+            "beside class names",
+            lambda cfg: cfg.sharding.units != "auto",
+            Fit.EQUIVALENT,
+            "Lightning has no smallest size beside class names; the same math with smaller units",
         ),
+        to=_least,
     ),
-    "sharding.conditional_modules": Rule(
+    "sharding.conditional_modules": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
-        "name none of these classes in auto_wrap_policy; a rank that leaves one out must still use its parameters, times zero",
-        when=(
-            when_default("sharding.conditional_modules"),
-            When("no_shard", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "DDPStrategy needs find_unused_parameters=True for them"),
-        ),
+        "leave these out of auto_wrap_policy; every rank must use their parameters in each step",
+        when_default("sharding.conditional_modules"),
+        When("no_shard", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "DDPStrategy needs find_unused_parameters=True for them"),
     ),
     **moved_together("cpu_offload", _offload),
-    "activation_checkpointing": Rule(
-        Fit.EXACT,
+    "activation_checkpointing": exact(
         "activation_checkpointing_policy",
-        "",
-        _recomputation,
-        (
-            when_default("activation_checkpointing"),
-            When(
-                "without sharding",
-                lambda cfg: not _sharded(cfg),
-                Fit.NEEDS_INPUT,
-                "call torch's apply_activation_checkpointing on the model; DDPStrategy has no argument for it",
-            ),
-            When(
-                "no classes named",
-                lambda cfg: _recomputed(cfg) is None,
-                Fit.NEEDS_INPUT,
-                "name the class of your model's blocks in activation_checkpointing_policy",
-            ),
-            When(
-                "selective",
-                lambda cfg: cfg.activation_checkpointing == "selective",
-                Fit.EQUIVALENT,
-                "the blocks are computed again as a whole: the same results, less memory, more time",
-            ),
+        when_default("activation_checkpointing"),
+        When(
+            "without sharding",
+            lambda cfg: not _sharded(cfg),
+            Fit.NEEDS_INPUT,
+            "DDPStrategy has no argument for it; call torch's apply_activation_checkpointing",
         ),
+        When(
+            "no classes named",
+            lambda cfg: _recomputed(cfg) is None,
+            Fit.NEEDS_INPUT,
+            "name the class of your model's blocks in activation_checkpointing_policy",
+        ),
+        When(
+            "selective",
+            lambda cfg: cfg.activation_checkpointing == "selective",
+            Fit.EQUIVALENT,
+            "full blocks are recomputed: the same results, less memory, more time",
+        ),
+        to=_recomputation,
     ),
     "training.gradient_clipping": replace(
         TRAINING["training.gradient_clipping"], when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING))
     ),
-    "communication.reduce_bucket_size": Rule(
+    "communication.reduce_bucket_size": row(
         Fit.IGNORED,
         "bucket_cap_mb of DDPStrategy",
-        "FSDP reduces unit by unit; time and memory alone",
-        _buckets,
-        (When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, ""),),
+        "FSDP reduces unit by unit: affects only time and memory",
+        unless("no_shard", lambda cfg: not _sharded(cfg)),
+        to=_buckets,
     ),
-    "communication.prefetch_bucket_size": Rule(
+    "communication.prefetch_bucket_size": row(
         Fit.IGNORED,
         NO_KEY,
         f"FSDP1 gathers one unit ahead; {_TIME}",
-        when=(
-            When(
-                "nothing is gathered ahead",
-                lambda cfg: cfg.sharding.within_group != "full_shard",
-                Fit.EXACT,
-                "there is nothing to decide",
-            ),
-        ),
+        unless("nothing is gathered ahead", lambda cfg: cfg.sharding.within_group != "full_shard", "there is nothing to decide"),
     ),
-    "compile.mode": Rule(
+    "compile.mode": row(
         Fit.NEEDS_INPUT,
         MODULE,
         "hand torch.compile(model) to trainer.fit, or compile the blocks in configure_model",
-        when=(when_default("compile.mode"),),
+        when_default("compile.mode"),
     ),
-    "compile.backend": Rule(Fit.NEEDS_INPUT, MODULE, "say it in the call of torch.compile", when=(when_default("compile.mode"),)),
-    "native": Rule(
+    "compile.backend": row(Fit.NEEDS_INPUT, MODULE, "say it in the call of torch.compile", when_default("compile.mode")),
+    "native": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
-        "settings of FSDP2, which Lightning's FSDPStrategy does not have; make the calls that they are named after",
-        when=(When("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Fit.EXACT, ""),),
+        "FSDPStrategy (FSDP1) lacks these settings of FSDP2; call them in your script",
+        unless("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp")),
     ),
 }
 

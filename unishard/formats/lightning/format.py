@@ -6,31 +6,31 @@ from collections.abc import Iterable, Mapping
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.format import Format
 from unishard.formats.lightning.expressions import FSDP
 from unishard.formats.lightning.keys import BESIDE, TRAINER
 from unishard.formats.lightning.older_keys import OLDER
 from unishard.formats.lightning.reading import LightningDocument
 from unishard.formats.lightning.recipe_keys import OPTIMIZER
 from unishard.formats.lightning.snippet import snippet
-from unishard.formats.lightning.unwrapping import TOOL
+from unishard.formats.lightning.strategy_arguments import TOOL
 from unishard.formats.lightning.writing import expressed
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.mapping.entries import Key
 from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Rule
 
 __all__ = ["FORMAT"]
 
 
-class LightningFormat:
-    """Implements `unishard.formats.format.Format`. Reads YAML and JSON, writes Python."""
+class LightningFormat(Format):
+    """Reads YAML and JSON, writes Python."""
 
     name = "lightning"
     tool = TOOL
     suffix = ".py"
     keys: Mapping[str, Key] = {**TRAINER, **OLDER, **BESIDE, **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()}}
-    expressions: Mapping[str, Rule] = FSDP
+    expressions = FSDP
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the arguments say: those of the Trainer or of Fabric, of the strategy, and LightningCLI's keys around them.

@@ -1,4 +1,4 @@
-"""What the arguments of Lightning's `FSDPStrategy` (2.6.6) are called by FSDP itself, and which of them concern Lightning alone."""
+"""What the arguments of Lightning's `FSDPStrategy` (2.6.6) are called by FSDP itself, and which of them concern only Lightning."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _formats(value: Any) -> Native:
     formats = found.arguments if found and found.key else value
     if not isinstance(formats, Mapping):
         raise Unreadable(
-            f"must be a MixedPrecision, got {shown(value)}; write class_path: torch.distributed.fsdp.MixedPrecision and init_args"
+            f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) and init_args"
         )
     known = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
     quiet = ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
@@ -64,13 +64,13 @@ def _wrapping(value: Any) -> Native:
     policy = short(found.path) if found else shown(value)
     if found and policy == "size_based_auto_wrap_policy":
         return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": found.arguments.get("min_num_params", 100_000_000)}
-    raise Unreadable(f"must be classes of modules, got {policy}, which only its code explains; write the classes of the model's blocks")
+    raise Unreadable(f"must be module classes, got {policy}; write the classes of the model's blocks")
 
 
 def _recomputed(value: Any) -> Native:
     names = _classes(value)
     if not names:
-        raise Unreadable(f"must be classes of modules, got {shown(value)}, which only its code explains; write the classes to recompute")
+        raise Unreadable(f"must be module classes, got {shown(value)}; write the classes to recompute")
     return {"activation_checkpointing": names}
 
 
@@ -93,7 +93,7 @@ def _classes(value: Any) -> list[str]:
 def _mesh(value: Any) -> Native:
     sizes = value if isinstance(value, list | tuple) else None
     if sizes is None or len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
-        raise Unreadable(f"must be two numbers, of copies and of ranks that share one, got {shown(value)}; write [2, 8]")
+        raise Unreadable(f"must be [replicas, ranks in each], got {shown(value)}; write such as [2, 8]")
     return {"mesh": {"replicate": sizes[0], "shard": sizes[1]}}
 
 
@@ -130,11 +130,11 @@ def _timeout(value: Any, given: Given) -> Meaning:
 OWN: Mapping[str, Key] = {
     **dict.fromkeys(("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "device_id"), left(_LAUNCH)),
     "timeout": Key(_timeout, fit=Fit.IGNORED),
-    "checkpoint_io": left("concerns files alone"),
+    "checkpoint_io": left("affects only files"),
     **dict.fromkeys(
-        ("precision_plugin", "precision"), refuses("a plugin's formats are no part of a file; write precision beside the strategy", off)
+        ("precision_plugin", "precision"), refuses("a plugin cannot be read from a file; write precision beside the strategy", off)
     ),
-    "process_group": refuses("groups are objects of the training script; write device_mesh: [copies, ranks that share one]", off),
-    "param_init_fn": refuses("a function is no part of a file; make the model inside unishard.init, or on a device", off),
+    "process_group": refuses("process groups are objects; write device_mesh: [replicas, ranks in each]", off),
+    "param_init_fn": refuses("a function cannot be read from a file; build the model inside unishard.init", off),
 }
-"""The arguments that concern Lightning alone, with those that no file can say."""
+"""The arguments that concern only Lightning, with those that no file can say."""

@@ -19,9 +19,9 @@ __all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off
 
 UNSET = Meaning(Fit.IGNORED, "is not set", kept=True)
 _OFF = Meaning(Fit.IGNORED, "is off", kept=True)
-_LOGS = "concerns logs and the screen alone"
-_FILES = "concerns files alone"
-_EVALUATION = "concerns evaluation alone, which is your loop's here"
+_LOGS = "affects only logs and the screen"
+_FILES = "affects only files"
+_EVALUATION = "affects only evaluation, which your loop does here"
 _LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."
 
 
@@ -36,7 +36,7 @@ def optional(read: Callable[[Any, Given], Meaning], fields: str = "", fit: Fit =
 
 
 def left(why: str) -> Key:
-    """A key that concerns a launcher, a log, or files alone."""
+    """A key that concerns only a launcher, a log, or files."""
     return optional(lambda value, given: Meaning(Fit.IGNORED, why, kept=True), "", Fit.IGNORED, why)
 
 
@@ -59,23 +59,15 @@ def _accumulation(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.EQUIVALENT, _TAIL, fields)
 
 
-_TAIL = (
-    "alike in every full window; what is left at the end of an epoch Lightning divides by the whole window (pytorch/loops, 2.6.6), "
-    "unishard by the micro-batches that are there, see training.last_window"
-)
-_SHARDS = (
-    "Lightning 2.6.6 refuses to clip by norm with FSDP (pytorch/plugins/precision/fsdp.py, clip_grad_by_norm raises); unishard clips by "
-    "the global norm on every engine"
-)
+_TAIL = "alike in full windows; Lightning divides the last one by the full window"
+_SHARDS = "Lightning 2.6.6 cannot clip by norm with FSDP; unishard clips on every engine"
 
 
 def _clipping(value: Any, given: Given) -> Meaning:
     largest = number(0)(value)
     fields = {"training.gradient_clipping": largest or None}
     if str(given.get("gradient_clip_algorithm")).lower() == "value" and largest:
-        return Meaning(
-            Fit.UNSUPPORTED, "every engine of unishard clips by the global norm, not each value; write gradient_clip_algorithm: norm"
-        )
+        return Meaning(Fit.UNSUPPORTED, "unishard clips only by the global norm; write gradient_clip_algorithm: norm")
     if str(given.get("strategy")).startswith("FSDPStrategy") and largest:
         return Meaning(Fit.EQUIVALENT, _SHARDS, fields)
     return Meaning(fields=fields)
@@ -111,7 +103,7 @@ def _devices(value: Any, given: Given) -> Meaning:
     if _filled_in(value):
         return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
     if isinstance(value, bool) or not all(str(item).strip().lstrip("-").isdigit() or str(item).strip() == "auto" for item in items):
-        raise Unreadable(f"must be a number of devices, a list of them, or auto, got {shown(value)}; write one of the three")
+        raise Unreadable(f"must be a number or list of devices, or auto, got {shown(value)}; write auto")
     return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
 
 
@@ -174,10 +166,10 @@ def _plugins(value: Any, given: Given) -> Meaning:
             fields |= _scaler(found.arguments)
             formats = True
         elif not name.endswith(_PLUGINS):
-            return Meaning(Fit.UNSUPPORTED, f"{name} changes how Lightning computes, which no key here says; write precision instead")
+            return Meaning(Fit.UNSUPPORTED, f"{name} changes how Lightning computes; write precision instead")
     if fields or formats:
         return Meaning(fields=fields)
-    return Meaning(Fit.IGNORED, "concerns the launch and files alone", kept=True)
+    return Meaning(Fit.IGNORED, "affects only the launch and files", kept=True)
 
 
 def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +188,7 @@ def _seed(value: Any, given: Given) -> Meaning:
     if off(value):
         return Meaning(Fit.IGNORED, "is off", kept=True)
     if value is True or str(value).lower() == "true":
-        return Meaning(Fit.IGNORED, "LightningCLI draws a seed, another one in each run; write training.seed for one that stays", kept=True)
+        return Meaning(Fit.IGNORED, "LightningCLI draws a new seed in each run; write training.seed for a fixed one", kept=True)
     return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
@@ -211,12 +203,12 @@ TRAINER: Mapping[str, Key] = {
     "accelerator": optional(_accelerator, "", Fit.IGNORED, _LAUNCH),
     "devices": optional(_devices, "", Fit.IGNORED, _LAUNCH),
     "num_nodes": optional(_nodes, "", Fit.IGNORED, _LAUNCH),
-    "callbacks": optional(_callbacks, SCRIPT, Fit.NEEDS_INPUT, "callbacks that train, not only log, are your loop's to do"),
+    "callbacks": optional(_callbacks, SCRIPT, Fit.NEEDS_INPUT, "your loop does what callbacks do beyond logging"),
     "enable_checkpointing": optional(_saving, "checkpoint.every_steps", note="true leaves it to the callbacks"),
     "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
     "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before unishard.prepare"),
-    "deterministic": _script("call torch.use_deterministic_algorithms(True) at the start; Lightning's value is {value}"),
-    "benchmark": left("time alone; set torch.backends.cudnn.benchmark in your training script"),
+    "deterministic": _script("call torch.use_deterministic_algorithms(True); Lightning's value is {value}"),
+    "benchmark": left("affects only time; set torch.backends.cudnn.benchmark in your training script"),
     "use_distributed_sampler": Key(
         lambda value, given: (
             _OFF
@@ -225,7 +217,7 @@ TRAINER: Mapping[str, Key] = {
         ),
         SCRIPT,
     ),
-    "reload_dataloaders_every_n_epochs": _script("make the DataLoader anew every {value} epochs", 0),
+    "reload_dataloaders_every_n_epochs": _script("rebuild the DataLoader every {value} epochs", 0),
     "max_epochs": _script(_EPOCHS, -1),
     "min_epochs": _script(_EPOCHS, 0),
     "max_steps": _script(_EPOCHS, -1),
@@ -234,7 +226,7 @@ TRAINER: Mapping[str, Key] = {
     "limit_train_batches": _script("your training loop uses this much of the data: {value}", 1.0),
     "overfit_batches": _script("your training loop uses this much of the data: {value}", 0, 0.0),
     "fast_dev_run": _script("a trial run of {value} batches; leave it out to train"),
-    "detect_anomaly": _script("call torch.autograd.set_detect_anomaly(True), which finds the operation that makes a NaN, slowly"),
+    "detect_anomaly": _script("call torch.autograd.set_detect_anomaly(True), which finds the source of a NaN"),
     **dict.fromkeys(
         (
             *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch"),
@@ -248,7 +240,7 @@ TRAINER: Mapping[str, Key] = {
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
 
-_OURS = "concerns the model or the data, which your training script makes"
+_OURS = "concerns the model or the data, which your training script builds"
 BESIDE: Mapping[str, Key] = {
     "seed_everything": optional(_seed, "training.seed"),
     **dict.fromkeys(("model", "data", "ckpt_path", "subcommand", "config", "weights_only"), left(_OURS)),

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.formats.lightning.keys import TRAINER, off
+from unishard.formats.names import ignored
 from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.key_rows import boolean, drops, refuses
+from unishard.mapping.key_rows import boolean, refuses
 from unishard.mapping.rules import Fit
 
 __all__ = ["OLDER", "place_in", "strategy_in"]
@@ -20,12 +21,12 @@ _GROUPS: Mapping[str, str] = {
     "the launcher decides it: torchrun --nproc-per-node ... --nnodes ...": (
         "gpus num_processes auto_select_gpus prepare_data_per_node distributed_backend"
     ),
-    "concerns logs and the screen alone": (
+    "affects only logs and the screen": (
         "progress_bar_refresh_rate process_position weights_summary log_gpu_memory flush_logs_every_n_steps track_grad_norm "
         "row_log_interval log_save_interval move_metrics_to_cpu"
     ),
-    "concerns files alone": "checkpoint_callback resume_from_checkpoint weights_save_path",
-    "concerns evaluation alone, which is your loop's here": "val_percent_check test_percent_check",
+    "affects only files": "checkpoint_callback resume_from_checkpoint weights_save_path",
+    "affects only evaluation, which your loop does here": "val_percent_check test_percent_check",
     "concerns the data, which the training script loads": "multiple_trainloader_mode",
     "names what amp_backend: apex switches on": "amp_level",
 }
@@ -43,17 +44,17 @@ def _nonfinite(value: Any, given: Given) -> Meaning:
 
 
 OLDER: Mapping[str, Key] = {
-    **{name: drops(why) for why, text in _GROUPS.items() for name in text.split()},
+    **ignored(_GROUPS),
     "amp_backend": refuses("Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"),
     "tpu_cores": refuses("unishard trains on CUDA devices and CPUs; write devices", off),
     "ipus": refuses("unishard trains on CUDA devices and CPUs; write devices", off),
     "replace_sampler_ddp": TRAINER["use_distributed_sampler"],
     "terminate_on_nan": Key(_nonfinite, "training.nonfinite"),
     "auto_lr_find": _script("find the learning rate in the training script, and write it as optimizer.lr"),
-    "auto_scale_batch_size": _script("find the batch size in the training script, and write it as training.micro_batch_size"),
-    "stochastic_weight_avg": _script("average the weights in the training script: torch.optim.swa_utils over engine.parameter(...)"),
+    "auto_scale_batch_size": _script("find the batch size in the training script; write training.micro_batch_size"),
+    "stochastic_weight_avg": _script("average the weights in the training script (torch.optim.swa_utils)"),
     "truncated_bptt_steps": _script("cut the sequences in the training script"),
-    "reload_dataloaders_every_epoch": _script("make the DataLoader anew every epoch"),
+    "reload_dataloaders_every_epoch": _script("rebuild the DataLoader every epoch"),
     "train_percent_check": TRAINER["limit_train_batches"],
     "early_stop_callback": _script("decide in the training script when to stop"),
 }

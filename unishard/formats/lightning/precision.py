@@ -1,4 +1,4 @@
-"""Lightning's words for number formats, and what each comes to under each strategy (2.6.6, plugins/precision)."""
+"""Lightning's words for dtypes, and what each comes to under each strategy (2.6.6, plugins/precision)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ _ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mi
 _FORMATS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
 _NEVER = {
     "64-true": "nothing trains in double precision here; write 32-true",
-    "transformer-engine": "FP8 needs Transformer Engine's layers, which no engine of unishard has; write bf16-mixed",
-    "transformer-engine-float16": "FP8 needs Transformer Engine's layers, which no engine of unishard has; write 16-mixed",
+    "transformer-engine": "unishard has no FP8; write bf16-mixed",
+    "transformer-engine-float16": "unishard has no FP8; write 16-mixed",
 }
-_AUTOCAST = (
-    "Lightning runs forward under torch.autocast as well, which computes norms, softmax and losses in fp32; here the model computes in one "
-    "format"
-)
-_UNSCALED = "without fp32 masters and without a loss scale, as Lightning has it; small gradients are lost"
+_AUTOCAST = "autocast keeps norms, softmax and losses in fp32; unishard runs all in this dtype"
+_UNSCALED = "without fp32 master weights and loss scale, as in Lightning: small gradients are lost"
 
 
 def word_of(value: Any) -> str:
@@ -36,7 +33,7 @@ def word_of(value: Any) -> str:
     text = DEFAULT if value is None else str(value).strip().lower()
     word = _ALIASES.get(text, text)
     if word in _NEVER:
-        raise Unreadable(f"must be a format that unishard has, got {word}: {_NEVER[word]}")
+        raise Unreadable(f"must be a dtype that unishard has, got {word}: {_NEVER[word]}")
     if word not in _FORMATS:
         raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them")
     return word
@@ -60,7 +57,7 @@ def precision(value: Any, given: Given) -> Meaning:
 
 
 def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> Meaning:
-    """With `FSDPStrategy(mixed_precision=...)` the word decides the masters' format, autocast and the loss scale alone."""
+    """With `FSDPStrategy(mixed_precision=...)` the word decides only the dtype of the master weights, autocast and the loss scale."""
     fields: dict[str, Any] = {"precision.master": dtype if true else "fp32", **({"precision.loss_scale": 1.0} if unscaled else {})}
     if true or dtype == "fp32":
         return Meaning(fields=fields)

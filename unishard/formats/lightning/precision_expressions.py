@@ -1,4 +1,4 @@
-"""How Lightning (2.6.6) says number formats with `FSDPStrategy` and `DDPStrategy`.
+"""How Lightning (2.6.6) says dtypes with `FSDPStrategy` and `DDPStrategy`.
 
 With FSDP the strategy's own `mixed_precision` says them, beside `precision="32-true"`: the word `bf16-mixed` would sum gradients in bf16,
 cast buffers, and run forward under autocast as well.
@@ -12,9 +12,9 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import when_default
+from unishard.formats.fallbacks import exact, when_default
 from unishard.formats.lightning.trainer_expressions import trainer
-from unishard.mapping.rules import Fit, Rule, When
+from unishard.mapping.rules import Fit, Rule, When, unless
 
 __all__ = ["PRECISION"]
 
@@ -87,84 +87,61 @@ def _buffers(cfg: Config, topology: Topology) -> Native:
     return _format("buffer_dtype", cfg.precision.buffers) if _sharded(cfg) and cfg.precision.buffers != "keep" else {}
 
 
-_AUTOCAST = (
-    "{word} also runs forward under torch.autocast, which computes norms, softmax and losses in fp32; unishard computes in one format"
-)
-_NOT_SCALED = When("nothing is scaled", lambda cfg: cfg.precision.compute != "fp16", Fit.EXACT, "")
+_AUTOCAST = "{word} also uses torch.autocast: norms, softmax and losses in fp32; unishard does not"
+_NOT_SCALED = unless("nothing is scaled", lambda cfg: cfg.precision.compute != "fp16")
 _NEVER_SCALED = When(
     "16-true",
     lambda cfg: cfg.precision.pure and cfg.precision.loss_scale != 1.0,
     Fit.APPROXIMATE,
     "Lightning scales no loss in 16-true; write precision.master: fp32, or bf16",
 )
-_ONE = When("16-true, a loss scale of 1", lambda cfg: cfg.precision.pure, Fit.EXACT, "")
-_SCALER = (
-    "Lightning 2.6.6 refuses every scaler of its own FSDPPrecision (plugins/precision/fsdp.py compares precision before it is set), so the "
-    "snippet sets it afterwards"
-)
-_OWN_SCALER = When("the default", lambda cfg: not _scaling(cfg), Fit.EXACT, "is the scaler's default")
+_ONE = unless("16-true, a loss scale of 1", lambda cfg: cfg.precision.pure)
+_SCALER = "Lightning 2.6.6 refuses a scaler in FSDPPrecision; the snippet sets it afterwards"
+_OWN_SCALER = unless("the default", lambda cfg: not _scaling(cfg), "is the scaler's default")
 _SET_LATER = When("FSDP", _sharded, Fit.EQUIVALENT, _SCALER)
 
 PRECISION: Mapping[str, Rule] = {
-    "precision.compute": Rule(
-        Fit.EXACT,
+    "precision.compute": exact(
         "mixed_precision.param_dtype",
-        "",
-        _compute,
-        (
-            When("fp16 with fp32 masters", _scaled, Fit.EQUIVALENT, _AUTOCAST.format(word="16-mixed")),
-            When(
-                "bf16 without sharding",
-                lambda cfg: not _sharded(cfg) and _mixed(cfg) and not cfg.precision.pure,
-                Fit.EQUIVALENT,
-                _AUTOCAST.format(word="bf16-mixed"),
-            ),
+        When("fp16 with fp32 master weights", _scaled, Fit.EQUIVALENT, _AUTOCAST.format(word="16-mixed")),
+        When(
+            "bf16 without sharding",
+            lambda cfg: not _sharded(cfg) and _mixed(cfg) and not cfg.precision.pure,
+            Fit.EQUIVALENT,
+            _AUTOCAST.format(word="bf16-mixed"),
         ),
+        to=_compute,
     ),
-    "precision.master": Rule(Fit.EXACT, "precision"),
-    "precision.reduce": Rule(
-        Fit.EXACT,
+    "precision.master": exact("precision"),
+    "precision.reduce": exact(
         "mixed_precision.reduce_dtype",
-        "",
-        _reduce,
-        (
-            When(
-                "without sharding, not the format of the gradients",
-                lambda cfg: not _sharded(cfg) and cfg.precision.reduce != cfg.precision.master,
-                Fit.APPROXIMATE,
-                "DDP reduces gradients in their own format, which is that of the masters",
-            ),
+        When(
+            "without sharding, not the dtype of the gradients",
+            lambda cfg: not _sharded(cfg) and cfg.precision.reduce != cfg.precision.master,
+            Fit.APPROXIMATE,
+            "DDP reduces gradients in their dtype, that of the master weights",
         ),
+        to=_reduce,
     ),
-    "precision.buffers": Rule(
-        Fit.EXACT,
+    "precision.buffers": exact(
         "mixed_precision.buffer_dtype",
-        "",
-        _buffers,
-        (
-            when_default("precision.buffers"),
-            When("without sharding", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "cast the model's floating-point buffers yourself"),
-        ),
+        when_default("precision.buffers"),
+        When("without sharding", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "cast the model's floating-point buffers yourself"),
+        to=_buffers,
     ),
-    "precision.loss_scale": Rule(
-        Fit.EXACT,
+    "precision.loss_scale": exact(
         "precision",
-        "",
-        when=(
-            _NOT_SCALED,
-            _NEVER_SCALED,
-            _ONE,
-            When(
-                "a number",
-                lambda cfg: cfg.precision.loss_scale != "dynamic",
-                Fit.APPROXIMATE,
-                "torch's scaler begins with this number and halves it at an overflow; it never grows in the snippet",
-            ),
+        _NOT_SCALED,
+        _NEVER_SCALED,
+        _ONE,
+        When(
+            "a number",
+            lambda cfg: cfg.precision.loss_scale != "dynamic",
+            Fit.APPROXIMATE,
+            "torch's scaler starts here and halves at an overflow; in the snippet it never grows",
         ),
     ),
-    "precision.initial_loss_scale": Rule(Fit.EXACT, "plugins", "", when=(_NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER)),
-    "precision.loss_scale_growth_interval": Rule(
-        Fit.EXACT, "plugins", "", when=(_NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER)
-    ),
+    "precision.initial_loss_scale": exact("plugins", _NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER),
+    "precision.loss_scale_growth_interval": exact("plugins", _NOT_SCALED, _NEVER_SCALED, _ONE, _OWN_SCALER, _SET_LATER),
 }
 """Rows of `precision`."""

@@ -14,7 +14,7 @@ from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_
 from unishard.formats.lightning.saving import saving_entries
 from unishard.formats.lightning.shape import CLASS, Built, Shape, built, short
 from unishard.formats.lightning.strategies import Strategy, strategy_of
-from unishard.formats.lightning.unwrapping import TOOL, Unwrapped, entries_of
+from unishard.formats.lightning.strategy_arguments import TOOL, StrategyArguments, entries_of
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Key, Meaning, Unreadable, interpret
 from unishard.mapping.rules import Fit
@@ -103,10 +103,10 @@ class LightningDocument:
     def _place(self, found: Built | None, name: str) -> tuple[str, ...]:
         return (*self.shape.strategy, *(found.inside[name] if found else ()), name)
 
-    def _unwrapped(self, strategy: Strategy, precision: Entry | None) -> Unwrapped:
+    def _unwrapped(self, strategy: Strategy, precision: Entry | None) -> StrategyArguments:
         found = self._built()
         arguments = found.arguments if found else {}
-        return Unwrapped(
+        return StrategyArguments(
             strategy,
             self._named(found),
             arguments,
@@ -118,7 +118,7 @@ class LightningDocument:
         )
 
     def _own_formats(self) -> str:
-        """`mixed`, or `fp16` for one that computes in it, where FSDP has formats of its own; empty otherwise."""
+        """`mixed`, or `fp16` for one that computes in it, where FSDP has its own dtypes; empty otherwise."""
         found = self._built()
         own = found.arguments.get("mixed_precision") if found else None
         formats = built(own)
@@ -139,7 +139,7 @@ class LightningDocument:
                 note = f"names a class beside {found.key}, which is {shown(found.path)}; keep one of the two"
                 yield Entry((*self.shape.strategy, name), value[name], Meaning(Fit.UNSUPPORTED, note))
         if self.shape.bare and "strategy" in value and found.inside.get("strategy") != ():
-            note = f"stands beside {found.key}, which names the strategy; keep one of the two"
+            note = f"repeats {found.key}, which names the strategy; keep one of the two"
             yield Entry((*self.shape.strategy, "strategy"), value["strategy"], Meaning(Fit.UNSUPPORTED, note))
         if not self.shape.bare:
             for name in found.others:
@@ -209,7 +209,7 @@ def _section(value: Any) -> Meaning:
     return Meaning(Fit.UNSUPPORTED, f"must be a mapping of arguments, got {shown(value)}; write one argument a line")
 
 
-_OVERRULED = "has no effect: Lightning writes it only into a DeepSpeed config without gradient_clipping"
+_OVERRULED = "not used: Lightning sets it only in a DeepSpeed config without gradient_clipping"
 
 
 def _clipped_once(strategy: list[Entry], trainer: list[Entry]) -> list[Entry]:

@@ -23,7 +23,7 @@ _NAMES = {
     "FusedAdam": "adamw",
     "DeepSpeedCPUAdam": "adamw",
 }
-_OTHER = "unishard makes AdamW, Adam, SGD, Adagrad and Lion; make this one in your training script and hand it to unishard.prepare"
+_OTHER = "unishard does not build this optimizer; pass it to unishard.prepare(optimizer=...)"
 _THEIRS: Mapping[str, Mapping[str, Any]] = {"adagrad": {"lr": 1e-2}, "lion": {"lr": 1e-4}, "adamw": {}}
 """Defaults of the classes that are not unishard's."""
 
@@ -77,8 +77,8 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
         yield Entry((*path, *found.inside[key], key), found.arguments[key], Meaning(Fit.IGNORED, "is the default", kept=True))
 
 
-_EPOCHS = "LightningCLI moves it once an epoch, unishard once an update; write scheduler.total_steps in updates"
-_OWN = "make it in your training script and hand it to unishard.prepare; LightningCLI moves it once an epoch, unishard once an update"
+_EPOCHS = "LightningCLI steps it each epoch, unishard each step; write scheduler.total_steps"
+_OWN = "steps once an epoch there; pass one to unishard.prepare(scheduler=...), once a step"
 
 
 def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
@@ -97,7 +97,7 @@ def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
         return
     yield Entry(place, found.path, Meaning(Fit.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}))
     for key, item in found.arguments.items():
-        steps = Undecided(f"T_max ({item} epochs) times the updates of an epoch")
+        steps = Undecided(f"T_max ({item} epochs) times the optimizer steps of an epoch")
         meaning = Meaning(Fit.NEEDS_INPUT, _EPOCHS, {"scheduler.total_steps": steps}) if key == "T_max" else UNSET
         yield Entry((*path, *found.inside[key], key), item, meaning)
 

@@ -11,7 +11,7 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import when_default
+from unishard.formats.fallbacks import exact, row, when_default
 from unishard.formats.lightning.shape import Built, built, short
 from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
 from unishard.mapping.field_rows import write
@@ -21,8 +21,8 @@ from unishard.mapping.rules import Fit, Rule, When
 __all__ = ["SAVING", "minutes_of", "saving_entries"]
 
 _CLASS = "lightning.pytorch.callbacks.ModelCheckpoint"
-_EPOCHS = "saves at the end of epochs, of which only the data knows; call engine.save() there in your loop, or set checkpoint.every_steps"
-_ANOTHER = "is another ModelCheckpoint, and unishard writes one kind of checkpoint; call engine.save() in your loop where this one saves"
+_EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
+_ANOTHER = "a second ModelCheckpoint; call engine.save() in your loop where this one saves"
 _BEST = "keeps those whose {} is the best, and your loop evaluates; call engine.save() there"
 _LOGGER = Undecided("the logger's directory, since ModelCheckpoint has no dirpath")
 _TIME = re.compile(r"(?:(?P<days>\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
@@ -82,7 +82,7 @@ def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
     monitor, top = arguments.get("monitor"), integer(-1)(arguments.get("save_top_k", 1))
     newest = monitor == "step" and arguments.get("mode") == "max"
     if top > 1 and monitor is None:
-        raise Unreadable(f"must be -1, 0 or 1 without a monitor, got save_top_k {top}; write one of them, or monitor: step and mode: max")
+        raise Unreadable(f"must be -1, 0 or 1 without a monitor, got save_top_k {top}; or write monitor: step, mode: max")
     if monitor is not None and not newest and top > 0:
         return entry("monitor", Meaning(Fit.NEEDS_INPUT, _BEST.format(shown(monitor))))  # type: ignore[no-any-return]
     return entry("save_top_k", Meaning(fields={"checkpoint.keep_last": None if top < 0 else top}))  # type: ignore[no-any-return]
@@ -95,7 +95,7 @@ def minutes_of(value: Any) -> float:
         return _positive({name: number(0)(item) for name, item in found.arguments.items() if name in _UNITS})
     parts = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
     if parts is None:
-        raise Unreadable(f"must be a time such as '1:30:00', got train_time_interval {shown(value)}; write one in quotes")
+        raise Unreadable(f"must be a time such as '1:30:00', got train_time_interval {shown(value)}; write one")
     return _positive({name: float(item) for name, item in parts.groupdict().items() if item})
 
 
@@ -108,7 +108,7 @@ def _positive(parts: Mapping[str, float]) -> float:
     except OverflowError:
         minutes = 0.0
     if not minutes:
-        raise Unreadable("must be above 0 and below some years, which train_time_interval is not; write a time such as '1:30:00'")
+        raise Unreadable("must be above 0 and less than some years; write a time such as '1:30:00'")
     return minutes
 
 
@@ -136,44 +136,37 @@ def _top(cfg: Config) -> Native:
 _ALL = "ModelCheckpoint keeps the newest or all: all are kept"
 
 SAVING: Mapping[str, Rule] = {
-    "checkpoint.dir": Rule(
-        Fit.EXACT,
+    "checkpoint.dir": exact(
         "dirpath of ModelCheckpoint",
-        "",
-        _callbacks,
-        (
-            when_default("checkpoint.dir"),
-            When(
-                "nothing is saved by itself",
-                lambda cfg: not cfg.checkpoint.automatic,
-                Fit.NEEDS_INPUT,
-                "the directory of trainer.save_checkpoint(...) in your script",
-            ),
+        when_default("checkpoint.dir"),
+        When(
+            "nothing is saved automatically",
+            lambda cfg: not cfg.checkpoint.automatic,
+            Fit.NEEDS_INPUT,
+            "the directory of trainer.save_checkpoint(...) in your script",
         ),
+        to=_callbacks,
     ),
     "checkpoint.every_steps": Rule(
         Fit.EXACT, "every_n_train_steps of ModelCheckpoint, enable_checkpointing", "null: enable_checkpointing=False", _callbacks
     ),
-    "checkpoint.every_minutes": Rule(Fit.EXACT, "train_time_interval of ModelCheckpoint", "", _callbacks),
-    "checkpoint.keep_last": Rule(
+    "checkpoint.every_minutes": exact("train_time_interval of ModelCheckpoint", to=_callbacks),
+    "checkpoint.keep_last": row(
         Fit.EXACT,
         "save_top_k of ModelCheckpoint",
         'with monitor="step" and mode="max", which keeps the newest',
-        _callbacks,
-        (
-            when_default("checkpoint.keep_last", "-1 keeps all"),
-            When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
-            When(
-                "nothing is saved by itself",
-                lambda cfg: not cfg.checkpoint.automatic,
-                Fit.NEEDS_INPUT,
-                "delete older checkpoints in your script",
-            ),
+        when_default("checkpoint.keep_last", "-1 keeps all"),
+        When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
+        When(
+            "nothing is saved automatically",
+            lambda cfg: not cfg.checkpoint.automatic,
+            Fit.NEEDS_INPUT,
+            "delete older checkpoints in your script",
         ),
+        to=_callbacks,
     ),
     "checkpoint.on_signal": write(
-        "SLURMEnvironment(requeue_signal=...) in plugins saves and starts the job again; elsewhere a handler (signal.signal) that sets "
-        "trainer.should_stop, and trainer.save_checkpoint(...)",
+        "SLURMEnvironment(requeue_signal=...), or a handler that sets trainer.should_stop",
         lambda cfg: not cfg.checkpoint.on_signal,
         "empty",
     ),

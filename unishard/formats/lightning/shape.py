@@ -1,7 +1,7 @@
 """Where a file has the Trainer's arguments, and where those of its strategy.
 
-LightningCLI writes `trainer: {strategy: {class_path, init_args}}`, below the subcommand or not; people write the Trainer's arguments
-alone, or a strategy's class with its arguments; Hydra says `_target_` for `class_path` and has the arguments beside it.
+LightningCLI writes `trainer: {strategy: {class_path, init_args}}`, below the subcommand or not; people write only the Trainer's arguments,
+or a strategy's class with its arguments; Hydra says `_target_` for `class_path` and has the arguments beside it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Built(NamedTuple):
 
     path: str
     key: str
-    """Which word named the class; empty for a name alone."""
+    """Which word named the class; empty for only a name."""
     arguments: Mapping[str, Any]
     inside: Mapping[str, Path]
     """Where each argument stands below it."""
@@ -75,7 +75,7 @@ class Built(NamedTuple):
 
 
 def built(value: Any) -> Built | None:
-    """A class with arguments, as jsonargparse or Hydra says it, or its name alone; None for anything else."""
+    """A class with arguments, as jsonargparse or Hydra says it, or only its name; None for anything else."""
     if isinstance(value, str) and value:
         return Built(value, "", {}, {})
     if not isinstance(value, Mapping):

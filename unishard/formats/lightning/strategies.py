@@ -50,13 +50,13 @@ _FORMER: Mapping[str, str] = {
 }
 """Names of Lightning 1 that 2.6.6 does not know any more, and what they are called now."""
 
-_NO_DEVICE = "unishard trains on CUDA devices and CPUs alone; write ddp, fsdp or deepspeed"
+_NO_DEVICE = "unishard trains only on CUDA devices and CPUs; write ddp, fsdp or deepspeed"
 _NEVER: Mapping[str, str] = {
-    "dp": "one process for many devices (DataParallel) is what Lightning has dropped as well; write ddp",
-    "ddp_sharded": "FairScale's sharding is gone from Lightning; write deepspeed_stage_2, which shards the same",
-    "ddp_sharded_spawn": "FairScale's sharding is gone from Lightning; write deepspeed_stage_2, which shards the same",
-    "fsdp_fairscale": "FairScale's sharding is gone from Lightning; write fsdp",
-    "horovod": "Horovod is gone from Lightning; write ddp",
+    "dp": "Lightning has removed DataParallel too; write ddp",
+    "ddp_sharded": "Lightning has removed FairScale; write deepspeed_stage_2, which shards the same",
+    "ddp_sharded_spawn": "Lightning has removed FairScale; write deepspeed_stage_2, which shards the same",
+    "fsdp_fairscale": "Lightning has removed FairScale; write fsdp",
+    "horovod": "Lightning has removed Horovod; write ddp",
     "colossalai": "Colossal-AI is no engine of unishard; write deepspeed_stage_3 or fsdp",
     "bagua": "Bagua is no engine of unishard; write ddp",
     **dict.fromkeys(("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu", "tpu_spawn", "hpu_parallel", "hpu_single"), _NO_DEVICE),
@@ -95,7 +95,7 @@ def strategy_of(found: Built | None, value: Any, *, fabric: bool) -> Strategy:
     if value is None:
         return Strategy("DDPStrategy", fabric, {})
     if found is None:
-        raise Unreadable(f"must be the name or the class of a strategy, got {shown(value)}; write fsdp, or class_path and init_args")
+        raise Unreadable(f"must be a strategy's name or class, got {shown(value)}; write fsdp, or class_path and init_args")
     class_ = short(found.path)
     if class_ in CLASSES:
         return Strategy(CLASSES[class_], fabric or ".fabric." in found.path or "_fabric" in found.path, {})

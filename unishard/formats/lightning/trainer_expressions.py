@@ -8,8 +8,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import when_default
-from unishard.mapping.rules import NO_KEY, Fit, Rule, When
+from unishard.formats.fallbacks import exact, row, when_default
+from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
 
@@ -51,39 +51,27 @@ def _scaled(cfg: Config) -> bool:
 UNCLIPPED = when_default("training.gradient_clipping")
 _NOTHING = "there is nothing to decide"
 TRAINING: Mapping[str, Rule] = {
-    "training.gradient_accumulation_steps": Rule(
-        Fit.EXACT,
-        "accumulate_grad_batches",
-        "",
-        lambda cfg, topology: trainer(accumulate_grad_batches=cfg.training.gradient_accumulation_steps),
+    "training.gradient_accumulation_steps": exact(
+        "accumulate_grad_batches", to=lambda cfg, topology: trainer(accumulate_grad_batches=cfg.training.gradient_accumulation_steps)
     ),
-    "training.gradient_clipping": Rule(Fit.EXACT, "gradient_clip_val", "", lambda cfg, topology: _clips(cfg), (UNCLIPPED,)),
-    "training.nonfinite": Rule(
+    "training.gradient_clipping": exact("gradient_clip_val", UNCLIPPED, to=lambda cfg, topology: _clips(cfg)),
+    "training.nonfinite": row(
         Fit.APPROXIMATE,
         NO_KEY,
-        "Lightning makes an update with infinite or NaN gradients as well; look at them in on_before_optimizer_step",
-        when=(
-            When("ignore", lambda cfg: cfg.training.nonfinite == "ignore", Fit.EXACT, "is what Lightning does"),
-            When(
-                "skip in fp16",
-                lambda cfg: cfg.training.nonfinite == "skip" and _scaled(cfg),
-                Fit.EXACT,
-                "the gradient scaler skips such updates",
-            ),
-        ),
+        "Lightning steps with NaN gradients too; check them in on_before_optimizer_step",
+        unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore", "is what Lightning does"),
+        unless("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and _scaled(cfg), "the gradient scaler skips such updates"),
     ),
-    "training.last_window": Rule(
+    "training.last_window": row(
         Fit.EQUIVALENT,
         "accumulate_grad_batches",
-        "Lightning divides what is left at the end of an epoch by the whole window, not by the micro-batches that are there",
-        when=(
-            When("no accumulation", lambda cfg: not _accumulates(cfg), Fit.EXACT, "there is no window to fill"),
-            When(
-                "drop",
-                lambda cfg: cfg.training.last_window == "drop",
-                Fit.NEEDS_INPUT,
-                "let the DataLoader end with a full window: Lightning makes an update of what is left",
-            ),
+        "Lightning divides a partial last window by the full window",
+        unless("no accumulation", lambda cfg: not _accumulates(cfg), "there is no window to fill"),
+        When(
+            "drop",
+            lambda cfg: cfg.training.last_window == "drop",
+            Fit.NEEDS_INPUT,
+            "make the DataLoader end with a full window: Lightning also steps with a partial one",
         ),
     ),
     "training.seed": Rule(
@@ -107,35 +95,33 @@ def _argument(name: str) -> Rule:
         value = getattr(cfg.optimizer, name)
         return {"optimizer": {"init_args": {name: list(value) if isinstance(value, tuple) else value}}}
 
-    return Rule(Fit.EXACT, f"configure_optimizers: {name}", "", to)
+    return exact(f"configure_optimizers: {name}", to=to)
 
 
 def _schedule(what: str) -> Rule:
-    constant = When("a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, Fit.EXACT, _NOTHING)
-    return Rule(Fit.NEEDS_INPUT, MODULE, f"return {what} from configure_optimizers, with interval: step", when=(constant,))
+    constant = unless("a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, _NOTHING)
+    return row(Fit.NEEDS_INPUT, MODULE, f"return {what} from configure_optimizers, with interval: step", constant)
 
 
 _SCHEDULE = "a scheduler such as transformers.get_scheduler makes"
 _SPLIT = "give the optimizer groups of parameters in configure_optimizers"
-_NONE = When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, _NOTHING)
+_NONE = unless("empty", lambda cfg: not cfg.optimizer.no_decay, _NOTHING)
 RECIPE: Mapping[str, Rule] = {
-    "optimizer.name": Rule(Fit.EXACT, "configure_optimizers", "", _name),
+    "optimizer.name": exact("configure_optimizers", to=_name),
     **{f"optimizer.{name}": _argument(name) for name in ("lr", "betas", "eps", "amsgrad", "momentum", "nesterov", "weight_decay")},
-    "optimizer.no_decay": Rule(Fit.NEEDS_INPUT, MODULE, f"{_SPLIT}, these without weight decay", when=(_NONE,)),
-    "optimizer.groups": Rule(
-        Fit.NEEDS_INPUT, MODULE, _SPLIT, when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, _NOTHING),)
-    ),
+    "optimizer.no_decay": row(Fit.NEEDS_INPUT, MODULE, f"{_SPLIT}, these without weight decay", _NONE),
+    "optimizer.groups": row(Fit.NEEDS_INPUT, MODULE, _SPLIT, unless("empty", lambda cfg: not cfg.optimizer.groups, _NOTHING)),
     "scheduler.name": _schedule(_SCHEDULE),
     "scheduler.warmup_steps": _schedule(f"{_SCHEDULE} (num_warmup_steps)"),
-    "scheduler.warmup_type": _schedule(f"{_SCHEDULE}, that climbs in this shape"),
-    "scheduler.warmup_start_ratio": _schedule(f"{_SCHEDULE}, that begins at this part of the rate"),
+    "scheduler.warmup_type": _schedule(f"{_SCHEDULE} with this warmup shape"),
+    "scheduler.warmup_start_ratio": _schedule(f"{_SCHEDULE} that starts at this fraction of the rate"),
     "scheduler.delay_steps": _schedule(f"{_SCHEDULE}, that waits for these updates"),
     "scheduler.total_steps": _schedule(f"{_SCHEDULE} (num_training_steps)"),
-    "scheduler.min_lr_ratio": Rule(
+    "scheduler.min_lr_ratio": row(
         Fit.NEEDS_INPUT,
         MODULE,
-        f"return {_SCHEDULE} from configure_optimizers, which ends at this part of the rate",
-        when=(When("0", lambda cfg: not cfg.scheduler.min_lr_ratio, Fit.EXACT, _NOTHING),),
+        f"return {_SCHEDULE} from configure_optimizers, which ends at this fraction of the rate",
+        unless("0", lambda cfg: not cfg.scheduler.min_lr_ratio, _NOTHING),
     ),
 }
 """The optimizer and the schedule, which Lightning asks the LightningModule for."""

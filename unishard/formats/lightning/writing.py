@@ -42,7 +42,7 @@ def _launch(topology: Topology) -> Native:
     return trainer(accelerator="gpu", devices=topology.local_world_size, num_nodes=nodes)
 
 
-def _said(reading: ReadDocument, rows: Mapping[str, Rule]) -> Mapping[str, Rule]:
+def _decided_rows(reading: ReadDocument, rows: Mapping[str, Rule]) -> Mapping[str, Rule]:
     """The rows of what the source decides; the others write nothing, so that Lightning's own defaults hold."""
     return {
         path: row if path in reading.decided or path.partition(".")[0] in _ALWAYS else replace(row, to=lambda cfg, topology: {})
@@ -51,7 +51,7 @@ def _said(reading: ReadDocument, rows: Mapping[str, Rule]) -> Mapping[str, Rule]
 
 
 def _fsdp(reading: ReadDocument, topology: Topology) -> Expressed:
-    found = express(_said(reading, FSDP), reading.config, topology, reading.undecided.keys())
+    found = express(_decided_rows(reading, FSDP), reading.config, topology, reading.undecided.keys())
     size = reading.config.sharding.group_size
     if size and topology.world_size % size:
         found = Expressed(
@@ -65,7 +65,7 @@ _MOVED: Mapping[str, Rule] = {
     **{path: row for path, row in FSDP.items() if path.startswith("checkpoint.")},
 }
 """Rows of the Trainer's arguments, which hold beside every strategy."""
-_MESH = "write device_mesh=(copies, {0}), whose product is the number of ranks; or give --world-size"
+_MESH = "write device_mesh=(replicas, {0}), the product is the ranks; or add --world-size"
 _FULL = "32-true"
 _CONFIG = "config of DeepSpeedStrategy"
 
@@ -74,7 +74,7 @@ def _deepspeed(reading: ReadDocument, topology: Topology) -> Expressed:
     open_ = frozenset(path for path, _ in leaves(Config) if path not in reading.decided and path.partition(".")[0] not in _ALWAYS)
     undecided = open_ | reading.undecided.keys()
     engine = registry.get("deepspeed").arguments(reading.config, topology, undecided)
-    rows = _said(reading, _MOVED)
+    rows = _decided_rows(reading, _MOVED)
     around = express(rows, reading.config, topology, reading.undecided.keys())
     asked = registry.get("deepspeed").arguments(reading.config, topology, reading.undecided.keys()).document
     config = _without_auto({key: value for key, value in engine.document.items() if key not in _CARRIED}, keep=_open(asked))
@@ -103,7 +103,7 @@ def _inside(word: FieldResult, path: str) -> FieldResult:
             )
         if path.startswith("precision."):
             return FieldResult(Fit.NEEDS_INPUT, "trainer.precision", f"{_FULL} here, as nothing else is known; write the precision")
-        return FieldResult(Fit.EXACT, SCRIPT, "goes on deciding it")
+        return FieldResult(Fit.EXACT, SCRIPT, "still left to the tool's default")
     if not word.key or word.key in (SCRIPT, MODULE, NO_KEY):
         return word
     return word._replace(key=f"{_CONFIG}: {word.key}")
@@ -116,7 +116,7 @@ def _word(config: Mapping[str, Any]) -> str:
 
 
 def _nothing(reading: ReadDocument, topology: Topology) -> Expressed:
-    note = f"Lightning has no strategy for backend {reading.config.backend}; give --set backend=fsdp or backend=deepspeed"
+    note = f"Lightning has no backend {reading.config.backend}; add --set backend=fsdp or backend=deepspeed"
     return Expressed({}, {path: FieldResult(Fit.UNSUPPORTED, NO_KEY, note) for path, _ in leaves(Config)})
 
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs
+from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = {
-    "parallelism": 5,
-    "job": 3,
-    "training": 1,
-    "training.steps": 2,
-    "training.seq_len": 2,
-    "training.local_batch_size": 3,
-    "lr_scheduler": 3,
-    "activation_checkpoint": 3,
-    "optimizer": 1,
-    "model": 1,
-    "model.flavor": 3,
-}
+_SIGNS = weighted(
+    {
+        5: "parallelism",
+        3: "job training.local_batch_size lr_scheduler activation_checkpoint model.flavor",
+        2: "training.steps training.seq_len",
+        1: "training optimizer model",
+    }
+)
 
 FORMAT = Deferred("torchtitan", Signs(_SIGNS))

@@ -10,7 +10,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import copied, rows, when_default
+from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.formats.torchtitan.saving import SAVING
 from unishard.mapping.field_rows import lost, moved_together, none
 from unishard.mapping.rules import Fit, Holds, Rule, When, unless
@@ -53,7 +53,7 @@ def _checkpointing(cfg: Config, topology: Topology) -> Native:
     return {"activation_checkpoint": {"mode": mode} | option}
 
 
-def _whole(cfg: Config, topology: Topology) -> Native:
+def _global_batch(cfg: Config, topology: Topology) -> Native:
     training = cfg.training
     if training.global_batch_size is None and training.gradient_accumulation_steps == 1:
         return _training(global_batch_size=-1)
@@ -73,7 +73,7 @@ def _shape(cfg: Config, topology: Topology) -> Native:
     return {"lr_scheduler": {"decay_ratio": 0.0} if _constant(cfg) else {"decay_type": cfg.scheduler.name}}
 
 
-def _climbs_alike(cfg: Config) -> bool:
+def _same_warmup(cfg: Config) -> bool:
     """Whether torchtitan's climb is this one: without a fall, one update longer and from one part of it."""
     steps = cfg.scheduler.warmup_steps
     return _constant(cfg) and cfg.scheduler.warmup_type == "linear" and cfg.scheduler.warmup_start_ratio == 1 / (steps + 1)
@@ -81,7 +81,7 @@ def _climbs_alike(cfg: Config) -> bool:
 
 def _warmup(cfg: Config, topology: Topology) -> Native:
     steps = cfg.scheduler.warmup_steps
-    return {"lr_scheduler": {"warmup_steps": steps + 1 if steps and _climbs_alike(cfg) else steps}}
+    return {"lr_scheduler": {"warmup_steps": steps + 1 if steps and _same_warmup(cfg) else steps}}
 
 
 def _no_warmup(cfg: Config) -> bool:
@@ -90,7 +90,7 @@ def _no_warmup(cfg: Config) -> bool:
 
 def _code(what: str, off: Holds, case: str, why: str = "") -> Rule:
     """A field that the code of the model must honour."""
-    return Rule(Fit.NEEDS_INPUT, "the model's parallelize function", what, when=(unless(case, off, why),))
+    return row(Fit.NEEDS_INPUT, "the model's parallelize function", what, unless(case, off, why))
 
 
 def _scaled() -> Rule:
@@ -100,61 +100,49 @@ def _scaled() -> Rule:
 _NO_FP16 = "torchtitan does not scale the loss; choose bf16"
 _NO_OPTIMIZER = "torchtitan has only Adam and AdamW; choose one of them"
 _NO_GROUPS = "torchtitan treats all parameters alike; remove it"
-_CLIMB = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
+_WARMUP = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
 _BETWEEN = "FSDP gathers parameters in every forward"
 
 _OWN: Mapping[str, Rule] = {
-    "backend": Rule(
+    "backend": row(
         Fit.UNSUPPORTED,
         "parallelism",
-        "torchtitan runs only FSDP; give --set backend=fsdp",
-        when=(unless("fsdp", lambda cfg: cfg.backend == "fsdp"),),
+        "torchtitan runs only FSDP; add --set backend=fsdp",
+        unless("fsdp", lambda cfg: cfg.backend == "fsdp"),
     ),
-    "sharding.strategy": Rule(
-        Fit.EXACT,
+    "sharding.strategy": exact(
         "parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree",
-        "",
-        lambda cfg, topology: {"parallelism": _degrees(cfg, topology)["parallelism"] | _reshard(cfg, topology).get("parallelism", {})},
-        (
-            When(
-                "shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
-                lambda cfg: cfg.sharding.within_group in ("shard_optimizer", "shard_grad_op"),
-                Fit.APPROXIMATE,
-                f"fsdp_reshard_after_forward never is the nearest; {_BETWEEN}",
-            ),
+        When(
+            "shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
+            lambda cfg: cfg.sharding.within_group in ("shard_optimizer", "shard_grad_op"),
+            Fit.APPROXIMATE,
+            f"fsdp_reshard_after_forward never is the nearest; {_BETWEEN}",
         ),
+        to=lambda cfg, topology: {"parallelism": _degrees(cfg, topology)["parallelism"] | _reshard(cfg, topology).get("parallelism", {})},
     ),
-    "sharding.group_size": Rule(Fit.EXACT, "parallelism.data_parallel_shard_degree", "a part of the ranks of --world-size"),
-    "sharding.reshard_after_forward": Rule(Fit.EXACT, "parallelism.fsdp_reshard_after_forward", "", _reshard),
+    "sharding.group_size": Rule(Fit.EXACT, "parallelism.data_parallel_shard_degree", "a divisor of the ranks (--world-size)"),
+    "sharding.reshard_after_forward": exact("parallelism.fsdp_reshard_after_forward", to=_reshard),
     "sharding.units": _code("shard modules of these classes", lambda cfg: cfg.sharding.units == "auto", "auto", "the model's blocks"),
     "sharding.conditional_modules": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.conditional_modules, "empty"),
-    "precision.compute": Rule(
-        Fit.EXACT,
+    "precision.compute": exact(
         "training.mixed_precision_param",
-        "",
-        lambda cfg, topology: _training(mixed_precision_param=_DTYPES[cfg.precision.compute]),
-        (When("fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.UNSUPPORTED, _NO_FP16),),
+        When("fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.UNSUPPORTED, _NO_FP16),
+        to=lambda cfg, topology: _training(mixed_precision_param=_DTYPES[cfg.precision.compute]),
     ),
-    "precision.master": Rule(
-        Fit.EXACT,
+    "precision.master": exact(
         "training.dtype",
-        "",
-        lambda cfg, topology: _training(dtype=_DTYPES[cfg.precision.master]),
-        (When("fp16", lambda cfg: cfg.precision.master == "fp16", Fit.UNSUPPORTED, _NO_FP16),),
+        When("fp16", lambda cfg: cfg.precision.master == "fp16", Fit.UNSUPPORTED, _NO_FP16),
+        to=lambda cfg, topology: _training(dtype=_DTYPES[cfg.precision.master]),
     ),
-    "precision.reduce": Rule(
-        Fit.EXACT,
+    "precision.reduce": exact(
         "training.mixed_precision_reduce",
-        "",
-        lambda cfg, topology: _training(mixed_precision_reduce="float32"),
-        (
-            When(
-                "not fp32",
-                lambda cfg: cfg.precision.reduce != "fp32",
-                Fit.APPROXIMATE,
-                "torchtitan sums gradients in fp32, which is more exact and sends twice as much",
-            ),
+        When(
+            "not fp32",
+            lambda cfg: cfg.precision.reduce != "fp32",
+            Fit.APPROXIMATE,
+            "torchtitan sums gradients in fp32, which is more exact and sends twice as much",
         ),
+        to=lambda cfg, topology: _training(mixed_precision_reduce="float32"),
     ),
     "precision.buffers": _code("cast the buffers", lambda cfg: cfg.precision.buffers == "keep", "keep"),
     "precision.loss_scale": _scaled(),
@@ -164,20 +152,19 @@ _OWN: Mapping[str, Rule] = {
         "training.enable_cpu_offload",
         lambda cfg, topology: _training(enable_cpu_offload="cpu" in (cfg.offload.params, cfg.offload.optimizer)),
     ),
-    "activation_checkpointing": Rule(
+    "activation_checkpointing": row(
         Fit.EQUIVALENT,
         "activation_checkpoint.mode",
         "the same results, other memory and time",
-        _checkpointing,
-        (unless("none or full", lambda cfg: cfg.activation_checkpointing in ("none", "full")),),
+        unless("none or full", lambda cfg: cfg.activation_checkpointing in ("none", "full")),
+        to=_checkpointing,
     ),
     "training.micro_batch_size": copied("training.micro_batch_size", "training.local_batch_size"),
-    "training.gradient_accumulation_steps": Rule(Fit.EXACT, "training.global_batch_size", "-1 for one micro-batch of each rank", _whole),
-    "training.global_batch_size": Rule(
-        Fit.EXACT,
-        "training.global_batch_size",
-        "",
-        lambda cfg, topology: _whole(cfg, topology) if cfg.training.global_batch_size else {},
+    "training.gradient_accumulation_steps": Rule(
+        Fit.EXACT, "training.global_batch_size", "-1 for one micro-batch of each rank", _global_batch
+    ),
+    "training.global_batch_size": exact(
+        "training.global_batch_size", to=lambda cfg, topo: _global_batch(cfg, topo) if cfg.training.global_batch_size else {}
     ),
     "training.gradient_clipping": Rule(
         Fit.EXACT,
@@ -187,66 +174,56 @@ _OWN: Mapping[str, Rule] = {
     ),
     "training.last_window": none("torchtitan's data begin again and do not end"),
     "training.seed": copied("training.seed", "debug.seed"),
-    "optimizer.name": Rule(
+    "optimizer.name": row(
         Fit.UNSUPPORTED,
         "optimizer.name",
         _NO_OPTIMIZER,
-        lambda cfg, topology: {"optimizer": {"name": _ADAM[cfg.optimizer.name]}},
-        (unless("adamw or adam", lambda cfg: cfg.optimizer.name in _ADAM),),
+        unless("adamw or adam", lambda cfg: cfg.optimizer.name in _ADAM),
+        to=lambda cfg, topology: {"optimizer": {"name": _ADAM[cfg.optimizer.name]}},
     ),
-    "optimizer.lr": Rule(Fit.EXACT, "optimizer.lr", "", _optimizer(lr=lambda cfg: cfg.optimizer.lr)),
-    "optimizer.betas": Rule(
-        Fit.EXACT,
+    "optimizer.lr": exact("optimizer.lr", to=_optimizer(lr=lambda cfg: cfg.optimizer.lr)),
+    "optimizer.betas": exact(
         "optimizer.beta1, optimizer.beta2",
-        "",
-        _optimizer(beta1=lambda cfg: cfg.optimizer.betas[0], beta2=lambda cfg: cfg.optimizer.betas[1]),
+        to=_optimizer(beta1=lambda cfg: cfg.optimizer.betas[0], beta2=lambda cfg: cfg.optimizer.betas[1]),
     ),
-    "optimizer.eps": Rule(Fit.EXACT, "optimizer.eps", "", _optimizer(eps=lambda cfg: cfg.optimizer.eps)),
+    "optimizer.eps": exact("optimizer.eps", to=_optimizer(eps=lambda cfg: cfg.optimizer.eps)),
     "optimizer.amsgrad": lost("torchtitan has no such setting; write false", lambda cfg: not cfg.optimizer.amsgrad, "false"),
     "optimizer.momentum": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
     "optimizer.nesterov": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
-    "optimizer.weight_decay": Rule(
-        Fit.EXACT, "optimizer.weight_decay", "", _optimizer(weight_decay=lambda cfg: cfg.optimizer.weight_decay)
-    ),
+    "optimizer.weight_decay": exact("optimizer.weight_decay", to=_optimizer(weight_decay=lambda cfg: cfg.optimizer.weight_decay)),
     "optimizer.no_decay": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.no_decay, "empty"),
     "optimizer.groups": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
-    "scheduler.name": Rule(Fit.EXACT, "lr_scheduler.decay_type, lr_scheduler.decay_ratio", "", _shape),
-    "scheduler.warmup_steps": Rule(
-        Fit.APPROXIMATE, "lr_scheduler.warmup_steps", _CLIMB, _warmup, (unless("0", _no_warmup), unless("the same climb", _climbs_alike))
+    "scheduler.name": exact("lr_scheduler.decay_type, lr_scheduler.decay_ratio", to=_shape),
+    "scheduler.warmup_steps": row(
+        Fit.APPROXIMATE, "lr_scheduler.warmup_steps", _WARMUP, unless("0", _no_warmup), unless("the same warmup", _same_warmup), to=_warmup
     ),
-    "scheduler.warmup_type": Rule(
-        Fit.APPROXIMATE, "none: always linear", "torchtitan climbs in a straight line", when=(when_default("scheduler.warmup_type"),)
+    "scheduler.warmup_type": row(
+        Fit.APPROXIMATE, "none: always linear", "torchtitan warms up linearly", when_default("scheduler.warmup_type")
     ),
-    "scheduler.warmup_start_ratio": Rule(
+    "scheduler.warmup_start_ratio": row(
         Fit.APPROXIMATE,
         "none: 1 / warmup_steps",
-        "torchtitan climbs from one part of the warm-up",
-        when=(when_default("scheduler.warmup_start_ratio"), unless("the same climb", _climbs_alike)),
+        "torchtitan warms up from 1/warmup_steps",
+        when_default("scheduler.warmup_start_ratio"),
+        unless("the same warmup", _same_warmup),
     ),
-    "scheduler.delay_steps": Rule(
-        Fit.APPROXIMATE, "none: always 0", "torchtitan begins at once", when=(when_default("scheduler.delay_steps"),)
-    ),
+    "scheduler.delay_steps": row(Fit.APPROXIMATE, "none: always 0", "torchtitan begins at once", when_default("scheduler.delay_steps")),
     "scheduler.total_steps": copied(
         "scheduler.total_steps", "training.steps", when=(unless("constant", _constant, "the loop decides how long"),)
     ),
-    "scheduler.min_lr_ratio": Rule(
-        Fit.EXACT,
+    "scheduler.min_lr_ratio": exact(
         "lr_scheduler.min_lr_factor",
-        "",
-        lambda cfg, topology: {} if _constant(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
+        to=lambda cfg, topology: {} if _constant(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
     ),
-    "compile.mode": Rule(
+    "compile.mode": row(
         Fit.EQUIVALENT,
         "compile.enable",
         "torchtitan compiles each block",
-        lambda cfg, topology: {"compile": {"enable": cfg.compile.mode != "none"}},
-        (unless("none or per_block", lambda cfg: cfg.compile.mode != "full"),),
+        unless("none or per_block", lambda cfg: cfg.compile.mode != "full"),
+        to=lambda cfg, topology: {"compile": {"enable": cfg.compile.mode != "none"}},
     ),
-    "compile.backend": Rule(
-        Fit.EXACT,
-        "compile.backend",
-        "",
-        lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}},
+    "compile.backend": exact(
+        "compile.backend", to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}}
     ),
 }
 

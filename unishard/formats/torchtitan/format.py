@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unishard.config.describe import shown
@@ -10,16 +10,17 @@ from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.formats.documents import toml_text
 from unishard.formats.engine_block import EngineBlock, Spot, combined
-from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.format import Format
+from unishard.formats.reading import ReadDocument
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
+from unishard.formats.torchtitan.custom_tables import own_of
 from unishard.formats.torchtitan.expressions import EXPRESSIONS
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
-from unishard.formats.torchtitan.older import placed, today
-from unishard.formats.torchtitan.own_tables import own_of
-from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, interpret
+from unishard.formats.torchtitan.older_keys import current_keys, placed
+from unishard.mapping.entries import Entry, Meaning, Path, Unreadable, interpret
 from unishard.mapping.express import Expressed, FieldResult, express
-from unishard.mapping.rules import Fit, Rule
+from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 
@@ -33,23 +34,22 @@ _NODE = 8
 """GPUs of a node, where nobody says how many."""
 
 
-class TorchtitanFormat:
-    """Implements `unishard.formats.format.Format`."""
+class TorchtitanFormat(Format):
+    """TOML of torchtitan."""
 
     name = "torchtitan"
     tool = _TOOL
     suffix = ".toml"
-    keys: Mapping[str, Key] = KEYS
-    expressions: Mapping[str, Rule] = EXPRESSIONS
+    keys = KEYS
+    expressions = EXPRESSIONS
 
-    def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
-        """What the file says, and what torchtitan's JobConfig fills in.
+    def ranks(self, source: Source) -> Topology | None:
+        """The product of the degrees, where the file names both."""
+        return _ranks(current_keys(source.data)[0])
 
-        Raises:
-            ConfigError: An override cannot be used.
-        """
-        data, moved = today(source.data)
-        topology = topology or _ranks(data)
+    def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
+        """What the file says, and what torchtitan's JobConfig fills in."""
+        data, moved = current_keys(source.data)
         broken = [Entry((name,), data[name], _NO_TABLE) for name in _TABLES if not _is_table(data.get(name, {}))]
         whole = {key: value for key, value in data.items() if key not in {entry.path[0] for entry in broken}}
         said = dict(flat({name: value for name, value in whole.items() if "." not in name and value != {}}))
@@ -58,8 +58,7 @@ class TorchtitanFormat:
         entries += open_end(entries, ("training", "steps"))
         entries = [placed(entry, moved) for entry in entries]
         order = _order(dict(flat(source.data)))
-        entries.sort(key=lambda entry: order.get(entry.key, len(order)))
-        return assemble(self.name, source, entries, overrides=overrides, topology=topology)
+        return sorted(entries, key=lambda entry: order.get(entry.key, len(order)))
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides."""
@@ -79,12 +78,10 @@ def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
     """What nobody can say without the number of ranks is left out, and named."""
     cfg, document, words = reading.config, dict(expressed.document), dict(expressed.fields)
     if cfg.sharding.hybrid:
-        word = FieldResult(
-            Fit.NEEDS_INPUT, _REPLICATE, "the number of copies comes from that of ranks; give --world-size and --gpus-per-node"
-        )
+        word = FieldResult(Fit.NEEDS_INPUT, _REPLICATE, "the number of replicas depends on the ranks; add --world-size and --gpus-per-node")
         words |= {"sharding.strategy": word, "sharding.group_size": word}
     if _STEPS in words and cfg.training.gradient_accumulation_steps > 1 and cfg.training.global_batch_size is None:
-        note = "the whole batch comes from the number of ranks; give --world-size"
+        note = "the global batch depends on the number of ranks; add --world-size"
         words[_STEPS] = FieldResult(Fit.NEEDS_INPUT, "training.global_batch_size", note)
         document["training"] = {key: value for key, value in document["training"].items() if key != "global_batch_size"}
     return Expressed(document, words)

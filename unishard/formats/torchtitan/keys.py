@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.formats.names import ignored
 from unishard.formats.torchtitan.saving import SAVED
 from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, refuses
@@ -67,7 +68,7 @@ def _constant(given: Given) -> bool:
         return False
 
 
-_CLIMB = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
+_WARMUP = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
 
 
 def _warmup(value: Any, given: Given) -> Meaning:
@@ -75,7 +76,7 @@ def _warmup(value: Any, given: Given) -> Meaning:
     if not steps:
         return Meaning(fields={"scheduler.warmup_steps": 0})
     if not _constant(given):
-        return Meaning(Fit.APPROXIMATE, _CLIMB, {"scheduler.warmup_steps": steps})
+        return Meaning(Fit.APPROXIMATE, _WARMUP, {"scheduler.warmup_steps": steps})
     note = "the training ends before the warm-up; torchtitan shortens it to training.steps" if _endless(given) else ""
     steps = min(steps, int(given.get("training.steps"))) if _endless(given) else steps
     fields: dict[str, Any] = {"scheduler.warmup_steps": steps - 1}
@@ -89,7 +90,7 @@ def _shape(value: Any, given: Given) -> Meaning:
     if _constant(given):
         return Meaning(fields={"scheduler.name": "constant"})
     if name == "sqrt":
-        return Meaning(Fit.UNSUPPORTED, "unishard's schedules fall in a line or along a cosine; write linear, or hand prepare a scheduler")
+        return Meaning(Fit.UNSUPPORTED, "unishard has no sqrt decay; write linear, or pass a scheduler to prepare")
     return Meaning(fields={"scheduler.name": name})
 
 
@@ -102,7 +103,7 @@ def _decay(value: Any, given: Given) -> Meaning:
     steps, warmup = integer(1)(given.get("training.steps")), integer(0)(given.get("lr_scheduler.warmup_steps"))
     if round(steps * ratio) + warmup >= steps:
         return Meaning(Fit.IGNORED, "the rate falls from the end of the warm-up on in any case")
-    return Meaning(Fit.UNSUPPORTED, "unishard's schedules fall right after the warm-up; remove it, or hand prepare a scheduler")
+    return Meaning(Fit.UNSUPPORTED, "unishard's schedules fall right after the warmup; remove it, or pass a scheduler")
 
 
 def _least(value: Any, given: Given) -> Meaning:
@@ -126,10 +127,10 @@ def _clip(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"training.gradient_clipping": None if math.isinf(limit) else limit})
 
 
-_RANKS = Undecided("the number of ranks: global_batch_size / (local_batch_size x ranks); give --world-size")
+_RANKS = Undecided("the number of ranks: global_batch_size / (local_batch_size x ranks); add --world-size")
 
 
-def _whole(value: Any, given: Given) -> Meaning:
+def _global_batch(value: Any, given: Given) -> Meaning:
     size = int(integer(-1)(value))
     if size <= 0:
         return Meaning(fields={"training.gradient_accumulation_steps": 1})
@@ -139,7 +140,7 @@ def _whole(value: Any, given: Given) -> Meaning:
     local = given.get("training.batch_size") or given.get("training.local_batch_size")
     each = int(integer(1)(local)) * given.topology.world_size
     if size % each:
-        raise Unreadable(f"must be a multiple of {each}, the local batches of all ranks, got {size}; torchtitan refuses it as well")
+        raise Unreadable(f"must be a multiple of {each} (the local batches of all ranks), got {size}; write one")
     return Meaning(fields={"training.gradient_accumulation_steps": size // each})
 
 
@@ -151,15 +152,15 @@ def _master(value: Any, given: Given) -> Meaning:
 def _checkpointing(value: Any, given: Given) -> Meaning:
     mode = one_of({word: word for word in ("none", "full", "selective", "memory_budget")})(value)
     if mode == "memory_budget":
-        note = "torch's compiler chooses what to compute again there; the results of products are kept here"
+        note = "torch's compiler chooses there; unishard keeps the results of matrix products"
         return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
     if mode != "selective":
         return Meaning(fields={"activation_checkpointing": mode})
     option = str(given.get("activation_checkpoint.selective_ac_option"))
     if option == "op":
-        note = "torchtitan keeps every second matrix product, unishard all of them: the same results, other memory"
+        note = "torchtitan keeps every second matrix product, unishard all: only memory differs"
     else:
-        note = f"torchtitan computes every block again whose number {option} divides: the same results, other memory"
+        note = f"torchtitan recomputes one block in {option}: only memory differs"
     return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
 
 
@@ -188,7 +189,7 @@ def _deterministic(value: Any, given: Given) -> Meaning:
 
 def _only_1(what: str) -> Key:
     """A degree of a parallelism that unishard does not have."""
-    note = f"unishard has no {what} parallelism; write 1 and shard with data_parallel_shard_degree"
+    note = f"unishard has no {what} parallelism; write 1, use data_parallel_shard_degree"
 
     def read(value: Any, given: Given) -> Meaning:
         if degree(value) == 1:
@@ -202,7 +203,7 @@ def _off(value: Any) -> bool:
     return value in (False, None, "", []) or value == "false"
 
 
-_EARLY = "unishard updates after backward: the same updates, with all gradients in memory; nothing is clipped, as there"
+_EARLY = "unishard steps after backward: the same math, more memory; nothing is clipped"
 
 
 def _steps_early(given: Given) -> bool:
@@ -226,7 +227,7 @@ _PIPELINE = "belongs to pipeline parallelism"
 _TIME = drops("affects only time")
 
 _REST: Mapping[str, str] = {
-    "concerns the launcher and its folders": "comm memory_estimation",
+    "launcher setting": "comm memory_estimation",
     "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import experimental.custom_model_path",
     "affects only logs": "metrics profiling",
     "affects only the files of checkpoints": "training.checkpoint_interval training.checkpoint_interval_type training.checkpoint_folder",
@@ -235,7 +236,7 @@ _REST: Mapping[str, str] = {
     "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name "
     "float8.filter_fqns float8.moe_fqns_prototype float8.emulate float8.force_recompute_fp8_weight_in_bwd float8.scaling_type_input "
     "float8.scaling_type_weight float8.scaling_type_grad_output",
-    "belongs to a group that comes and goes": "fault_tolerance.process_group fault_tolerance.process_group_timeout_ms "
+    "only used with fault-tolerant replica groups (torchft)": "fault_tolerance.process_group fault_tolerance.process_group_timeout_ms "
     "fault_tolerance.replica_id fault_tolerance.group_size fault_tolerance.min_replica_size fault_tolerance.semi_sync_method "
     "fault_tolerance.sync_steps fault_tolerance.num_fragments fault_tolerance.should_quantize fault_tolerance.fragment_sync_delay "
     "fault_tolerance.fragment_update_alpha",
@@ -267,7 +268,7 @@ KEYS: Mapping[str, Key] = {
     "optimizer.weight_decay": _field("optimizer.weight_decay", number(0), 0.1),
     "optimizer.early_step_in_backward": Key(_early, "training.gradient_clipping", Fit.EQUIVALENT, _EARLY),
     "experimental.torch_spmd": refuses("torchtitan has no such engine any more, nor has unishard; remove it", _off),
-    "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Fit.APPROXIMATE, _CLIMB, silent=200),
+    "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Fit.APPROXIMATE, _WARMUP, silent=200),
     "lr_scheduler.decay_ratio": Key(_decay, "scheduler.name"),
     "lr_scheduler.decay_type": Key(_shape, "scheduler.name", silent="linear"),
     "lr_scheduler.min_lr_factor": Key(_least, "scheduler.min_lr_ratio"),
@@ -275,7 +276,7 @@ KEYS: Mapping[str, Key] = {
     "training.steps": Key(_steps, "scheduler.total_steps", silent=10000),
     "training.local_batch_size": _field("training.micro_batch_size", integer(1), 8),
     "training.batch_size": _field("training.micro_batch_size", integer(1), note="an older name of local_batch_size"),
-    "training.global_batch_size": Key(_whole, "training.gradient_accumulation_steps", silent=-1),
+    "training.global_batch_size": Key(_global_batch, "training.gradient_accumulation_steps", silent=-1),
     "training.max_norm": Key(_clip, "training.gradient_clipping", silent=1.0),
     "training.dtype": Key(_master, "precision.master"),
     "training.seed": Key(_seed, "training.seed", note="an older name of debug.seed"),
@@ -288,7 +289,7 @@ KEYS: Mapping[str, Key] = {
     "compile.enable": Key(_compiled, "compile.mode"),
     "compile.backend": Key(_compiler, "compile.backend"),
     "activation_checkpoint.mode": Key(_checkpointing, "activation_checkpointing", silent="selective"),
-    "model.converters": refuses("they change the model's number formats, which unishard does not; remove them", _off),
+    "model.converters": refuses("they change the model's dtypes, which unishard does not; remove them", _off),
     "parallelism.tensor_parallel_degree": _only_1("tensor"),
     "parallelism.context_parallel_degree": _only_1("context"),
     "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
@@ -296,10 +297,10 @@ KEYS: Mapping[str, Key] = {
     **dict.fromkeys(("float8.enable_float8_linear", "training.enable_float8_linear", "training.enable_fp8_linear"), _FLOAT8),
     "training.fp8_linear": _FLOAT8,
     "training.data_parallel_type": refuses(
-        "no engine is called so any more; write data_parallel_replicate_degree = the ranks and data_parallel_shard_degree = 1", _sharded
+        "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1", _sharded
     ),
     "fault_tolerance.enable": refuses("unishard has no groups that come and go; remove it", _off),
     **SAVED,
-    **{name: drops(why) for why, names in _REST.items() for name in names.split()},
+    **ignored(_REST),
 }
 """What each says. The degrees of data parallelism and what `ENGINE` names stand in FSDP's own table."""

@@ -9,7 +9,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.formats.fallbacks import when_default
+from unishard.formats.fallbacks import exact, row, when_default
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, text
 from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
@@ -27,24 +27,24 @@ def _saves(given: Given) -> bool:
     return given.get("checkpoint.enable") in (True, "true")
 
 
-def _said(key: str, given: Given) -> Any:
+def _value(key: str, given: Given) -> Any:
     return given.get(key) if key in given else _SILENT[key]
 
 
 def _directory(given: Given) -> Mapping[str, Any]:
-    dump, folder = text(_said(_DUMP, given)), text(_said(_FOLDER, given))
+    dump, folder = text(_value(_DUMP, given)), text(_value(_FOLDER, given))
     return {"checkpoint.dir": folder if dump == "." else posixpath.join(dump, folder)}
 
 
 def _interval(given: Given) -> Mapping[str, Any]:
     """In updates, or, in older versions, in seconds."""
     if str(given.get("checkpoint.interval_type")).lower() == "seconds":
-        return {"checkpoint.every_minutes": number(1e-9)(_said("checkpoint.interval", given)) / 60}
-    return {"checkpoint.every_steps": integer(1)(_said("checkpoint.interval", given))}
+        return {"checkpoint.every_minutes": number(1e-9)(_value("checkpoint.interval", given)) / 60}
+    return {"checkpoint.every_steps": integer(1)(_value("checkpoint.interval", given))}
 
 
 def _limit(given: Given) -> Mapping[str, Any]:
-    return {"checkpoint.keep_last": integer(0)(_said("checkpoint.keep_latest_k", given)) or None}
+    return {"checkpoint.keep_last": integer(0)(_value("checkpoint.keep_latest_k", given)) or None}
 
 
 def _enabled(value: Any, given: Given) -> Meaning:
@@ -79,7 +79,7 @@ _OTHERS = (
 
 SAVED: Mapping[str, Key] = {
     _DUMP: _key("checkpoint.dir", _directory, "with checkpoint.folder below it"),
-    **{f"job.{name}": drops("concerns the launcher and its folders") for name in _JOB.split()},
+    **{f"job.{name}": drops("launcher setting") for name in _JOB.split()},
     "checkpoint.enable": Key(_enabled, "checkpoint.dir, checkpoint.every_steps, checkpoint.keep_last", Fit.EQUIVALENT, _LAST),
     _FOLDER: _key("checkpoint.dir", _directory, "below job.dump_folder"),
     "checkpoint.interval": _key("checkpoint.every_steps", _interval, "checkpoint.every_minutes where interval_type is seconds"),
@@ -126,46 +126,42 @@ _UNASKED = When(
 )
 
 SAVING: Mapping[str, Rule] = {
-    "checkpoint.dir": Rule(Fit.EXACT, "job.dump_folder, checkpoint.folder", "", _place, (when_default("checkpoint.dir"), _UNASKED)),
-    "checkpoint.every_steps": Rule(
+    "checkpoint.dir": exact("job.dump_folder, checkpoint.folder", when_default("checkpoint.dir"), _UNASKED, to=_place),
+    "checkpoint.every_steps": row(
         Fit.EQUIVALENT,
         "checkpoint.enable, checkpoint.interval",
         "torchtitan also saves at the end of the training",
-        _steps,
-        (unless("null", lambda cfg: not _automatic(cfg)),),
+        unless("null", lambda cfg: not _automatic(cfg)),
+        to=_steps,
     ),
-    "checkpoint.every_minutes": Rule(
+    "checkpoint.every_minutes": row(
         Fit.APPROXIMATE,
         NO_KEY,
         "torchtitan counts only steps",
-        when=(
-            when_default("checkpoint.every_minutes"),
-            When(
-                "without every_steps",
-                lambda cfg: not _automatic(cfg),
-                Fit.UNSUPPORTED,
-                "torchtitan counts only steps; set checkpoint.every_steps",
-            ),
+        when_default("checkpoint.every_minutes"),
+        When(
+            "without every_steps",
+            lambda cfg: not _automatic(cfg),
+            Fit.UNSUPPORTED,
+            "torchtitan counts only steps; set checkpoint.every_steps",
         ),
     ),
-    "checkpoint.keep_last": Rule(
+    "checkpoint.keep_last": row(
         Fit.EXACT,
         "checkpoint.keep_latest_k",
         "0 keeps all",
-        _count,
-        (
-            when_default("checkpoint.keep_last"),
-            _UNASKED,
-            When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
-            When("1", lambda cfg: cfg.checkpoint.keep_last == 1, Fit.APPROXIMATE, f"torchtitan keeps at least {_LEAST}"),
-        ),
+        when_default("checkpoint.keep_last"),
+        _UNASKED,
+        When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
+        When("1", lambda cfg: cfg.checkpoint.keep_last == 1, Fit.APPROXIMATE, f"torchtitan keeps at least {_LEAST}"),
+        to=_count,
     ),
-    "checkpoint.async_save": Rule(Fit.EXACT, "checkpoint.async_mode", "", _async, (when_default("checkpoint.async_save"), _UNASKED)),
-    "checkpoint.on_signal": Rule(
+    "checkpoint.async_save": exact("checkpoint.async_mode", when_default("checkpoint.async_save"), _UNASKED, to=_async),
+    "checkpoint.on_signal": row(
         Fit.APPROXIMATE,
         NO_KEY,
-        "torchtitan ends at once at a signal: what was trained since the last checkpoint is lost",
-        when=(when_default("checkpoint.on_signal"),),
+        "torchtitan ends at a signal: steps since the last checkpoint are lost",
+        when_default("checkpoint.on_signal"),
     ),
 }
 """How each field is said."""

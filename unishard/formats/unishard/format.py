@@ -12,6 +12,7 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
+from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
@@ -19,9 +20,9 @@ from unishard.loading.document import from_mapping
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
 from unishard.loading.renamed import current_names
 from unishard.loading.validation import dotted, findings_of
-from unishard.mapping.entries import Entry, Key, Meaning, Path, Undecided
+from unishard.mapping.entries import Entry, Meaning, Path, Undecided
 from unishard.mapping.express import Expressed, FieldResult
-from unishard.mapping.rules import Fit, Rule
+from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 from unishard.version import __version__
 
@@ -30,14 +31,11 @@ __all__ = ["FORMAT"]
 _LEAVES = [path for path, _ in leaves(Config)]
 
 
-class UnishardFormat:
-    """Implements `unishard.formats.format.Format`."""
+class UnishardFormat(Format):
+    """unishard's own YAML."""
 
     name = "unishard"
     tool = f"unishard {__version__}"
-    suffix = ".yaml"
-    keys: Mapping[str, Key] = {}
-    expressions: Mapping[str, Rule] = {}
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """Every leaf is decided: by the file, or by the schema's default.
@@ -62,7 +60,7 @@ class UnishardFormat:
             fit, note = rule.outcome(config)
             words[path] = FieldResult(fit, path, note)
         for path in reading.undecided:
-            words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or give --set {path}=...")
+            words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or add --set {path}=...")
         return Expressed(_document(reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
@@ -125,7 +123,7 @@ def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Un
         elif isinstance(value, Mapping) and value:
             yield from _written(value, config, undecided, path)
         elif isinstance(value, Mapping):
-            yield Entry(path, value, Meaning(Fit.IGNORED, "holds nothing"))
+            yield Entry(path, value, Meaning(Fit.IGNORED, "is empty"))
         else:
             for field in type(value_at(config, key)).shorthand:
                 leaf = f"{key}.{field}"
@@ -134,10 +132,10 @@ def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Un
 
 def _native(data: Any) -> Iterator[Entry]:
     if not data:
-        yield Entry(("native",), data, Meaning(Fit.IGNORED, "holds nothing"))
+        yield Entry(("native",), data, Meaning(Fit.IGNORED, "is empty"))
     for backend, settings in data.items():
         if not settings:
-            yield Entry(("native", backend), settings, Meaning(Fit.IGNORED, "holds nothing"))
+            yield Entry(("native", backend), settings, Meaning(Fit.IGNORED, "is empty"))
         for path, value in _settings(settings):
             note = f"only {backend} has this setting, so another engine trains without it"
             key = ".".join((backend, *path))

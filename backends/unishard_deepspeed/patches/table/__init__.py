@@ -1,1 +1,1 @@
-"""The rows of `PATCHES`: data alone."""
+"""The rows of `PATCHES`: only data."""

@@ -1,4 +1,4 @@
-"""What is needed when an engine is built or closed."""
+"""Private names needed to create or close an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unishard_deepspeed.patches.table.classes import BF16, ENGINE, INIT, OFFLOAD
 
 __all__ = ["BUILDING"]
 
-_NOT_WHOLE = "leave sharding.conditional_modules empty, or install a tested DeepSpeed"
+_NO_CONDITIONAL = "leave sharding.conditional_modules empty, or install a tested DeepSpeed"
 _NOT_HYBRID = "choose full_shard or shard_grad_op, or install a tested DeepSpeed"
 
 BUILDING = (
@@ -31,7 +31,7 @@ BUILDING = (
         instead="set precision to bf16",
     ),
     Patch(
-        name="parameters-in-files",
+        name="nvme-parameters",
         case="offload.params: nvme",
         names=of(INIT, "param_swapper"),
         versions=RUN,
@@ -67,7 +67,7 @@ BUILDING = (
         instead="build the model anew",
     ),
     Patch(
-        name="groups-stages-1-2",
+        name="replica-groups-stages-1-2",
         case="hybrid_shard_grad_op",
         names=(
             *of("deepspeed.utils.groups", "mpu"),
@@ -81,7 +81,7 @@ BUILDING = (
         instead=_NOT_HYBRID,
     ),
     Patch(
-        name="groups-stage-3",
+        name="replica-groups-stage-3",
         case="hybrid_shard",
         names=(
             *of("deepspeed.utils.groups", "mpu"),
@@ -94,15 +94,15 @@ BUILDING = (
         instead=_NOT_HYBRID,
     ),
     Patch(
-        name="whole-units-bf16-stage-1",
+        name="conditional-modules-bf16-stage-1",
         case="sharding.conditional_modules with shard_optimizer in bf16",
         names=of(BF16, "get_grads_for_norm", "bf16_groups", "fp32_groups_has_gradients"),
         versions=RUN,
         link=SOURCE["bf16-stage-1"],
-        instead=_NOT_WHOLE,
+        instead=_NO_CONDITIONAL,
     ),
     Patch(
-        name="whole-units-stages-1-2",
+        name="conditional-modules-stages-1-2",
         case="sharding.conditional_modules with shard_optimizer or shard_grad_op",
         names=(
             *of(STAGES_1_2, "create_gradient_handling_hooks", "_grad_acc_hooks", "bit16_groups", "partition_gradients"),
@@ -111,10 +111,10 @@ BUILDING = (
         ),
         versions=RUN,
         link=SOURCE["stages-1-2"],
-        instead=_NOT_WHOLE,
+        instead=_NO_CONDITIONAL,
     ),
     Patch(
-        name="whole-units-stage-3",
+        name="conditional-modules-stage-3",
         case="sharding.conditional_modules with full_shard",
         names=(
             *of(STAGE_3, "create_reduce_and_remove_grad_hooks", "_grad_acc_hooks", "independent_gradient_partition_epilogue"),
@@ -124,6 +124,6 @@ BUILDING = (
         ),
         versions=RUN,
         link=SOURCE["stage-3"],
-        instead=_NOT_WHOLE,
+        instead=_NO_CONDITIONAL,
     ),
 )

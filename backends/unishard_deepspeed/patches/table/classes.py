@@ -1,4 +1,4 @@
-"""Where DeepSpeed defines what the rows name."""
+"""DeepSpeed's modules and classes that the rows refer to."""
 
 from __future__ import annotations
 

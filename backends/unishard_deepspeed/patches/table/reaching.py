@@ -1,4 +1,4 @@
-"""What calls need that reach into a run: gradients, masters, windows that are dropped, checkpoints."""
+"""Private names needed to read or change a run: gradients, master weights, discarded windows, checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ REACHING = (
         instead=_DIRECTLY,
     ),
     Patch(
-        name="masters-bf16-stage-1",
+        name="master-weights-bf16-stage-1",
         case=f"{_MASTERS}, with shard_optimizer in bf16,",
         names=(*of(BF16, "_hp_mapping", "dp_process_group"), *_FRAGMENTS),
         versions=RUN,
@@ -64,7 +64,7 @@ REACHING = (
         instead=_DIRECTLY,
     ),
     Patch(
-        name="masters-stages-1-2",
+        name="master-weights-stages-1-2",
         case=f"{_MASTERS}, with shard_optimizer or shard_grad_op,",
         names=(*of(STAGES_1_2, "_hp_mapping", "dp_process_group"), *_FRAGMENTS),
         versions=RUN,
@@ -72,16 +72,16 @@ REACHING = (
         instead=_DIRECTLY,
     ),
     Patch(
-        name="masters-stage-3",
+        name="master-weights-stage-3",
         case=f"{_MASTERS}, with full_shard,",
         names=(*_PARTS, *of(STAGE_3, "grad_position", "get_param_id", "_get_fp32_opt_state_partition")),
         versions=RUN,
         link=SOURCE["stage-3"],
         instead=_DIRECTLY,
     ),
-    Patch("dropped-stage-0", "engine.discard, or a load,", of(ENGINE, "_unmanaged_backward_count"), RUN, SOURCE["engine"], _TO_THE_END),
+    Patch("discard-stage-0", "engine.discard, or a load,", of(ENGINE, "_unmanaged_backward_count"), RUN, SOURCE["engine"], _TO_THE_END),
     Patch(
-        name="dropped-stages-1-2",
+        name="discard-stages-1-2",
         case="engine.discard, or a load, with shard_optimizer or shard_grad_op,",
         names=(
             *of(ENGINE, "_unmanaged_backward_count"),
@@ -93,7 +93,7 @@ REACHING = (
         instead=_TO_THE_END,
     ),
     Patch(
-        name="dropped-stage-3",
+        name="discard-stage-3",
         case="engine.discard, or a load, with full_shard,",
         names=(
             *of(ENGINE, "_unmanaged_backward_count"),

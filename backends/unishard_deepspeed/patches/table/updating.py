@@ -1,4 +1,4 @@
-"""What an update needs that is not an ordinary one."""
+"""Private names needed by unusual updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINKS = "_hp_optimizer_states_linked"
 UPDATING = (
     Patch(
         name="unused-bf16-stage-1",
-        case="An update that leaves out a parameter, with shard_optimizer in bf16,",
+        case="An update with an unused parameter, with shard_optimizer in bf16,",
         names=(*of(BF16, "_hp_mapping", _LINKS), *of(FRAGMENT, "hp_fragment_address", "param_group_index")),
         versions=RUN,
         link=SOURCE["bf16-stage-1"],
@@ -22,7 +22,7 @@ UPDATING = (
     ),
     Patch(
         name="unused-stages-1-2",
-        case="An update that leaves out a parameter, with shard_optimizer or shard_grad_op,",
+        case="An update with an unused parameter, with shard_optimizer or shard_grad_op,",
         names=(*of(STAGES_1_2, "_hp_mapping", _LINKS), *of(FRAGMENT, "hp_fragment_address", "param_group_index")),
         versions=RUN,
         link=SOURCE["stages-1-2"],
@@ -30,7 +30,7 @@ UPDATING = (
     ),
     Patch(
         name="unused-stage-3",
-        case="An update that leaves out a parameter, with full_shard,",
+        case="An update with an unused parameter, with full_shard,",
         names=of(STAGE_3, "grad_position", "get_param_id", "fp32_partitioned_groups_flat"),
         versions=RUN,
         link=SOURCE["stage-3"],
@@ -61,7 +61,7 @@ UPDATING = (
         instead="set offload.optimizer to none, or install a tested DeepSpeed",
     ),
     Patch(
-        name="divided-bf16-stage-1",
+        name="divisor-bf16-stage-1",
         case="backward with num_items, with shard_optimizer in bf16,",
         names=of(BF16, "fp32_groups_gradients_flat"),
         versions=RUN,
@@ -69,7 +69,7 @@ UPDATING = (
         instead="pass mean losses",
     ),
     Patch(
-        name="divided-stages-1-2",
+        name="divisor-stages-1-2",
         case="fp16, and backward with num_items, with shard_optimizer or shard_grad_op,",
         names=of(STAGES_1_2, "loss_scale"),
         versions=RUN,
@@ -77,7 +77,7 @@ UPDATING = (
         instead="set precision to bf16, and pass mean losses",
     ),
     Patch(
-        name="divided-stage-3",
+        name="divisor-stage-3",
         case="fp16, and backward with num_items, with full_shard,",
         names=of(STAGE_3, "loss_scale"),
         versions=RUN,

@@ -8,7 +8,7 @@ from typing import Any
 
 from unishard.mapping.entries import Entry
 
-__all__ = ["placed", "today"]
+__all__ = ["current_keys", "placed"]
 
 _DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree")
 _MOVED: Mapping[str, str] = {
@@ -24,7 +24,7 @@ _MOVED: Mapping[str, str] = {
 }
 
 
-def today(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def current_keys(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The document with its older keys at their new places, and the older key at each of these; a key that stands there already stays."""
     tables = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
     moved: dict[str, str] = {}

@@ -19,15 +19,15 @@ from unishard.formats.source import open_source
 from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, interpret
 from unishard.mapping.rules import Fit
 
-__all__ = ["TOOL", "Unwrapped", "entries_of"]
+__all__ = ["TOOL", "StrategyArguments", "entries_of"]
 
 TOOL = "Lightning 2.6.6"
 _NO_EFFECT = "has no effect with the other arguments"
-_REPLACED = "has no effect: config replaces every argument that is DeepSpeed's (pytorch/strategies/deepspeed.py, __init__)"
+_REPLACED = "not used: config replaces every DeepSpeed argument"
 
 
 @dataclass(frozen=True, slots=True)
-class Unwrapped:
+class StrategyArguments:
     """A strategy's arguments, and what stands around them."""
 
     strategy: Strategy
@@ -52,21 +52,21 @@ class Unwrapped:
         return Entry(self.place(argument), self.arguments.get(argument), meaning)
 
 
-def entries_of(given: Unwrapped) -> list[Entry]:
+def entries_of(given: StrategyArguments) -> list[Entry]:
     """What a strategy and its arguments say."""
     return list(_READERS[given.strategy.runs](given))
 
 
-def _table(keys: Mapping[str, Key], given: Unwrapped, names: Iterable[str], known: Iterable[str] = ()) -> Iterator[Entry]:
-    """Arguments that are Lightning's alone; `known` are those of the strategy that others read, for the hint at a misspelt one."""
+def _table(keys: Mapping[str, Key], given: StrategyArguments, names: Iterable[str], known: Iterable[str] = ()) -> Iterator[Entry]:
+    """Arguments that only Lightning has; `known` are those of the strategy that others read, for the hint at a misspelt one."""
     written = {name: given.arguments[name] for name in names}
     rows = {**dict.fromkeys(known, _ELSEWHERE), **keys}
-    for entry in interpret(rows, {name: _whole(value) for name, value in written.items()}, tool=TOOL, topology=given.topology):
+    for entry in interpret(rows, {name: _as_one_value(value) for name, value in written.items()}, tool=TOOL, topology=given.topology):
         name = entry.path[0]
         yield replace(entry, path=(*given.place(name), *entry.path[1:]), value=written.get(name, entry.value))
 
 
-def _whole(value: Any) -> Any:
+def _as_one_value(value: Any) -> Any:
     """A mapping as one value, so that an unknown argument is named once."""
     return [value] if isinstance(value, Mapping) else value
 
@@ -74,17 +74,17 @@ def _whole(value: Any) -> Any:
 _ELSEWHERE = Key(lambda value, given: UNSET)
 
 
-def _ddp(given: Unwrapped) -> Iterator[Entry]:
+def _ddp(given: StrategyArguments) -> Iterator[Entry]:
     yield replace(given.named, meaning=Meaning(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
     yield from _table(DDP, given, given.arguments)
 
 
-def _model_parallel(given: Unwrapped) -> Iterator[Entry]:
+def _model_parallel(given: StrategyArguments) -> Iterator[Entry]:
     yield replace(given.named, meaning=Meaning(fields={"backend": "fsdp"}))
     yield from _table(MODEL_PARALLEL, given, given.arguments)
 
 
-def _fsdp(given: Unwrapped) -> Iterator[Entry]:
+def _fsdp(given: StrategyArguments) -> Iterator[Entry]:
     arguments = {**given.strategy.stands_for, **given.arguments}
     block = EngineBlock("fsdp", given.base, repeats=True)
     for name in [name for name in arguments if name in fsdp_arguments.ARGUMENTS]:
@@ -104,7 +104,7 @@ def _fsdp(given: Unwrapped) -> Iterator[Entry]:
     yield from _table(fsdp_arguments.OWN, given, rest, fsdp_arguments.ARGUMENTS)
 
 
-def _named(given: Unwrapped, block: EngineBlock) -> Spot:
+def _named(given: StrategyArguments, block: EngineBlock) -> Spot:
     """The strategy's name, which says the engine, and what it stands for."""
     named, former = given.named, given.strategy.former
     fields = {"backend": block.engine}
@@ -113,20 +113,20 @@ def _named(given: Unwrapped, block: EngineBlock) -> Spot:
     return Spot(named.path, named.value, named.assumed, fields=fields)
 
 
-def _spots(given: Unwrapped, block: EngineBlock, *names: str) -> list[Spot]:
+def _spots(given: StrategyArguments, block: EngineBlock, *names: str) -> list[Spot]:
     """The arguments that say something, or the strategy's name."""
     written = [Spot(given.place(name), given.arguments[name]) for name in names if name in given.arguments]
     return written or [_named(given, block)]
 
 
-def _with_name(given: Unwrapped, block: EngineBlock, entries: list[Entry]) -> list[Entry]:
+def _with_name(given: StrategyArguments, block: EngineBlock, entries: list[Entry]) -> list[Entry]:
     """The entries, that of the strategy's name first, also where no argument comes from it."""
     if any(entry.path == given.named.path for entry in entries):
         return sorted(entries, key=lambda entry: entry.path != given.named.path)
     return [combined(_named(given, block), []), *entries]
 
 
-def _deepspeed(given: Unwrapped) -> Iterator[Entry]:
+def _deepspeed(given: StrategyArguments) -> Iterator[Entry]:
     if given.arguments.get("config") is not None:
         yield from _configured(given)
         return
@@ -145,7 +145,7 @@ def _deepspeed(given: Unwrapped) -> Iterator[Entry]:
     yield from _unused(given, used, _NO_EFFECT)
 
 
-def _configured(given: Unwrapped) -> Iterator[Entry]:
+def _configured(given: StrategyArguments) -> Iterator[Entry]:
     """A DeepSpeed config inside, or in a file of its own."""
     place = given.place("config")
     try:
@@ -174,10 +174,7 @@ def _config(value: Any, folder: FilePath | None) -> Mapping[str, Any]:
     return open_source((folder or FilePath()) / value).data
 
 
-_ACCUMULATION = (
-    "Lightning 2.6.6 refuses this key inside the DeepSpeed config (pytorch/strategies/deepspeed.py, "
-    "_format_batch_size_and_grad_accum_config); accumulate_grad_batches of the Trainer is what it takes"
-)
+_ACCUMULATION = "Lightning 2.6.6 refuses this key in the DeepSpeed config; write accumulate_grad_batches"
 
 
 def _in_trainer(entry: Entry) -> Entry:
@@ -187,12 +184,12 @@ def _in_trainer(entry: Entry) -> Entry:
     return entry.but(Fit.EQUIVALENT, _ACCUMULATION)
 
 
-def _unclipped(given: Unwrapped) -> Mapping[str, Any]:
+def _unclipped(given: StrategyArguments) -> Mapping[str, Any]:
     """The Trainer writes gradient_clip_val or 0.0 where a config has no gradient_clipping; Fabric leaves DeepSpeed's default of 1.0."""
     return {} if given.strategy.fabric else {"gradient_clipping": 0.0}
 
 
-def _add_precision(given: Unwrapped, block: EngineBlock) -> set[str]:
+def _add_precision(given: StrategyArguments, block: EngineBlock) -> set[str]:
     """Adds the sections that Lightning writes for the precision; the arguments that decide keys of them."""
     scaling = {name: given.arguments.get(name, value) for name, value in deepspeed_arguments.SCALING.items()}
     try:
@@ -206,11 +203,11 @@ def _add_precision(given: Unwrapped, block: EngineBlock) -> set[str]:
     return set(scaling) if "fp16" in sections else set()
 
 
-def _without_precision(given: Unwrapped, parsed: Iterable[Entry]) -> list[Entry]:
+def _without_precision(given: StrategyArguments, parsed: Iterable[Entry]) -> list[Entry]:
     return [entry for entry in parsed if not _is_precision(given, entry)]
 
 
-def _is_precision(given: Unwrapped, entry: Entry) -> bool:
+def _is_precision(given: StrategyArguments, entry: Entry) -> bool:
     """Whether an entry comes from the Trainer's precision: a block's switch, and what none of the arguments says beside it."""
     own = given.arguments.get("config")
     inside = isinstance(own, Mapping) and entry.path[0] in own
@@ -219,7 +216,7 @@ def _is_precision(given: Unwrapped, entry: Entry) -> bool:
     return entry.path[-1] not in deepspeed_arguments.SCALING or entry.path[-1] not in given.arguments
 
 
-def _precision_entry(given: Unwrapped, parsed: Iterable[Entry]) -> Iterator[Entry]:
+def _precision_entry(given: StrategyArguments, parsed: Iterable[Entry]) -> Iterator[Entry]:
     if given.precision is None:
         return
     ours = [entry.meaning for entry in parsed if _is_precision(given, entry)]
@@ -229,7 +226,7 @@ def _precision_entry(given: Unwrapped, parsed: Iterable[Entry]) -> Iterator[Entr
         yield replace(given.precision, meaning=Meaning(Fit.UNSUPPORTED, str(error)))
         return
     if not ours and word != "32-true":
-        note = "the block in the DeepSpeed config decides; Lightning casts the inputs alone"
+        note = "the block in the DeepSpeed config decides; Lightning only casts the inputs"
         yield replace(given.precision, meaning=Meaning(Fit.IGNORED, note))
         return
     if not ours:
@@ -238,12 +235,12 @@ def _precision_entry(given: Unwrapped, parsed: Iterable[Entry]) -> Iterator[Entr
         yield replace(given.precision, meaning=Meaning(fields={"precision.compute": "fp32"} if plain else {}))
         return
     if word.endswith("true"):
-        ours.append(Meaning(Fit.EQUIVALENT, f"{word} rounds the first weights as well; DeepSpeed keeps fp32 masters all the same"))
+        ours.append(Meaning(Fit.EQUIVALENT, f"{word} also rounds the initial weights; DeepSpeed still keeps fp32 master weights"))
     spot = Spot(given.precision.path, given.precision.value, given.precision.assumed)
     yield combined(spot, ours, repeats=True)
 
 
-def _unused(given: Unwrapped, used: set[str], why: str) -> Iterator[Entry]:
+def _unused(given: StrategyArguments, used: set[str], why: str) -> Iterator[Entry]:
     known = {*deepspeed_arguments.ARGUMENTS, *deepspeed_arguments.SCALING, "config"}
     for name in given.arguments:
         if name in known and name not in used:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rich.progress as bars
 import torch
@@ -19,9 +19,7 @@ from rich.table import Column
 from torch import Tensor
 
 from unishard.data.batches import length_of
-
-if TYPE_CHECKING:
-    from unishard.engine.results import Step
+from unishard.engine.results import Step
 
 __all__ = ["Progress"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.formats.hf.wordlists import names
+from unishard.formats.names import names
 from unishard.mapping.entries import Unreadable
 from unishard.mapping.key_rows import integer
 

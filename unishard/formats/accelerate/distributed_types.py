@@ -37,10 +37,7 @@ KINDS: Mapping[str, DistributedType] = {
     **{f"MULTI_{device}": _REPLICAS for device in ("CPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")},
     "XLA": DistributedType("none", "refused", fit=Fit.UNSUPPORTED, note="unishard does not train on TPUs; write FSDP, for GPUs"),
     "MEGATRON_LM": DistributedType(
-        "none",
-        "refused",
-        fit=Fit.UNSUPPORTED,
-        note="Megatron-LM's tensor and pipeline parallelism is more than data parallelism; write FSDP or DEEPSPEED",
+        "none", "refused", fit=Fit.UNSUPPORTED, note="Megatron-LM's tensor and pipeline parallelism has no equivalent; write FSDP"
     ),
 }
 """By the word in `distributed_type`."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from unishard.mapping.entries import NOTHING, Key
 
-__all__ = ["assumed"]
+__all__ = ["with_script_defaults"]
 
 _SWIFT = ("tuner_type", "train_type", "sft_type", "split_dataset_ratio")
-"""Keys that ms-swift alone has; the first three say which parameters train."""
+"""Keys that only ms-swift has; the first three say which parameters train."""
 _SWIFT_SILENT: Mapping[str, Any] = {
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
@@ -28,7 +28,7 @@ _SWIFT_SILENT: Mapping[str, Any] = {
 _FULL_RATE, _ADAPTER_RATE = 1e-5, 1e-4
 
 
-def assumed(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Mapping[str, Key]:
+def with_script_defaults(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Mapping[str, Key]:
     """The rows with what the file's script assumes; those that the script says nothing about stay."""
     silent = _silent(data)
     return {name: replace(row, silent=silent[name]) if name in silent else row for name, row in keys.items()}
