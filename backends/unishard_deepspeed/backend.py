@@ -9,11 +9,9 @@ from unishard.config import Config
 from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
-from unishard.mapping.entries import Entry, Key
+from unishard.mapping.entries import Entry
 from unishard.mapping.express import Expressed
 from unishard.mapping.report import Line, Report, Translation, apply
-from unishard.mapping.rules import Rule
-from unishard.patches import Patch
 from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import arguments
 from unishard_deepspeed.keys import CONSTANTS, check, fit
@@ -33,35 +31,14 @@ __all__ = ["DeepSpeedBackend"]
 class DeepSpeedBackend:
     """Implements `unishard.plugins.backend.Backend` for DeepSpeed 0.19.8."""
 
-    @property
-    def name(self) -> str:
-        """The word in `backend:`."""
-        return "deepspeed"
-
-    @property
-    def requires(self) -> Mapping[str, str]:
-        """Packages that `prepare` needs, to the extra that brings each."""
-        return {"torch": "torch", "deepspeed": "deepspeed"}
-
-    @property
-    def tested(self) -> Mapping[str, Sequence[str]]:
-        """Versions that the suite was run on; see docs/versions.md."""
-        return {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
-
-    @property
-    def patches(self) -> Mapping[str, Patch]:
-        """The private names that rare cases need."""
-        return PATCHES
-
-    @property
-    def rules(self) -> Mapping[str, Rule]:
-        """One row for each leaf of `Config`, in its order."""
-        return RULES
-
-    @property
-    def constants(self) -> Mapping[str, tuple[Any, str]]:
-        """Keys that are written whatever the config says: `(value, why)`."""
-        return CONSTANTS
+    name = "deepspeed"
+    requires: Mapping[str, str] = {"torch": "torch", "deepspeed": "deepspeed"}
+    tested: Mapping[str, Sequence[str]] = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
+    patches = PATCHES
+    rules = RULES
+    constants = CONSTANTS
+    keys = arguments.KEYS
+    script_rules = arguments.SCRIPT_RULES
 
     def translate(self, cfg: Config, topology: Topology) -> Translation:
         """The JSON for `deepspeed.initialize` and the report. Pure.
@@ -82,16 +59,6 @@ class DeepSpeedBackend:
         fits = {key: (value, *fit(key)) for key, value in flat(own)}
         lines = tuple(Line(f"native.{self.name}.{key}", value, fit, key, note) for key, (value, fit, note) in fits.items())
         return Translation(self.name, "DeepSpeedEngine", merge(merge(fixed, native), own), Report(report.lines + lines))
-
-    @property
-    def keys(self) -> Mapping[str, Key]:
-        """The keys of DeepSpeed's JSON, dotted."""
-        return arguments.KEYS
-
-    @property
-    def expressions(self) -> Mapping[str, Rule]:
-        """How the JSON of a script without unishard says each field."""
-        return arguments.EXPRESSIONS
 
     def parse(
         self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None

@@ -10,8 +10,8 @@ from unishard.config.topology import Topology
 from unishard.mapping.entries import Entry, interpret
 from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.rules import Fit
-from unishard_fsdp.expressions import EXPRESSIONS
 from unishard_fsdp.keys import KEYS
+from unishard_fsdp.script_rules import SCRIPT_RULES
 
 __all__ = ["arguments", "parse"]
 
@@ -33,7 +33,7 @@ def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = Non
 
 def arguments(cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
     """The arguments of FSDP2 for a config, and the result for each of its fields."""
-    expressed = express(EXPRESSIONS, cfg, topology, undecided)
+    expressed = express(SCRIPT_RULES, cfg, topology, undecided)
     if not cfg.sharding.hybrid or topology.world_size > 1:
         return expressed
     # A topology of one rank means that the number of ranks is unknown, but a mesh needs it.

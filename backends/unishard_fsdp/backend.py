@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 from unishard.config import Config
 from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry, Key
+from unishard.mapping.entries import Entry
 from unishard.mapping.express import Expressed
 from unishard.mapping.report import Line, Report, Translation, apply
-from unishard.mapping.rules import Rule
-from unishard.patches import Patch
 from unishard.plugins.backend import OptimizerBuilder
 from unishard_fsdp import arguments, native, options
-from unishard_fsdp.expressions import EXPRESSIONS
 from unishard_fsdp.keys import KEYS
 from unishard_fsdp.patches import PATCHES
 from unishard_fsdp.rules import RULES
+from unishard_fsdp.script_rules import SCRIPT_RULES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,35 +33,14 @@ _ENGINES = {"fully_shard": "FSDPModule", "replicate": "FSDPModule", "Distributed
 class FSDPBackend:
     """Translates to, and builds, PyTorch's own data parallelism."""
 
-    @property
-    def name(self) -> str:
-        """The word in `backend:`."""
-        return "fsdp"
-
-    @property
-    def requires(self) -> Mapping[str, str]:
-        """Import name of each package that `prepare` needs, to the extra that brings it."""
-        return {"torch": "torch"}
-
-    @property
-    def tested(self) -> Mapping[str, Sequence[str]]:
-        """Versions that the suite was run on; see docs/versions.md."""
-        return {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15")}
-
-    @property
-    def patches(self) -> Mapping[str, Patch]:
-        """The private names that rare cases need."""
-        return PATCHES
-
-    @property
-    def rules(self) -> Mapping[str, Rule]:
-        """One row for each leaf of the config."""
-        return RULES
-
-    @property
-    def constants(self) -> Mapping[str, tuple[Any, str]]:
-        """Native keys that are always written, in the forms that have them: `(value, why)`."""
-        return options.CONSTANTS
+    name = "fsdp"
+    requires: Mapping[str, str] = {"torch": "torch"}
+    tested: Mapping[str, Sequence[str]] = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15")}
+    patches = PATCHES
+    rules = RULES
+    constants = options.CONSTANTS
+    keys = KEYS
+    script_rules = SCRIPT_RULES
 
     def translate(self, cfg: Config, topology: Topology) -> Translation:
         """The arguments of `fully_shard`, `replicate` or DistributedDataParallel as data, and the report. Pure.
@@ -82,16 +59,6 @@ class FSDPBackend:
             native=merge(written, nested(overrides)),
             report=Report((*report, *lines)),
         )
-
-    @property
-    def keys(self) -> Mapping[str, Key]:
-        """FSDP's own arguments, of versions 1 and 2, and the config fields that they set."""
-        return KEYS
-
-    @property
-    def expressions(self) -> Mapping[str, Rule]:
-        """How a training script without unishard sets each field with FSDP2."""
-        return EXPRESSIONS
 
     def parse(
         self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None

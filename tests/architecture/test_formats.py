@@ -57,7 +57,7 @@ def test_to_recognize_a_document_no_tables_are_imported() -> None:
     code = (
         "import sys; from unishard.formats import catalog; from unishard.formats.source import open_source;"
         "print(catalog.recognise(open_source({'zero_optimization': {'stage': 2}})).name,"
-        "[name for name in sys.modules if name.startswith('unishard.formats.') and name.endswith(('.format', '.keys', '.expressions'))])"
+        "[name for name in sys.modules if name.startswith('unishard.formats.') and name.endswith(('.format', '.keys', '.rules'))])"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "deepspeed ['unishard.formats.format']\n"
@@ -79,7 +79,7 @@ def test_every_format_has_the_same_shape(name: str) -> None:
     assert one.signs.keys
     assert {"__init__.py", "format.py"} <= files
     assert "keys.py" in files or not one.keys
-    assert "expressions.py" in files or not one.expressions
+    assert "rules.py" in files or not one.rules
     assert list((FOLDER / name).glob("**/*.py")) == list((FOLDER / name).glob("*.py"))
 
 
@@ -90,14 +90,14 @@ def test_tables_are_whole(name: str) -> None:
         assert isinstance(row, Key)
         assert "" not in key.split("."), key
         assert row.note or row.fit in (Fit.EXACT, Fit.EQUIVALENT), f"{key} says no reason"
-    said = list(one.expressions)
-    assert said == [path for path in FIELDS if path in one.expressions], "rows stand in the order of the schema"
-    for path, expression in one.expressions.items():
-        assert isinstance(expression, Rule)
-        assert expression.key, path
-        assert expression.note or expression.fit not in SAID_OTHERWISE, f"{path} says no reason"
-        assert ";" in expression.note or expression.fit is not Fit.UNSUPPORTED, f"{path} says no way out"
-        for case in expression.when:
+    said = list(one.rules)
+    assert said == [path for path in FIELDS if path in one.rules], "rows stand in the order of the schema"
+    for path, rule in one.rules.items():
+        assert isinstance(rule, Rule)
+        assert rule.key, path
+        assert rule.note or rule.fit not in SAID_OTHERWISE, f"{path} says no reason"
+        assert ";" in rule.note or rule.fit is not Fit.UNSUPPORTED, f"{path} says no way out"
+        for case in rule.when:
             assert case.case, path
             assert case.note or case.fit not in SAID_OTHERWISE, f"{path} if {case.case} says no reason"
             assert ";" in case.note or case.fit is not Fit.UNSUPPORTED, f"{path} if {case.case} says no way out"

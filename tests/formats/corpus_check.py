@@ -61,7 +61,7 @@ CAUSES: Mapping[str, str] = {
     "other parallelism than over data": (
         r"^\S+: (splits ranks in other ways than data parallelism|(tensor|context|sequence) parallelism is more than data parallelism)"
         r"|^distributed_type: Megatron-LM's tensor and pipeline parallelism"
-        r"|^\S+: unishard (shards data-parallel ranks and has no parallelism within a model|has no \w+ parallelism)"
+        r"|^\S+: unishard has no (parallelism within a model|\w+ parallelism)"
     ),
     "data efficiency, curricula, random-LTD": r"^(\S+\.)?data_efficiency: drops tokens and samples",
     "ZenFlow": r"zero_optimization\.zenflow: ZenFlow delays",

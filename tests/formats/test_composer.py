@@ -299,7 +299,7 @@ def test_deepspeed_and_offload_are_refused():
 
 
 def test_every_field_has_a_row_in_the_order_of_the_schema():
-    assert list(FORMAT.expressions) == [path for path, _ in leaves(Config)]
+    assert list(FORMAT.rules) == [path for path, _ in leaves(Config)]
 
 
 def test_the_whole_batch_needs_the_number_of_ranks():

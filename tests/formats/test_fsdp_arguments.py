@@ -208,7 +208,7 @@ def test_activation_checkpointing(value, said):
 
 
 def test_every_field_has_a_row_in_the_order_of_the_schema():
-    assert list(FSDP.expressions) == [path for path, _ in leaves(Config)]
+    assert list(FSDP.script_rules) == [path for path, _ in leaves(Config)]
 
 
 @pytest.mark.parametrize("strategy", ["shard_optimizer", "shard_grad_op", "hybrid_shard_grad_op"])

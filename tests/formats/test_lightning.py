@@ -482,7 +482,7 @@ def _again(document: Any) -> Outcome:
 
 
 def test_every_leaf_of_the_schema_has_a_row_in_order() -> None:
-    assert list(FORMAT.expressions) == [path for path, _ in leaves(Config)]
+    assert list(FORMAT.rules) == [path for path, _ in leaves(Config)]
 
 
 def test_keys_that_concern_lightning_alone_are_kept_when_lightning_is_written() -> None:

@@ -109,7 +109,7 @@ def test_an_entry_that_is_refused_decides_nothing_any_more() -> None:
     assert entry.at("b", "c").key == "b.c"
 
 
-EXPRESSIONS = {
+RULES = {
     "training.seed": Rule(Fit.NEEDS_INPUT, "your training script", "write torch.manual_seed", lambda cfg, topology: {"seed": 1}),
     "training.micro_batch_size": Rule(
         Fit.EXACT, "batch.size", to=lambda cfg, topology: nested({"batch.size": cfg.training.micro_batch_size}), auto=True
@@ -126,21 +126,21 @@ EXPRESSIONS = {
 
 def test_fields_become_fragments_of_one_document() -> None:
     cfg = Config.model_validate({"training": {"micro_batch_size": 3, "gradient_clipping": 0.5}, "optimizer": {"lr": 0.1}})
-    document, words = express(EXPRESSIONS, cfg, Topology())
+    document, words = express(RULES, cfg, Topology())
     assert document == {"batch": {"size": 3}, "clip": 0.5, "lr": 0.1}
     assert words["training.seed"].fit is Fit.NEEDS_INPUT
     assert words["training.gradient_clipping"].key == "clip"
 
 
 def test_an_exception_counts_more_than_its_row_and_what_is_refused_is_not_written() -> None:
-    document, words = express(EXPRESSIONS, Config.model_validate({"training": {"gradient_clipping": None}}), Topology())
+    document, words = express(RULES, Config.model_validate({"training": {"gradient_clipping": None}}), Topology())
     assert "clip" not in document
     assert words["training.gradient_clipping"].note == "always clips; write a number"
 
 
 def test_what_the_script_decides_is_auto_where_the_format_has_that_word_and_left_out_elsewhere() -> None:
     undecided = {"training.micro_batch_size", "training.seed", "optimizer.lr"}
-    document, words = express(EXPRESSIONS, Config(), Topology(), undecided)
+    document, words = express(RULES, Config(), Topology(), undecided)
     assert document["batch"] == {"size": "auto"}
     assert "lr" not in document
     assert words["training.micro_batch_size"].fit is Fit.NEEDS_INPUT

@@ -220,7 +220,7 @@ def test_it_is_recognised():
 
 
 def test_every_field_has_a_row_in_the_order_of_the_schema():
-    assert list(FORMAT.expressions) == [path for path, _ in leaves(Config)]
+    assert list(FORMAT.rules) == [path for path, _ in leaves(Config)]
 
 
 @pytest.mark.parametrize(

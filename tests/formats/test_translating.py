@@ -42,7 +42,7 @@ class Toy:
         "group.size": own("deepspeed.zero_optimization.sub_group_size", integer(1), Fit.APPROXIMATE, "only DeepSpeed has it"),
         "both": Key(_both),
     }
-    expressions: Mapping[str, Rule] = {
+    rules: Mapping[str, Rule] = {
         "backend": Rule(Fit.EXACT, "engine", to=lambda cfg, topology: {"engine": cfg.backend}),
         "training.micro_batch_size": Rule(Fit.EXACT, "batch", to=lambda cfg, topology: {"batch": cfg.training.micro_batch_size}, auto=True),
         "training.gradient_clipping": Rule(
@@ -60,7 +60,7 @@ class Toy:
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
-        document, words = express(self.expressions, reading.config, topology, set(reading.undecided))
+        document, words = express(self.rules, reading.config, topology, set(reading.undecided))
         return Expressed(document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:

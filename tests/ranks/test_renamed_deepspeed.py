@@ -244,7 +244,7 @@ def call(case):
         for name in (*PATCHES[case].names, None):
             if engine._order.phase is not Phase.BACKWARD_DONE:
                 loss = engine(torch.ones(4, 7)).loss
-                engine.backward(loss, num_items=4) if case.startswith("divided") else engine.backward(loss)
+                engine.backward(loss, num_items=4) if case.startswith("divisor") else engine.backward(loss)
             if name is None:
                 act(engine)
                 continue
@@ -253,7 +253,7 @@ def call(case):
     return said
 
 
-WORLDS = {case: 4 if case.startswith("groups") else 1 for case in PATCHES}
+WORLDS = {case: 4 if case.startswith("replica-groups") else 1 for case in PATCHES}
 RENAMED = [(case, name) for case, patch in PATCHES.items() for name in patch.names]
 
 

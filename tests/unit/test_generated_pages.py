@@ -134,13 +134,13 @@ def test_the_contents_of_the_page_of_formats_lead_to_its_headings() -> None:
 def test_every_key_and_every_field_of_every_format_is_on_the_page() -> None:
     text = pages()["docs/formats.md"]
     sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE))
-    tables = {one.name: (one.keys, one.expressions) for one in formats()}
-    tables |= {f"Arguments of {name}": (registry.get(name).keys, registry.get(name).expressions) for name in ("fsdp", "deepspeed")}
+    tables = {one.name: (one.keys, one.rules) for one in formats()}
+    tables |= {f"Arguments of {name}": (registry.get(name).keys, registry.get(name).script_rules) for name in ("fsdp", "deepspeed")}
     assert set(sections) == {"Contents", *tables}
-    for title, (keys, expressions) in tables.items():
+    for title, (keys, rules) in tables.items():
         for key in keys:
             assert f"`{key}`" in sections[title]
-        for path, row in expressions.items():
+        for path, row in rules.items():
             assert f"| `{path}` | **{row.fit}** |" in sections[title]
             for case in row.when:
                 assert f"| if {case.case.replace('|', chr(92) + '|')} |" in sections[title]

@@ -37,7 +37,7 @@ class Format(ABC):
     """What speaks for it in a document. Every format is asked for them, so they import no tables: see `Deferred`."""
     keys: Mapping[str, Key] = {}
     """Its own keys, dotted; those that it hands on to an engine stand in that engine's table."""
-    expressions: Mapping[str, Rule] = {}
+    rules: Mapping[str, Rule] = {}
     """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
     yaml_1_1: bool = False
     """Whether the tool reads YAML 1.1."""

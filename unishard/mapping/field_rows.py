@@ -1,4 +1,4 @@
-"""Makes the usual rows of a format's table of expressions: for the training script, for no key, and for what tools around torch share."""
+"""Builds the usual rows of a format's table of rules: for the training script, for no key, and for what tools around torch share."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def expressions(self) -> Mapping[str, Rule]:
+    def script_rules(self) -> Mapping[str, Rule]:
         """How a training script without unishard hands each field to the engine: one row for each leaf of `Config`, in its order."""
         ...
 

@@ -40,7 +40,7 @@ _WRAPPED = "What a training script without unishard passes to the engine, and wh
 
 def formats() -> list[Format]:
     """The formats of other tools."""
-    return [format_ for format_ in map(catalog.get, catalog.NAMES) if format_.keys or format_.expressions]
+    return [format_ for format_ in map(catalog.get, catalog.NAMES) if format_.keys or format_.rules]
 
 
 def overview(backends: Sequence[Backend]) -> str:
@@ -50,7 +50,7 @@ def overview(backends: Sequence[Backend]) -> str:
             f"[{section.title}](docs/formats.md#{_anchor(section.title)})",
             section.tool,
             _counts(row.fit for row in section.keys.values()),
-            _counts(row.fit for row in section.expressions.values()),
+            _counts(row.fit for row in section.rules.values()),
         )
         for section in _sections(backends)
     ]
@@ -64,12 +64,11 @@ def _counts(fits: Iterable[Fit]) -> str:
 
 def _sections(backends: Sequence[Backend]) -> list[_Section]:
     own = [
-        _Section(format_.name, format_.tool, format_.keys, format_.expressions, f"As read by {format_.tool}. {_HANDED_ON}")
+        _Section(format_.name, format_.tool, format_.keys, format_.rules, f"As read by {format_.tool}. {_HANDED_ON}")
         for format_ in formats()
     ]
-    return own + [
-        _Section(f"Arguments of {backend.name}", backend.name, backend.keys, backend.expressions, _WRAPPED) for backend in backends
-    ]
+    engines = [_Section(f"Arguments of {each.name}", each.name, each.keys, each.script_rules, _WRAPPED) for each in backends]
+    return own + engines
 
 
 def formats_page(backends: Sequence[Backend], generated: str) -> str:
@@ -86,15 +85,15 @@ class _Section(NamedTuple):
     title: str
     tool: str
     keys: Mapping[str, Key]
-    expressions: Mapping[str, Rule]
+    rules: Mapping[str, Rule]
     what: str
 
     @property
     def tables(self) -> list[tuple[str, str]]:
         """Its tables with their headings."""
         keys = table(("Key", "Decides", "Fit", "If absent", "Note"), _keys(self.keys))
-        fields = table(("Field", "Fit", "Written as", "Note"), _fields(self.expressions))
-        found = ((self.keys, "what its keys mean", keys), (self.expressions, "how it writes each field", fields))
+        fields = table(("Field", "Fit", "Written as", "Note"), _fields(self.rules))
+        found = ((self.keys, "what its keys mean", keys), (self.rules, "how it writes each field", fields))
         return [(f"{self.title}: {what}", rows) for there, what, rows in found if there]
 
 
@@ -126,11 +125,11 @@ def _keys(keys: Mapping[str, Key]) -> Iterator[tuple[str, ...]]:
         yield ", ".join(names), ", ".join(f"`{field}`" for field in fields.split(", ") if field), fit, silent, note
 
 
-def _fields(expressions: Mapping[str, Rule]) -> Iterator[tuple[str, ...]]:
+def _fields(rules: Mapping[str, Rule]) -> Iterator[tuple[str, ...]]:
     for path, _ in leaves(Config):
-        if path not in expressions:
+        if path not in rules:
             continue
-        row = expressions[path]
+        row = rules[path]
         yield f"`{path}`", *_said(FieldResult(row.fit, row.key, row.note))
         for case in row.when:
             yield "", *_said(FieldResult(case.fit, f"if {case.case}", case.note))

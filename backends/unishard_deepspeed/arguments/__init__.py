@@ -15,7 +15,7 @@ from unishard.mapping.rules import Fit, Rule
 from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
 from unishard_deepspeed.keys import TAKES
 
-__all__ = ["EXPRESSIONS", "KEYS", "TOOL", "arguments", "parse"]
+__all__ = ["KEYS", "SCRIPT_RULES", "TOOL", "arguments", "parse"]
 
 TOOL = "DeepSpeed 0.19.8"
 _SECTIONS = (batch, precision, zero, offload, optimizer, scheduler, rest)
@@ -45,8 +45,8 @@ def _all() -> dict[str, Key]:
 KEYS: Mapping[str, Key] = _all()
 """What each key says in the config's words."""
 
-_ROWS = {field: row for section in _SECTIONS for field, row in section.EXPRESSIONS.items()}
-EXPRESSIONS: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Config)}
+_ROWS = {field: row for section in _SECTIONS for field, row in section.SCRIPT_RULES.items()}
+SCRIPT_RULES: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Config)}
 """How raw DeepSpeed says each field."""
 
 
@@ -75,4 +75,4 @@ def _says_nothing(entry: Entry) -> bool:
 
 def arguments(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:
     """The JSON for a training script that calls `deepspeed.initialize` itself, for the same training."""
-    return express(EXPRESSIONS, cfg, topology, undecided)
+    return express(SCRIPT_RULES, cfg, topology, undecided)

@@ -15,7 +15,7 @@ from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, quiet, spelt, stage, undecided
 
-__all__ = ["EXPRESSIONS", "KEYS"]
+__all__ = ["KEYS", "SCRIPT_RULES"]
 
 _Z = "zero_optimization."
 _FIELDS = {"param": "offload.params", "optimizer": "offload.optimizer"}
@@ -114,7 +114,7 @@ def _params_of(cfg: Config, topology: Topology) -> Native:
     return fields.zero(offload_param=place) if place else {}
 
 
-EXPRESSIONS: Mapping[str, Rule] = {
+SCRIPT_RULES: Mapping[str, Rule] = {
     "offload.params": Rule(Fit.EXACT, "zero_optimization.offload_param.device", to=_params_of),
     "offload.optimizer": Rule(
         Fit.EXACT,

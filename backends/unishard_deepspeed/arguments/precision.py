@@ -17,7 +17,7 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, only, quiet, stage, undecided
 from unishard_deepspeed.keys.values import dtype
 
-__all__ = ["EXPRESSIONS", "KEYS", "assumed"]
+__all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
 
 _ADDED_UP = "DeepSpeed accumulates in the dtype of compute; set precision.accumulate for that"
 _AUTOCAST = "DeepSpeed casts operations (torch.autocast); unishard casts parameters"
@@ -225,7 +225,7 @@ def _moving(cfg: Config) -> bool:
 _NOT_FP16 = When("compute is not fp16", lambda cfg: not _scaled(cfg), Fit.EXACT, "nothing is scaled")
 _STAYS = When("loss_scale is a number", lambda cfg: not _moving(cfg), Fit.EXACT, "the scale stays")
 
-EXPRESSIONS: Mapping[str, Rule] = {
+SCRIPT_RULES: Mapping[str, Rule] = {
     "precision.compute": Rule(
         Fit.EQUIVALENT,
         "bf16.enabled, fp16.enabled",

@@ -17,7 +17,7 @@ from unishard_deepspeed.arguments.facts import device, dropped, only, quiet, sta
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE
 
-__all__ = ["EXPRESSIONS", "KEYS"]
+__all__ = ["KEYS", "SCRIPT_RULES"]
 
 
 def _own(key: str, row: Row) -> Key:
@@ -142,7 +142,7 @@ def _recomputes(cfg: Config) -> bool:
     return cfg.activation_checkpointing != "none"
 
 
-EXPRESSIONS: Mapping[str, Rule] = {
+SCRIPT_RULES: Mapping[str, Rule] = {
     "activation_checkpointing": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,

@@ -16,7 +16,7 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 from unishard_deepspeed.arguments.optimizer import peak_of
 
-__all__ = ["EXPRESSIONS", "KEYS", "assumed"]
+__all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
 
 _P = "scheduler.params."
 _SHAPES = {
@@ -240,7 +240,7 @@ _TWO_ENDS = When(
     "WarmupDecayLR begins and ends at one rate; that of the end is written",
 )
 
-EXPRESSIONS: Mapping[str, Rule] = {
+SCRIPT_RULES: Mapping[str, Rule] = {
     "scheduler.name": Rule(Fit.EXACT, "scheduler.type", to=_name_of, when=(_BUILT, _AHEAD)),
     "scheduler.warmup_steps": Rule(
         Fit.EXACT,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
 from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.reading import entries_of, ranks_of
+from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.writing import expressed, text_of
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
@@ -25,7 +25,7 @@ class AccelerateFormat(Format):
     name = "accelerate"
     tool = TOOL
     keys = KEYS
-    expressions = FSDP_EXPRESSIONS
+    rules = FSDP_RULES
 
     def ranks(self, source: Source) -> Topology | None:
         """Processes and machines that the file names."""

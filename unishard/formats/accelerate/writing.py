@@ -9,8 +9,8 @@ from unishard.config import Config, leaves
 from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
-from unishard.formats.accelerate.deepspeed_expressions import DEEPSPEED_EXPRESSIONS, SAVE, SAVE_KEY
-from unishard.formats.accelerate.expressions import FSDP_EXPRESSIONS
+from unishard.formats.accelerate.deepspeed_rules import DEEPSPEED_RULES, SAVE, SAVE_KEY
+from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
@@ -18,7 +18,7 @@ from unishard.mapping.rules import Fit, Rule
 
 __all__ = ["TABLES", "expressed", "text_of"]
 
-TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_EXPRESSIONS, "deepspeed": DEEPSPEED_EXPRESSIONS}
+TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_RULES, "deepspeed": DEEPSPEED_RULES}
 """Rows by engine."""
 
 _SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}

@@ -9,8 +9,8 @@ from pathlib import PurePath
 from typing import Any
 
 from unishard.config.topology import Topology
-from unishard.formats.axolotl.expressions import EXPRESSIONS, written
 from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
+from unishard.formats.axolotl.rules import RULES, written
 from unishard.formats.axolotl.sharding import sharded
 from unishard.formats.format import Format
 from unishard.formats.hf.precedence import with_precedence
@@ -36,7 +36,7 @@ class AxolotlFormat(Format):
     name = "axolotl"
     tool = TOOL
     keys = KEYS
-    expressions = EXPRESSIONS
+    rules = RULES
     yaml_1_1 = True
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:

@@ -9,11 +9,11 @@ from typing import Any
 from unishard.config.topology import Topology
 from unishard.formats.composer import shapes
 from unishard.formats.composer.engine import DEEPSPEED, engine, trains
-from unishard.formats.composer.expressions import EXPRESSIONS
 from unishard.formats.composer.fsdp_keys import ARGUMENTS
 from unishard.formats.composer.interpolation import named, resolved
 from unishard.formats.composer.keys import KEYS, RUN, deferred
 from unishard.formats.composer.optimization_keys import defaults_of
+from unishard.formats.composer.rules import RULES
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 from unishard.formats.schedules import open_end
@@ -40,7 +40,7 @@ class ComposerFormat(Format):
     name = "composer"
     tool = _TOOL
     keys = KEYS
-    expressions = EXPRESSIONS
+    rules = RULES
 
     def ranks(self, source: Source) -> Topology | None:
         """Those that a run file asks for."""
@@ -58,7 +58,7 @@ class ComposerFormat(Format):
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides; below `parameters` where it was a run file of MosaicML itself."""
-        rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
+        rows = {path: row for path, row in RULES.items() if path in reading.decided or path == "backend"}
         expressed = _automatic(express(rows, reading.config, topology, reading.undecided), reading)
         if not reading.topology:
             expressed = _without_ranks(expressed, reading)

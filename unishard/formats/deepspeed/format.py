@@ -48,7 +48,7 @@ class DeepSpeedFormat(Format):
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""
-        rows = {path: row for path, row in registry.get("deepspeed").expressions.items() if not _is_script_field(path, reading)}
+        rows = {path: row for path, row in registry.get("deepspeed").script_rules.items() if not _is_script_field(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
         document, words = express(rows, reading.config, topology, undecided)
         if "type" not in document.get("optimizer", {"type": ""}):

@@ -10,9 +10,9 @@ from unishard.config.topology import Topology
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, wrapped
-from unishard.formats.hf.expressions import EXPRESSIONS, written
 from unishard.formats.hf.keys import ENGINES, KEYS
 from unishard.formats.hf.precedence import with_precedence
+from unishard.formats.hf.rules import RULES, written
 from unishard.formats.hf.script_defaults import with_script_defaults
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
@@ -32,7 +32,7 @@ class HfFormat(Format):
     name = "hf"
     tool = "transformers 5.23"
     keys = KEYS
-    expressions = EXPRESSIONS
+    rules = RULES
     yaml_1_1 = True
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.format import Format
-from unishard.formats.lightning.expressions import FSDP
 from unishard.formats.lightning.keys import BESIDE, TRAINER
 from unishard.formats.lightning.older_keys import OLDER
 from unishard.formats.lightning.reading import LightningDocument
 from unishard.formats.lightning.recipe_keys import OPTIMIZER
+from unishard.formats.lightning.rules import FSDP
 from unishard.formats.lightning.snippet import snippet
 from unishard.formats.lightning.strategy_arguments import TOOL
 from unishard.formats.lightning.writing import expressed
@@ -30,7 +30,7 @@ class LightningFormat(Format):
     tool = TOOL
     suffix = ".py"
     keys: Mapping[str, Key] = {**TRAINER, **OLDER, **BESIDE, **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()}}
-    expressions = FSDP
+    rules = FSDP
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the arguments say: those of the Trainer or of Fabric, of the strategy, and LightningCLI's keys around them.

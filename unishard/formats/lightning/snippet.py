@@ -40,7 +40,7 @@ _HOMES = {
 
 
 class _Code:
-    """Python expressions, and the imports that they need."""
+    """Python rules, and the imports that they need."""
 
     def __init__(self) -> None:
         self.imports: set[str] = set()

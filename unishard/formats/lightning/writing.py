@@ -9,9 +9,9 @@ from typing import Any
 from unishard.config import Config, leaves
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
-from unishard.formats.lightning.expressions import FSDP, strategy
+from unishard.formats.lightning.rules import FSDP, strategy
 from unishard.formats.lightning.shape import Shape
-from unishard.formats.lightning.trainer_expressions import MODULE, TRAINING, trainer
+from unishard.formats.lightning.trainer_rules import MODULE, TRAINING, trainer
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import AUTO, KEPT_AUTO, Expressed, FieldResult, express
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule

@@ -15,9 +15,9 @@ from unishard.formats.reading import ReadDocument
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.formats.torchtitan.custom_tables import own_of
-from unishard.formats.torchtitan.expressions import EXPRESSIONS
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.torchtitan.older_keys import current_keys, placed
+from unishard.formats.torchtitan.rules import RULES
 from unishard.mapping.entries import Entry, Meaning, Path, Unreadable, interpret
 from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.rules import Fit
@@ -41,7 +41,7 @@ class TorchtitanFormat(Format):
     tool = _TOOL
     suffix = ".toml"
     keys = KEYS
-    expressions = EXPRESSIONS
+    rules = RULES
 
     def ranks(self, source: Source) -> Topology | None:
         """The product of the degrees, where the file names both."""
@@ -62,7 +62,7 @@ class TorchtitanFormat(Format):
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides."""
-        rows = {path: row for path, row in EXPRESSIONS.items() if path in reading.decided or path == "backend"}
+        rows = {path: row for path, row in RULES.items() if path in reading.decided or path == "backend"}
         expressed = express(rows, reading.config, topology, reading.undecided)
         return expressed if reading.topology else _without_ranks(expressed, reading)
 

@@ -8,9 +8,9 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.formats.fallbacks import copied, exact, rows, when_default
-from unishard.formats.hf.engine_expressions import ENGINES, FSDP, decided_of, engine_of
+from unishard.formats.hf.engine_rules import ENGINES, FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
-from unishard.formats.hf.optimizer_expressions import OPTIMIZING
+from unishard.formats.hf.optimizer_rules import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.switches import FSDP_ON, switched_on, without
 from unishard.formats.reading import ReadDocument
@@ -18,7 +18,7 @@ from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.field_rows import unlooked
 from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
-__all__ = ["EXPRESSIONS", "written"]
+__all__ = ["RULES", "written"]
 
 
 def _compute(cfg: Config, topology: Topology) -> Native:
@@ -113,7 +113,7 @@ _OWN: Mapping[str, Rule] = {
     "strict": exact("none: it is about unishard's own report"),
 }
 
-EXPRESSIONS: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES)
+RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES)
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 
@@ -123,7 +123,7 @@ def written(reading: ReadDocument, topology: Topology) -> Expressed:
     Raises:
         ConfigError: transformers does not know the engine.
     """
-    own_words = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
+    own_words = express(decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
     lengths = lengths_of(reading)
     document = merge(merge(own_words.document, engine.document), lengths.document)

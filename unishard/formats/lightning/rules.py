@@ -11,9 +11,9 @@ from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.fallbacks import exact, row, rows, when_default
-from unishard.formats.lightning.precision_expressions import PRECISION
+from unishard.formats.lightning.precision_rules import PRECISION
 from unishard.formats.lightning.saving import SAVING
-from unishard.formats.lightning.trainer_expressions import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
+from unishard.formats.lightning.trainer_rules import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 from unishard.mapping.field_rows import moved_together
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 

@@ -13,7 +13,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.formats.fallbacks import exact, when_default
-from unishard.formats.lightning.trainer_expressions import trainer
+from unishard.formats.lightning.trainer_rules import trainer
 from unishard.mapping.rules import Fit, Rule, When, unless
 
 __all__ = ["PRECISION"]

@@ -13,13 +13,13 @@ from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
-from unishard.formats.accelerate.expressions import mixed
+from unishard.formats.accelerate.rules import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.mapping.field_rows import none, write
 from unishard.mapping.rules import Fit, Rule, When, unless
 
-__all__ = ["DEEPSPEED_EXPRESSIONS", "SAVE", "SAVE_KEY"]
+__all__ = ["DEEPSPEED_RULES", "SAVE", "SAVE_KEY"]
 
 _STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
 _FILE = "needs a deepspeed_config_file; write it with --to deepspeed"
@@ -185,5 +185,5 @@ _LOOP: Mapping[str, Rule] = {
     ),
 }
 
-DEEPSPEED_EXPRESSIONS: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _LOOP, BY_SCRIPT)
+DEEPSPEED_RULES: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _LOOP, BY_SCRIPT)
 """Rows in the order of the schema."""

@@ -14,15 +14,15 @@ from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.axolotl.saving import SAVING
 from unishard.formats.fallbacks import exact
-from unishard.formats.hf.engine_expressions import decided_of, engine_of
-from unishard.formats.hf.expressions import EXPRESSIONS as ARGUMENTS
+from unishard.formats.hf.engine_rules import decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
+from unishard.formats.hf.rules import RULES as ARGUMENTS
 from unishard.formats.hf.switches import switched_on, without
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
 from unishard.mapping.rules import Fit, Rule, When, unless
 
-__all__ = ["EXPRESSIONS", "written"]
+__all__ = ["RULES", "written"]
 
 _WORDS = {argument: name for name, argument in NAMES.items()} | {
     "fsdp_config.cpu_offload": "fsdp_config.offload_params",
@@ -107,7 +107,7 @@ _OWN: Mapping[str, Rule] = {
     **SAVING,
 }
 
-EXPRESSIONS: Mapping[str, Rule] = {name: replace(row, key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}
+RULES: Mapping[str, Rule] = {name: replace(row, key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}
 """Rows of TrainingArguments under axolotl's names, and its own."""
 
 
@@ -117,7 +117,7 @@ def written(reading: ReadDocument, topology: Topology) -> Expressed:
     Raises:
         ConfigError: axolotl does not know the engine.
     """
-    own = express(decided_of(EXPRESSIONS, reading), reading.config, topology, reading.undecided)
+    own = express(decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
     mine = _OWN if reading.config.backend == "fsdp" else {}
     said = {name: word._replace(key=_named(word.key)) for name, word in engine.fields.items() if name not in mine}

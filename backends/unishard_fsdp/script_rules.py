@@ -15,9 +15,9 @@ from unishard.config.topology import Topology
 from unishard.mapping.field_rows import NO_FILES, moved_together
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
 from unishard_fsdp.precision_keys import DTYPES
-from unishard_fsdp.script_expressions import BY_SCRIPT
+from unishard_fsdp.script_loop_rules import BY_SCRIPT
 
-__all__ = ["EXPRESSIONS"]
+__all__ = ["SCRIPT_RULES"]
 
 
 def _sharded(cfg: Config) -> bool:
@@ -78,7 +78,7 @@ def _own(cfg: Config, topology: Topology) -> Native:
 _NEAREST = "reshard_after_forward: false"
 _BETWEEN = "FSDP shards parameters between steps and gathers them in every forward"
 
-EXPRESSIONS: Mapping[str, Rule] = {
+SCRIPT_RULES: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "version", "FSDP2", lambda cfg, topology: {"version": 2}),
     "sharding.strategy": Rule(
         Fit.EXACT,

@@ -15,7 +15,7 @@ from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.mapping.field_rows import lost, unlooked
 from unishard.mapping.rules import NO_KEY, Fit, Holds, Rule, When, unless
 
-__all__ = ["EXPRESSIONS"]
+__all__ = ["RULES"]
 
 _PRECISIONS = {"fp32": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16"}
 _OPTIMIZERS = {"adamw": "decoupled_adamw", "lion": "decoupled_lionw"}
@@ -245,5 +245,5 @@ _OWN: Mapping[str, Rule] = {
     "compile.backend": exact("compile_config.backend"),
 }
 
-EXPRESSIONS: Mapping[str, Rule] = rows(_OWN, SAVING)
+RULES: Mapping[str, Rule] = rows(_OWN, SAVING)
 """The rows. Only those of fields that a source decides are written."""

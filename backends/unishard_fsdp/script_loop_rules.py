@@ -81,4 +81,4 @@ BY_SCRIPT: Mapping[str, Rule] = {
     **saved_by_script("torch.distributed.checkpoint.save(...)"),
     "strict": none("says how unishard itself takes approximations"),
 }
-"""Rows by field; `unishard_fsdp.expressions` puts them in the order of the schema."""
+"""Rows by field; `unishard_fsdp.script_rules` puts them in the order of the schema."""

@@ -15,7 +15,7 @@ from unishard.formats.torchtitan.saving import SAVING
 from unishard.mapping.field_rows import lost, moved_together, none
 from unishard.mapping.rules import Fit, Holds, Rule, When, unless
 
-__all__ = ["EXPRESSIONS"]
+__all__ = ["RULES"]
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ADAM = {"adamw": "AdamW", "adam": "Adam"}
@@ -227,5 +227,5 @@ _OWN: Mapping[str, Rule] = {
     ),
 }
 
-EXPRESSIONS: Mapping[str, Rule] = rows(_OWN, SAVING)
+RULES: Mapping[str, Rule] = rows(_OWN, SAVING)
 """The rows. Only those of fields that a source decides are written."""

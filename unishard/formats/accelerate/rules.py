@@ -16,7 +16,7 @@ from unishard.formats.fallbacks import exact, noted, row, rows, when_default
 from unishard.mapping.field_rows import moved_together, none, unlooked, write
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
-__all__ = ["FSDP_EXPRESSIONS", "mixed"]
+__all__ = ["FSDP_RULES", "mixed"]
 
 
 def mixed(cfg: Config) -> bool:
@@ -217,5 +217,5 @@ _NOTES = noted(
     }
 )
 
-FSDP_EXPRESSIONS: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _LOOP, BY_SCRIPT, _NOTES)
+FSDP_RULES: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _LOOP, BY_SCRIPT, _NOTES)
 """Rows in the order of the schema."""

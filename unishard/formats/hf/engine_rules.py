@@ -119,7 +119,7 @@ def engine_of(reading: ReadDocument, topology: Topology) -> Expressed:
     if name not in _ENGINES:
         what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
         raise ConfigError([Problem("backend", what, "")])
-    rows = decided_of(registry.get(name).expressions, reading)
+    rows = decided_of(registry.get(name).script_rules, reading)
     return _ENGINES[name](reading.config, express(rows, reading.config, topology, reading.undecided))
 
 
