@@ -357,7 +357,7 @@ def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root)
         assert by_hand[0].notes == ()
         assert by_config[1] == 1e-3
         assert "group 0 of the optimizer: peak lr was 0.01; using 0.001 of the config" in by_config[0].notes
-        assert any("weight_decay was 0.01 and is 0.3 now" in note for note in by_config[0].notes)
+        assert any("weight_decay was 0.01; using 0.3 of the config" in note for note in by_config[0].notes)
         assert evaluated[1]
 
 
