@@ -13,7 +13,7 @@ from typing import Any
 
 from unishard.errors import UnishardError
 from unishard.testing import conformance, run_ranks
-from unishard.testing.cells import BACKENDS, Cell, windows
+from unishard.testing.cells import BACKENDS, CLIP, Cell, windows
 from unishard.testing.conformance import Refusal
 from unishard.testing.features import AREAS, FEATURES
 
@@ -24,7 +24,8 @@ SECONDS = 30.0
 def spanning() -> list[Cell]:
     """Every model, strategy and precision of the plain loop on 2 ranks, the hybrid strategies on 4, and one cell of every other area."""
     suite = conformance.suite()
-    plain = [cell for cell in suite if cell.feature == "plain" and cell.world == 2 and (cell.model == "llama") is (cell.accumulation == 1)]
+    lengths = {"mlp": (3, CLIP), "llama": (1, None)}
+    plain = [cell for cell in conformance.plain_cells() if cell.world == 2 and lengths[cell.model] == (cell.accumulation, cell.clip)]
     hybrid = [cell for cell in FEATURES["hybrid"].cells() if cell.precision == "fp32"]
     firsts = [features[0] for area, features in AREAS.items() if area not in ("plain", "sharding")]
     others = [next(c for c in suite if (c.feature, c.strategy, c.world) == (each.name, each.strategies[-1], 2)) for each in firsts]
