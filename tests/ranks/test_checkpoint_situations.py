@@ -306,7 +306,7 @@ def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_sta
         for call, problem in zip(("save", "load"), told["frozen"], strict=True):
             assert problem.startswith(f"ContractError: {call} was called inside engine.frozen()")
         assert told["graph"].startswith("ContractError: load would change a parameter that the backward of an earlier forward still needs")
-        assert told["word"] == 'ContractError: load: verify is \'bit\'; write "files", "bits", or None for no check'
+        assert told["word"] == 'ContractError: load: verify is \'bit\'; pass "files", "bits", or None for no check'
         assert told["batches"] == 6
         assert told["assets"].startswith("CheckpointError: rank 0: KeyError: 'of a library")
         assert told["strict"].startswith("RankMismatchError: ")
