@@ -434,5 +434,5 @@ def test_deepspeed_says_nothing_about_a_model_without_units_and_keeps_its_other_
 
 def test_a_parameter_without_dimensions_is_refused_where_torch_cannot_replicate_it():
     raised = error(play(AROUND)[scalar, ()])
-    assert raised.startswith("ModelError: parameter scale has no dimensions")
+    assert raised.startswith("ModelError: parameter scale is 0-d")
     assert "give it the shape (1,)" in raised

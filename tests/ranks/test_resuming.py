@@ -33,6 +33,17 @@ def test_the_loss_curve_does_not_show_where_the_run_moved(pair: Pair):
 ADAMW = {"name": "adamw", "lr": 3e-3}
 
 
+def without_moments(fill):
+    """A `fill` that reads no optimizer state."""
+
+    def fill_model(reader):
+        matched, reader._match = reader._match, reader._match._replace(optimizer={})
+        fill(reader)
+        reader._match = matched
+
+    return fill_model
+
+
 def forgetful(backend, what):
     """The relative deviation over ten updates of a resumed run that has lost something."""
     cfg = config(backend, optimizer=ADAMW, scheduler={"name": "cosine", "warmup_steps": 2, "total_steps": 14})
@@ -41,17 +52,17 @@ def forgetful(backend, what):
         folder = engine.save(f"{what[1]}/{backend}")
         expected = [loss for loss, _ in train(engine, own_share(10, "llama"))]
     with unishard.prepare(llama(7), cfg) as engine:
-        go_on, fill = restore.Restoring._go_on, restore.Restoring._fill
+        resume, fill = restore.resume, restore.CheckpointReader.fill
         if what[0] == "schedule":
-            restore.Restoring._go_on = lambda self, manifest, *rest: go_on(
-                self, manifest.model_copy(update={"schedule": manifest.schedule.model_copy(update={"updates": 0})}), *rest
+            restore.resume = lambda run, manifest, *rest: resume(
+                run, manifest.model_copy(update={"schedule": manifest.schedule.model_copy(update={"updates": 0})}), *rest
             )
         if what[0] == "moments":
-            restore.Restoring._fill = lambda self, chosen, tensors: fill(self, chosen._replace(optimizer={}), tensors)
+            restore.CheckpointReader.fill = without_moments(fill)
         try:
             engine.load(folder)
         finally:
-            restore.Restoring._go_on, restore.Restoring._fill = go_on, fill
+            restore.resume, restore.CheckpointReader.fill = resume, fill
         losses = [loss for loss, _ in train(engine, own_share(10, "llama"))]
     return max(abs(now - then) / then for now, then in zip(losses, expected, strict=True))
 
