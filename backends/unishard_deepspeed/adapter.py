@@ -18,7 +18,7 @@ from unishard.errors import CheckpointError
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.optimizer_state import OptimizerState
+from unishard_deepspeed.optimizer_state import ZeroOptimizerState
 from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 from unishard_deepspeed.patches.state import copy_masters, relink_states, reshard_all
@@ -55,7 +55,7 @@ class DeepSpeedAdapter(EngineAdapter):
         self._conditional = conditional
         self._stale = StaleGradients(cfg, engine.optimizer)
         self._unused = UnusedParameters(cfg, engine.optimizer, inner, device, self._stale.missing)
-        self._state = OptimizerState(engine.optimizer, inner, self._unused.masters, self._shards, self._kind)
+        self._state = ZeroOptimizerState(engine.optimizer, inner, self._unused.masters, self._shards, self._kind)
         self.forward_is_collective = engine.zero_optimization_stage() == 3
         # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
         # A function, not a method: copying the model, for example to average weights, must not copy the engine.

@@ -14,7 +14,8 @@ from unishard.mapping.express import Expressed
 from unishard.mapping.report import Line, Report, Translation, apply
 from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import arguments
-from unishard_deepspeed.keys import CONSTANTS, check, fit
+from unishard_deepspeed.keys import CONSTANTS
+from unishard_deepspeed.native import check, fit
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.rules import RULES
 

@@ -17,10 +17,10 @@ from unishard_deepspeed.patches.optimizer_kind import Kind
 from unishard_deepspeed.patches.state import groups_of_masters, unlink_states
 from unishard_deepspeed.shards import Shards
 
-__all__ = ["OptimizerState"]
+__all__ = ["ZeroOptimizerState"]
 
 
-class OptimizerState:
+class ZeroOptimizerState:
     """Reads optimizer state as shards, and recreates it."""
 
     def __init__(self, optimizer: Any, inner: InnerOptimizer, masters: FlatMasterWeights, access: Shards, kind: Kind) -> None:

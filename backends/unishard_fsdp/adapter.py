@@ -19,7 +19,7 @@ from unishard.engine.adapter import EngineAdapter
 from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.engine.results import Placement
 from unishard_fsdp.clipping import local, scale, total_norm
-from unishard_fsdp.optimizer_state import OptimizerState
+from unishard_fsdp.optimizer_state import TorchOptimizerState
 from unishard_fsdp.shards import shard_of
 
 __all__ = ["TorchAdapter"]
@@ -72,8 +72,8 @@ class TorchAdapter(EngineAdapter):
         )
 
     @cached_property
-    def _state(self) -> OptimizerState:
-        return OptimizerState(self.torch_optimizer, self._stepped())
+    def _state(self) -> TorchOptimizerState:
+        return TorchOptimizerState(self.torch_optimizer, self._stepped())
 
     def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Map parameters to the tensors that the optimizer steps instead."""

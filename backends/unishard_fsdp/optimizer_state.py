@@ -12,10 +12,10 @@ from unishard.engine.optim.optimizer_state import StateSpec, fresh_state, tensor
 from unishard_fsdp.clipping import local
 from unishard_fsdp.shards import shard_of
 
-__all__ = ["OptimizerState"]
+__all__ = ["TorchOptimizerState"]
 
 
-class OptimizerState:
+class TorchOptimizerState:
     """Reads optimizer state by model parameter, and recreates it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepped: Mapping[nn.Parameter, Tensor]) -> None:

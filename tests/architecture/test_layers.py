@@ -17,7 +17,7 @@ FORMATS = ROOT / "unishard" / "formats"
 CORE = [path for path in FILES if path.is_relative_to(ROOT / "unishard") and not path.is_relative_to(FORMATS)]
 """What must not know the engines by name. A format may: it describes a tool that drives one of them."""
 NAMES = {"fsdp", "deepspeed"}
-ENGINES = {"DeepSpeedEngine", "FSDPModule", "DistributedDataParallel", "TrainingEngine", "Engine"}
+ENGINES = {"DeepSpeedEngine", "FSDPModule", "DistributedDataParallel", "Engine", "EngineAdapter", "InferenceAdapter", "ReplicaAdapter"}
 FORBIDDEN_WORDS = ("Manager", "Handler", "Utils", "Wrapper", "Plugin")
 
 
@@ -77,12 +77,22 @@ def test_files_stay_small_and_plain(path: Path) -> None:
             assert node.type is not None, f"line {node.lineno}: a bare except hides bugs"
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(_id(path))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_the_check_of_engine_names_finds_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("test_layers.ROOT", tmp_path)
     for text in (
         "if backend == 'fsdp': pass",
         "x = cfg.backend in ('deepspeed', 'y')",
         "isinstance(engine, ds.DeepSpeedEngine)",
+        "isinstance(adapter, EngineAdapter)",
         "match backend:\n    case 'fsdp': pass",
     ):
         path = tmp_path / "bad.py"

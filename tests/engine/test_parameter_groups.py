@@ -7,48 +7,48 @@ from typing import Any
 import pytest
 
 from unishard.config import Optimizer
-from unishard.engine.optim.parameter_groups import ParameterGroup, groups_of
+from unishard.engine.optim.parameter_groups import NamedGroup, groups_of
 from unishard.errors import ConfigError
 
 NAMES = ("embed.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.0.norm.weight", "layers.10.up.weight", "head.weight")
 
 
-def groups(**fields: Any) -> list[ParameterGroup]:
+def groups(**fields: Any) -> list[NamedGroup]:
     return groups_of(Optimizer.model_validate({"lr": 1.0, "weight_decay": 0.5, **fields}), NAMES, ("frozen.bias",))
 
 
 def test_without_patterns_there_is_one() -> None:
-    assert groups() == [ParameterGroup(NAMES, 1.0, 0.5)]
+    assert groups() == [NamedGroup(NAMES, 1.0, 0.5)]
 
 
 def test_no_decay() -> None:
     exempt = ("layers.0.up.bias", "layers.0.norm.weight")
     assert groups(no_decay=["bias", r"norm\.weight$"]) == [
-        ParameterGroup(tuple(name for name in NAMES if name not in exempt), 1.0, 0.5),
-        ParameterGroup(exempt, 1.0, 0.0),
+        NamedGroup(tuple(name for name in NAMES if name not in exempt), 1.0, 0.5),
+        NamedGroup(exempt, 1.0, 0.0),
     ]
 
 
 def test_what_no_section_takes_comes_first_and_the_first_section_that_matches_takes() -> None:
     assert groups(groups=[{"params": [r"layers\.0\."], "lr": 0.1}, {"params": ["up"], "weight_decay": 0.25}]) == [
-        ParameterGroup(("embed.weight", "head.weight"), 1.0, 0.5),
-        ParameterGroup(("layers.0.up.weight", "layers.0.up.bias", "layers.0.norm.weight"), 0.1, 0.5),
-        ParameterGroup(("layers.10.up.weight",), 1.0, 0.25),
+        NamedGroup(("embed.weight", "head.weight"), 1.0, 0.5),
+        NamedGroup(("layers.0.up.weight", "layers.0.up.bias", "layers.0.norm.weight"), 0.1, 0.5),
+        NamedGroup(("layers.10.up.weight",), 1.0, 0.25),
     ]
 
 
 def test_a_section_is_split_by_no_decay_unless_it_states_a_weight_decay() -> None:
     both = groups(no_decay=["bias", "norm"], groups=[{"params": [r"layers\.0"], "lr": 0.1}])
     assert both[1:] == [
-        ParameterGroup(("layers.0.up.weight",), 0.1, 0.5),
-        ParameterGroup(("layers.0.up.bias", "layers.0.norm.weight"), 0.1, 0.0),
+        NamedGroup(("layers.0.up.weight",), 0.1, 0.5),
+        NamedGroup(("layers.0.up.bias", "layers.0.norm.weight"), 0.1, 0.0),
     ]
     stated = groups(no_decay=["bias", "norm"], groups=[{"params": [r"layers\.0"], "weight_decay": 0.1}])
     assert {(name, group.weight_decay) for group in stated[1:] for name in group.names} == {(name, 0.1) for name in NAMES[1:4]}
 
 
 def test_everything_may_be_in_sections() -> None:
-    assert groups(groups=[{"params": ["."], "lr": 0.1}]) == [ParameterGroup(NAMES, 0.1, 0.5)]
+    assert groups(groups=[{"params": ["."], "lr": 0.1}]) == [NamedGroup(NAMES, 0.1, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.status import Status
 
 from unishard.demo import DemoError, demo, run_demo, training
-from unishard.demo.curves import CurveGap, Run
+from unishard.demo.curves import CurveGap, TrainingCurve
 from unishard.errors import BackendError
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
 def test_both_engines_draw_the_same_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_demo(out=tmp_path, world_size=2, steps=8)
-    one, other = (Run.read(tmp_path / f"{backend}.json") for backend in ("fsdp", "deepspeed"))
+    one, other = (TrainingCurve.read(tmp_path / f"{backend}.json") for backend in ("fsdp", "deepspeed"))
     assert (one.ranks, other.ranks, len(one.losses), len(other.losses)) == (2, 2, 8, 8)
     assert one.losses[-1] < one.losses[0] - 0.5
     assert one.losses == pytest.approx(other.losses, rel=1e-5, abs=0)
@@ -57,7 +57,7 @@ def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> No
     for newest in (tmp_path / "run").glob("step-*4"):
         shutil.rmtree(newest)
     run("deepspeed", saving)
-    one, other = (Run.read(tmp_path / f"{backend}.json").losses for backend in ("fsdp", "deepspeed"))
+    one, other = (TrainingCurve.read(tmp_path / f"{backend}.json").losses for backend in ("fsdp", "deepspeed"))
     assert other == pytest.approx(one[2:], rel=1e-6)
 
 
@@ -70,14 +70,14 @@ def test_the_example_is_a_plain_script_too(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["ranks"] == 1
 
 
-def run(backend: str, losses: list[float]) -> Run:
-    return Run(backend, 2, losses, [1.0] * len(losses), [0.1] * len(losses), [2**20, 2**20])
+def run(backend: str, losses: list[float]) -> TrainingCurve:
+    return TrainingCurve(backend, 2, losses, [1.0] * len(losses), [0.1] * len(losses), [2**20, 2**20])
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, curves: dict[str, list[float]]) -> None:
     """The engines' part: a run that is over at once."""
 
-    def train(backend: str, *_: Any, **__: Any) -> Run:
+    def train(backend: str, *_: Any, **__: Any) -> TrainingCurve:
         return run(backend, curves[backend])
 
     monkeypatch.setattr(demo, "train", train)

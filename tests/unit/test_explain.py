@@ -8,7 +8,7 @@ from unishard import Config, Fit, Topology
 from unishard.cli import app
 from unishard.config import leaves
 from unishard.loading import read
-from unishard.plugins.explain import Row, explain
+from unishard.plugins.explain import ExplainedField, explain
 
 TEXT = """\
 sharding: full_shard
@@ -19,7 +19,7 @@ native: {deepspeed: {steps_per_print: 10}}
 """
 
 
-def rows(tmp_path: Path, *overrides: str, world_size: int = 1) -> dict[str, Row]:
+def rows(tmp_path: Path, *overrides: str, world_size: int = 1) -> dict[str, ExplainedField]:
     (tmp_path / "c.yaml").write_text(TEXT)
     cfg, origins = read(tmp_path / "c.yaml", overrides)
     return {row.path: row for row in explain(cfg, origins, Topology(world_size=world_size))}

@@ -20,7 +20,7 @@ from unishard.mapping.rules import Fit
 if TYPE_CHECKING:
     from unishard.config import Config
     from unishard.loading import Origins
-    from unishard.plugins.explain import Image, Row
+    from unishard.plugins.explain import ExplainedField, Image
 
 __all__ = ["explain"]
 
@@ -76,7 +76,7 @@ def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology
         _show_tables(rows, names)
 
 
-def _show_tables(rows: Sequence[Row], names: Sequence[str]) -> None:
+def _show_tables(rows: Sequence[ExplainedField], names: Sequence[str]) -> None:
     cells = [(row.path, bare(row.value), row.origin, *(_becomes(row.images.get(name)) for name in names)) for row in rows]
     show((*_COLUMNS, *names), cells, sys.stdout)
     notes = [
@@ -90,7 +90,7 @@ def _show_tables(rows: Sequence[Row], names: Sequence[str]) -> None:
         show(("backend", "field", "fit", "note"), notes, sys.stdout)
 
 
-def _lines(row: Row, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _lines(row: ExplainedField, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield a field's translation for each backend, with its note below."""
     for name in names:
         if image := row.images.get(name):

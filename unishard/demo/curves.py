@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Self
 
-__all__ = ["CurveGap", "Run"]
+__all__ = ["CurveGap", "TrainingCurve"]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingCurve:
     """One run of `examples/train_llama.py`, from its JSON file."""
 
     backend: str
@@ -49,12 +49,12 @@ class CurveGap:
     """The difference divided by the first curve's loss."""
 
     @classmethod
-    def each(cls, one: Run, other: Run) -> list[Self]:
+    def each(cls, one: TrainingCurve, other: TrainingCurve) -> list[Self]:
         """The difference of two curves of the same length at every update."""
         pairs = zip(one.losses, other.losses, strict=True)
         return [cls(step, abs(a - b), abs(a - b) / abs(a) if a else abs(a - b)) for step, (a, b) in enumerate(pairs, 1)]
 
     @classmethod
-    def between(cls, one: Run, other: Run) -> Self:
+    def between(cls, one: TrainingCurve, other: TrainingCurve) -> Self:
         """The largest relative difference; one that is not a number counts as the largest."""
         return max(cls.each(one, other), key=lambda gap: math.inf if math.isnan(gap.relative) else gap.relative)

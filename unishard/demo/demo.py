@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from unishard.demo.curves import CurveGap, Run
+from unishard.demo.curves import CurveGap, TrainingCurve
 from unishard.demo.training import DemoError, train
 from unishard.errors import BackendError
 
@@ -59,7 +59,7 @@ def run_demo(*, out: Path, world_size: int = 2, steps: int = 60) -> None:
         )
 
 
-def _table(runs: list[Run]) -> Table:
+def _table(runs: list[TrainingCurve]) -> Table:
     table = Table(title=f"One script, one config, world size {runs[0].ranks}")
     for heading in ("backend", "first loss", "last loss", "median step", "peak memory of each rank"):
         table.add_column(heading, justify="left" if heading == "backend" else "right")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from unishard.demo.curves import CurveGap, Run
+from unishard.demo.curves import CurveGap, TrainingCurve
 
 __all__ = ["plot"]
 
 _WIDE, _THIN = "#f4a261", "#1d3557"
 
 
-def plot(one: Run, other: Run, path: Path) -> None:
+def plot(one: TrainingCurve, other: TrainingCurve, path: Path) -> None:
     """Write a PNG: the curves on each other, the first wide and light, the second thin and dark; below, their difference.
 
     Args:

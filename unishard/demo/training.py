@@ -14,7 +14,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from unishard.demo.curves import Run
+from unishard.demo.curves import TrainingCurve
 from unishard.demo.launch import running
 from unishard.errors import UnishardError
 
@@ -30,7 +30,7 @@ class DemoError(UnishardError):
     """The demo did not finish, or the engines disagree."""
 
 
-def train(backend: str, result: Path, *, world_size: int, steps: int, console: Console) -> Run:
+def train(backend: str, result: Path, *, world_size: int, steps: int, console: Console) -> TrainingCurve:
     """Run the example through torchrun, show its progress, and keep all it prints in a log file beside the result.
 
     Args:
@@ -67,7 +67,7 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
     if code:
         raise DemoError("\n".join([f"training on {backend} failed with exit code {code}; its last lines (all are in {log}):", *lines]))
     try:
-        run = Run.read(result)
+        run = TrainingCurve.read(result)
     except (OSError, TypeError, json.JSONDecodeError) as error:
         raise DemoError(f"training on {backend} ended without a readable {result}: {error}") from error
     if len(run.losses) != steps:

@@ -38,6 +38,11 @@ class InferenceAdapter(ABC):
         self.module = module
         self.device = device
 
+    @property
+    def training(self) -> EngineAdapter | None:
+        """The same adapter if it has an optimizer, else None."""
+        return None
+
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch through the sharded model."""
@@ -101,6 +106,11 @@ class EngineAdapter(InferenceAdapter):
         """
         super().__init__(module, device)
         self.optimizer = optimizer
+
+    @property
+    def training(self) -> EngineAdapter:
+        """The adapter itself."""
+        return self
 
     # -- one accumulation window ------------------------------------------------------------------------------------------
 

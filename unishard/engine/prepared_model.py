@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
 from unishard.distributed import process_group
-from unishard.engine.adapter import EngineAdapter, InferenceAdapter
+from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.call_order import CallOrder, Phase
@@ -38,7 +38,7 @@ class PreparedModel:
     def __init__(
         self,
         cfg: Config,
-        adapter: EngineAdapter | InferenceAdapter,
+        adapter: InferenceAdapter,
         *,
         model_class: str,
         group_names: Sequence[Sequence[str]] = (),
@@ -53,7 +53,7 @@ class PreparedModel:
             group_names: Names of the parameters in each optimizer group.
             scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
         """
-        training = adapter if isinstance(adapter, EngineAdapter) else None
+        training = adapter.training
         self._cfg = cfg
         self._adapter = adapter
         self._order = order = CallOrder(cfg, adapter.module, adapter.device)

@@ -52,40 +52,26 @@ def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Ru
         to: Writes it, if either is to lie there.
         files: Why nothing can lie in files.
     """
-    return {
-        "offload.params": Rule(
-            Fit.EXACT,
-            key,
-            "",
-            to,
-            (
-                unless("none", lambda cfg: cfg.offload.params == "none"),
-                When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, files),
-                When(
-                    "cpu without offload.optimizer: cpu",
-                    lambda cfg: cfg.offload.optimizer != "cpu",
-                    Fit.APPROXIMATE,
-                    f"{key} moves the optimizer's state as well, and its step to the host",
-                ),
-            ),
-        ),
-        "offload.optimizer": Rule(
-            Fit.EXACT,
-            key,
-            "",
-            to,
-            (
-                unless("none", lambda cfg: cfg.offload.optimizer == "none"),
-                When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, files),
-                When(
-                    "cpu without offload.params: cpu",
-                    lambda cfg: cfg.offload.params != "cpu",
-                    Fit.APPROXIMATE,
-                    f"{key} moves the parameters as well, which are copied to the device for each use",
-                ),
-            ),
-        ),
+    other = {
+        "params": f"{key} moves the optimizer's state as well, and its step to the host",
+        "optimizer": f"{key} moves the parameters as well, which are copied to the device for each use",
     }
+    return {f"offload.{what}": _moved(what, key, to, files, note) for what, note in other.items()}
+
+
+def _moved(what: str, key: str, to: Setting, files: str, note: str) -> Rule:
+    rest = "optimizer" if what == "params" else "params"
+    return Rule(
+        Fit.EXACT,
+        key,
+        "",
+        to,
+        (
+            unless("none", lambda cfg: getattr(cfg.offload, what) == "none"),
+            When("nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", Fit.UNSUPPORTED, files),
+            When(f"cpu without offload.{rest}: cpu", lambda cfg: getattr(cfg.offload, rest) != "cpu", Fit.APPROXIMATE, note),
+        ),
+    )
 
 
 def saved_by_script(call: str) -> dict[str, Rule]:

@@ -15,7 +15,7 @@ from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 from unishard.plugins.translate import check_batch, translate
 
-__all__ = ["Image", "Row", "explain"]
+__all__ = ["ExplainedField", "Image", "explain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExplainedField:
     """One field, or one computed value."""
 
     path: str
@@ -40,7 +40,7 @@ class Row:
     """By backend; empty for a computed value."""
 
 
-def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> list[Row]:
+def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> list[ExplainedField]:
     """Explain a config for every installed backend, in schema order.
 
     Raises:
@@ -54,11 +54,11 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
         value, origin = value_at(cfg, path), origins.describe(cfg, path)
         if value is None and path in computed:
             value, origin = computed[path], f"computed for {topology.world_size} {'rank' if topology.world_size == 1 else 'ranks'}"
-        rows.append(Row(path, value, origin, {name: _image(name, path, cfg, topology) for name in reports}))
+        rows.append(ExplainedField(path, value, origin, {name: _image(name, path, cfg, topology) for name in reports}))
     known = {row.path for row in rows}
     for name, lines in reports.items():
         rows += [
-            Row(line.path, line.value, origins.describe(cfg, "native"), {name: Image(line.fit, line.native, line.note)})
+            ExplainedField(line.path, line.value, origins.describe(cfg, "native"), {name: Image(line.fit, line.native, line.note)})
             for line in lines
             if line.path not in known
         ]

@@ -9,7 +9,10 @@ from typing import Any
 from unishard.mapping.entries import NOTHING
 from unishard_deepspeed.keys.values import ANY, Values
 
-__all__ = ["Row", "Use", "decided", "log", "other", "refused", "removed", "same"]
+__all__ = ["CHECKPOINTS", "OWN_CHECKPOINTS", "Row", "Use", "decided", "log", "other", "refused", "removed", "same"]
+
+CHECKPOINTS = "only affects checkpoints"
+OWN_CHECKPOINTS = "only affects DeepSpeed's own checkpoints; remove it"
 
 
 class Use(Enum):

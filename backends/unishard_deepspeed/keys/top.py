@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard_deepspeed.keys import values as v
-from unishard_deepspeed.keys.row import Row, decided, log, other, refused, removed, same
+from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, log, other, refused, removed, same
 
 __all__ = ["ROWS"]
 
 _PARALLEL = "splits ranks in other ways than data parallelism, which unishard does not track; remove it"
 _LOADER = "only affects the DataLoader that deepspeed.initialize makes; use unishard.dataloader"
-_CHECKPOINT = "only affects DeepSpeed's own checkpoints; remove it"
-_FILES = "only affects checkpoints"
 _CPU_ADAM = "unishard steps the torch optimizer"
 _SCALE = "sets DeepSpeed's loss scale, and unishard scales the loss itself; remove it"
 _CAST = "casts operations, not parameters; set precision.compute to bf16 or fp16"
@@ -129,8 +127,8 @@ _SECTIONS: dict[str, Row] = {
     "compile": refused("DeepCompile needs managed gradient accumulation; remove it, and set compile for torch.compile", v.COMPILED),
     "autotuning": refused("belongs to the deepspeed launcher; remove it", v.MAPPING, ignored="only used by deepspeed --autotuning"),
     "weight_quantization": refused("belongs to inference; remove it", ignored="only used for inference"),
-    "checkpoint": refused(_CHECKPOINT, v.TAG, ignored=_FILES),
-    "datastates_ckpt": refused(_CHECKPOINT, ignored=_FILES),
+    "checkpoint": refused(OWN_CHECKPOINTS, v.TAG, ignored=CHECKPOINTS),
+    "datastates_ckpt": refused(OWN_CHECKPOINTS, ignored=CHECKPOINTS),
     "amp": removed("set precision.compute to fp16"),
     "elasticity": removed("set training.micro_batch_size and training.gradient_accumulation_steps"),
     "nebula": removed(),

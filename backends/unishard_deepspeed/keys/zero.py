@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard_deepspeed.keys import values as v
-from unishard_deepspeed.keys.row import Row, decided, other, refused, removed, same
+from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, other, refused, removed, same
 
 __all__ = ["ROWS"]
 
-_CHECKPOINT = "only affects DeepSpeed's own checkpoints; remove it"
-_FILES = "only affects checkpoints"
 _NVME = "belongs to an optimizer in files, which unishard refuses; remove it"
 _SWAPS = "how an optimizer in files is read and written; affects only time"
 _CPU_ADAM = "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer; remove it"
@@ -58,12 +56,12 @@ _STAGES: dict[str, Row] = {
     "zero_quantized_gradients": other(v.SWITCH),
     "zenflow": refused("changes what the optimizer computes and needs a DeepSpeed optimizer; remove it"),
     "legacy_stage1": refused("was removed in DeepSpeed 0.5.9; remove it", v.SWITCH, ignored="was removed in DeepSpeed 0.5.9"),
-    "elastic_checkpoint": refused(_CHECKPOINT, v.SWITCH, ignored=_FILES),
-    "load_from_fp32_weights": refused(_CHECKPOINT, v.SWITCH, ignored=_FILES),
-    "pipeline_loading_checkpoint": refused(_CHECKPOINT, v.SWITCH, ignored=_FILES),
-    "save_muon_momentum_buffer_in_memory": refused("belongs to NVMe offload of Muon; remove it", v.SWITCH, ignored=_FILES),
+    "elastic_checkpoint": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
+    "load_from_fp32_weights": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
+    "pipeline_loading_checkpoint": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
+    "save_muon_momentum_buffer_in_memory": refused("belongs to NVMe offload of Muon; remove it", v.SWITCH, ignored=CHECKPOINTS),
     "stage3_gather_fp16_weights_on_model_save": refused(
-        "is deprecated; write stage3_gather_16bit_weights_on_model_save", v.SWITCH, ignored=_FILES
+        "is deprecated; write stage3_gather_16bit_weights_on_model_save", v.SWITCH, ignored=CHECKPOINTS
     ),
     "mics_shard_size": removed("MiCS has no successor, remove it"),
     "mics_hierarchical_params_gather": removed("MiCS has no successor, remove it"),

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from unishard import config
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["ParameterGroup", "groups_of"]
+__all__ = ["NamedGroup", "groups_of"]
 
 _SHOWN = 12
 
 
-class ParameterGroup(NamedTuple):
+class NamedGroup(NamedTuple):
     """Parameters that share a learning rate and a weight decay."""
 
     names: tuple[str, ...]
@@ -23,7 +23,7 @@ class ParameterGroup(NamedTuple):
     weight_decay: float
 
 
-def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[str] = ()) -> list[ParameterGroup]:
+def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[str] = ()) -> list[NamedGroup]:
     """Group parameters: first those in no section, then the sections, each split by `no_decay`.
 
     Args:
@@ -44,7 +44,7 @@ def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[
     for (claim, exempt), names in sorted(found.items()):
         section = cfg.groups[claim] if claim >= 0 else config.ParameterGroup.model_construct()
         decay = section.weight_decay if section.weight_decay is not None else 0.0 if exempt else cfg.weight_decay
-        groups.append(ParameterGroup(tuple(names), cfg.lr if section.lr is None else section.lr, decay))
+        groups.append(NamedGroup(tuple(names), cfg.lr if section.lr is None else section.lr, decay))
     return groups
 
 
