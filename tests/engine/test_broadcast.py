@@ -14,4 +14,4 @@ def test_small_tensors_travel_in_buckets_of_one_dtype_and_at_most_the_stated_siz
     assert sorted(id(tensor) for bucket in buckets for tensor in bucket) == sorted(id(tensor) for tensor in tensors if tensor.numel())
     for bucket in buckets:
         assert len({tensor.dtype for tensor in bucket}) == 1
-        assert sum(tensor.nbytes for tensor in bucket) <= broadcast._BUCKET_BYTES
+        assert sum(tensor.nbytes for tensor in bucket) <= 8 * 2**20, "as the docstring of `broadcast` says"

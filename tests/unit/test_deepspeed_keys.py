@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -67,6 +68,14 @@ def test_a_row_has_what_its_use_needs(key: str) -> None:
         assert row.values.types != (object,)
     for note in (row.why, row.ignored):
         assert len(note) <= 80, note
+
+
+@pytest.mark.parametrize("key", [key for key in used(Use.DECIDED) if key != "train_batch_size"])  # a product: its factors are set instead
+def test_the_field_that_a_refusal_names_is_the_one_that_a_config_sets_by_the_key(key: str) -> None:
+    below = [row.fields for name, row in KEYS.items() if row.fields and (name == key or name.startswith(f"{key}."))]
+    fields = {field for text in below for field in re.split(", | and ", text)}
+    named = ROWS[key].text.split(" and ")
+    assert not fields or any(field == name or field.startswith(f"{name}.") for field in fields for name in named), fields
 
 
 @pytest.mark.parametrize("key", used(Use.DECIDED, Use.REFUSED, Use.REMOVED))
