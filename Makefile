@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel fuzz corpus crash parity matrix versions bench gpu gpu-wheels clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel fuzz corpus crash parity matrix mistakes versions bench gpu gpu-wheels clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ parity: $(READY) ## Train every cell on both engines and write how far each is f
 
 matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
 	$(BIN)/python -m unishard.testing.resuming_page docs/resuming.md
+
+mistakes: $(READY) ## Write docs/mistakes.md from the tested mistakes.
+	PYTHONPATH=tests/ranks $(BIN)/python -m mistakes.page docs/mistakes.md
 
 versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torch-2.11 for one, ARGS="--venv DIR" for one of yours.
 	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
