@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
 
-from unishard import Config
+from unishard import Config, ConfigError
 from unishard.config import Section, leaves, value_at
 
 ALIASES = [
@@ -64,7 +63,7 @@ def test_leaves_are_the_fields_that_hold_values() -> None:
 
 
 def test_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigError, match=r"strict: cannot be set, because a config is frozen; write cfg = cfg.override\("):
         Config().strict = True  # type: ignore[misc]
 
 
@@ -81,7 +80,7 @@ def test_frozen() -> None:
         {"precision": {"compute": "bf16", "master": "fp16"}},
         {"precision": {"compute": "bf16", "master": "bf16", "accumulate": "fp32"}},
         {"precision": {"compute": "bf16", "accumulate": "fp16"}},
-        {"precision": {"compute": "bf16", "loss_scale": "dynamic"}},
+        {"precision": {"compute": "bf16", "loss_scale": 128.0}},
         {"precision": {"compute": "bf16", "initial_loss_scale": 2.0}},
         {"precision": {"compute": "fp16", "loss_scale": 128, "loss_scale_growth_interval": 5}},
         {"precision": {"compute": "fp16", "loss_scale": 0}},
@@ -101,7 +100,7 @@ def test_frozen() -> None:
         {"optimizer": {"name": "sgd", "betas": [0.9, 0.9]}},
         {"optimizer": {"name": "adamw", "momentum": 0.9}},
         {"optimizer": {"name": "adagrad", "amsgrad": True}},
-        {"optimizer": {"name": "lion", "eps": 1e-8}},
+        {"optimizer": {"name": "lion", "eps": 1e-6}},
         {"optimizer": {"name": "sgd", "nesterov": True}},
         {"optimizer": {"name": "lion", "lr": 0.0}},
         {"optimizer": {"name": "sgd", "no_decay": ["bias"]}},
@@ -117,7 +116,7 @@ def test_frozen() -> None:
     ids=str,
 )
 def test_contradictions_are_refused(given: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError):
         Config.model_validate(given)
 
 

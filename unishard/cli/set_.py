@@ -9,6 +9,7 @@ import typer
 from unishard.cli.arguments import ConfigFile
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.saving import save
+from unishard.errors import ConfigError
 
 __all__ = ["set_"]
 
@@ -21,8 +22,15 @@ def set_(
 
     Keeps comments, order and quotes. Does not change the file if the result would be invalid.
     """
-    from unishard.loading.editing import edit
+    from unishard.loading.document import from_text
+    from unishard.loading.editing import check_text, edit
+    from unishard.plugins.translate import require_installed
 
     with own_file(config):
         text = edit(config, changes)
+        origins = from_text(text, str(config)).origins
+        try:
+            require_installed(check_text(text, str(config)))
+        except ConfigError as error:
+            raise origins.locate(error) from None
     save(config, text)

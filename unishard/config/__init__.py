@@ -82,6 +82,18 @@ class Config(Section):
     """Settings of one engine that have no field here, keyed by backend: `native: {deepspeed: {...}}`. Merged last into what that
     backend generates, validated by it, and listed in the report."""
 
+    def override(self, *changes: str) -> Self:
+        """Return a config with some fields changed; this one stays as it is.
+
+        Args:
+            changes: Such as `"training.micro_batch_size=4"`, `"sharding=full_shard"`; the value is YAML, the last one wins.
+
+        Raises:
+            ConfigError: A field or a value is invalid. Lists every problem.
+        """
+        overridden: Self = self.reader.override(self, changes)
+        return overridden
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         strategy, within_group, offload = self.sharding.strategy, self.sharding.within_group, self.offload
@@ -94,7 +106,7 @@ class Config(Section):
             problems.append(("offload.params", what))
         if self.precision.compute == "fp16" and self.training.nonfinite == "ignore":
             problems.append(("training.nonfinite", "ignore would apply fp16 gradients that overflowed; write skip or raise"))
-        if within_group != "full_shard" and "prefetch_bucket_size" in self.communication.model_fields_set:
+        if within_group != "full_shard" and "prefetch_bucket_size" in self.communication.changed:
             problems.append(
                 (
                     "communication.prefetch_bucket_size",

@@ -35,6 +35,6 @@ class Compile(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.mode == "none" and "backend" in self.model_fields_set:
+        if self.mode == "none" and "backend" in self.changed:
             refuse([("backend", "is unused: nothing is compiled; remove it or set compile.mode to per_block")])
         return self

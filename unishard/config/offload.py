@@ -35,7 +35,7 @@ class Offload(Section):
             problems.append(("nvme_path", "is required with nvme; write a directory on a local disk, or use cpu instead of nvme"))
         if self.nvme_path is not None and "nvme" not in places:
             problems.append(("nvme_path", "is unused: nothing is offloaded to nvme; remove it or set offload.params to nvme"))
-        if "pin_memory" in self.model_fields_set and places == ("none", "none"):
+        if "pin_memory" in self.changed and places == ("none", "none"):
             problems.append(("pin_memory", "is unused: nothing is offloaded; remove it or set offload.optimizer to cpu"))
         refuse(problems)
         return self

@@ -119,7 +119,7 @@ class Optimizer(Section):
         return self
 
     def _problems(self) -> Iterator[tuple[str, str]]:
-        given = self.model_fields_set
+        given = self.changed
         for field, names in _BELONGS.items():
             if field in given and self.name not in names:
                 words = f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]

@@ -106,7 +106,7 @@ class Precision(Section):
             )
 
     def _scaling(self) -> Iterator[tuple[str, str]]:
-        given = [name for name in ("loss_scale", "initial_loss_scale", "loss_scale_growth_interval") if name in self.model_fields_set]
+        given = [name for name in ("loss_scale", "initial_loss_scale", "loss_scale_growth_interval") if name in self.changed]
         for name in given:
             if self.compute != "fp16":
                 yield name, f"is unused with compute {self.compute}, which needs no loss scale; remove it or choose fp16"

@@ -44,7 +44,7 @@ class Scheduler(Section):
             problems += [
                 (field, "is unused with a constant schedule; remove it or choose linear or cosine")
                 for field in ("total_steps", "min_lr_ratio")
-                if field in self.model_fields_set and getattr(self, field) is not None
+                if field in self.changed
             ]
         elif self.total_steps is None:
             problems.append(("total_steps", f"is required by a {self.name} schedule; write the number of updates"))
@@ -54,11 +54,11 @@ class Scheduler(Section):
             problems += [
                 (field, "is unused without a warm-up; remove it or set scheduler.warmup_steps")
                 for field in ("warmup_type", "warmup_start_ratio")
-                if field in self.model_fields_set
+                if field in self.changed
             ]
         elif self.warmup_steps == 1 and self.warmup_type == "log":
             problems.append(("warmup_type", "log needs a warm-up of at least 2 updates; set scheduler.warmup_steps to 2 or write linear"))
-        if self.name == "constant" and not self.warmup_steps and "delay_steps" in self.model_fields_set:
+        if self.name == "constant" and not self.warmup_steps and "delay_steps" in self.changed:
             problems.append(("delay_steps", "is unused with a constant rate; remove it or set scheduler.warmup_steps"))
         refuse(problems)
         return self

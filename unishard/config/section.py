@@ -6,22 +6,51 @@ import ast
 import inspect
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
-from unishard.errors import RenamedFieldWarning
+from unishard.errors import ConfigError, Problem, RenamedFieldWarning
 
-__all__ = ["CROSS_FIELD", "Section", "items_of", "leaves", "refuse", "renamed_note", "value_at"]
+__all__ = ["CROSS_FIELD", "Reader", "Section", "items_of", "leaves", "refuse", "renamed_note", "value_at"]
 
 CROSS_FIELD = "cross_field"
 
 
-class Section(BaseModel):
+class Reader(Protocol):
+    """The part of `unishard.loading` that configs made in Python use. It is a layer above, so it puts itself into `Section.reader`."""
+
+    def refusal(self, section: type[Section], error: ValidationError, data: Any) -> ConfigError:
+        """The messages of `unishard.load` for values that a section rejects."""
+
+    def override(self, cfg: Any, changes: Sequence[str]) -> Any:
+        """A config with overrides as those of `unishard.load`."""
+
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _Metaclass
+else:
+    _Metaclass = type(BaseModel)  # it has no public name
+
+
+class _Refusing(_Metaclass):
+    """Lets `Section(...)` raise ConfigError. An `__init__` would also be called by validators, and would hide their errors' places."""
+
+    def __call__(cls, /, *args: object, **values: Any) -> Any:
+        if args:
+            what = f"{cls.__name__} takes fields by name, got {args[0]!r}; a file is loaded by unishard.load(path)"
+            raise ConfigError([Problem("", what)])
+        try:
+            return super().__call__(**values)
+        except ValidationError as error:
+            raise cast(type[Section], cls).reader.refusal(cast(type[Section], cls), error, values) from None
+
+
+class Section(BaseModel, metaclass=_Refusing):
     """A section of the config. The docstring under a field is its description in the docs, the JSON Schema and `unishard init`."""
 
     # Validators are built, and docstrings read, when they are first needed: doing both at import takes longer than a translation.
@@ -32,6 +61,64 @@ class Section(BaseModel):
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Old names of fields, which are accepted for one release, and the new ones."""
+
+    reader: ClassVar[Reader]
+
+    @property
+    def changed(self) -> set[str]:
+        """The fields that were given and differ from their default. A dump gives all fields, and must load again."""
+        fields = {name: type(self).model_fields[name] for name in self.model_fields_set}
+        defaults = {name: field.get_default(call_default_factory=True, validated_data=self.__dict__) for name, field in fields.items()}
+        return {name for name, default in defaults.items() if getattr(self, name) != default}
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Validate a mapping.
+
+        Raises:
+            ConfigError: It has invalid values. Lists every problem, as `unishard.load` does.
+        """
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise cls.reader.refusal(cls, error, obj) from None
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """Validate JSON. Raises as `model_validate` does."""
+        try:
+            data = from_json(json_data)
+        except ValueError as error:
+            raise ConfigError([Problem("", f"is not JSON: {error}")]) from None
+        return cls.model_validate(data, **options)
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Validate for a reader that places the errors itself.
+
+        Raises:
+            ValidationError: It has invalid values.
+        """
+        return super().model_validate(data)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        what = "cannot be set, because a config is frozen; write cfg = cfg.override('training.seed=3'), which returns another one"
+        raise ConfigError([Problem(name, what)])
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the section; unlike pydantic's, with values that are checked.
+
+        Args:
+            update: New values by name of the field, which is not dotted: `Config.override` takes dotted fields.
+            deep: Whether to copy what the fields hold.
+
+        Raises:
+            ConfigError: A value is invalid, or does not fit the others.
+        """
+        copied = super().model_copy(deep=deep)
+        if not update:
+            return copied
+        return type(self).model_validate({name: getattr(copied, name) for name in self.model_fields_set} | {**update})
 
     @classmethod
     def expand(cls, value: Any) -> Any:

@@ -89,7 +89,7 @@ class Sharding(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = self.model_fields_set
+        given = self.changed
         problems: list[tuple[str, str]] = []
         if self.strategy == "no_shard":
             problems += [

@@ -71,7 +71,7 @@ def assemble(
         document = _document(fields, found, unneeded)
         changed = _override(document, overrides)
         try:
-            config = Config.model_validate(document.data)
+            config = Config.parse(document.data)
         except ValidationError as error:
             faults = {dotted(finding.path): finding.what for finding in findings_of(error, document.data)}
             pointless = frozenset(field for field in STAND_INS if isinstance(fields.get(field), Undecided) and field in faults) - unneeded

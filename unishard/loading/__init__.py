@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unishard.config import Config
+from unishard.config import Config, Section
 from unishard.config.describe import shown
 from unishard.errors import ConfigError, Problem
-from unishard.loading.document import Document, from_file, from_mapping
+from unishard.loading.document import Document, from_file, from_mapping, section_of, without_own_sections
 from unishard.loading.origins import Origin, Origins
 from unishard.loading.overrides import override
 from unishard.loading.renamed import current_change, current_names
@@ -20,13 +20,14 @@ from unishard.loading.validation import Finding, dotted, findings_of
 __all__ = ["Origin", "Origins", "load", "read", "settle"]
 
 
-def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Load a config from a YAML 1.2 file or a mapping.
+def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, section: str | None = None) -> Config:
+    """Load a config from a YAML 1.2 file or a mapping. Top-level keys that start with `x-` are your own, and are not read.
 
     Args:
         source: Path of a YAML file, or its content as a mapping.
         overrides: Overrides such as `["training.micro_batch_size=4", "sharding.units=[A, B]"]`. The value is YAML;
             the last one wins.
+        section: Dotted name of the section that holds the config, in a file that has other sections too; None for the whole file.
 
     Returns:
         The validated config.
@@ -34,12 +35,13 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     Raises:
         ConfigError: The file cannot be read, or has invalid values. Lists every problem with `file:line`.
     """
-    return read(source, overrides)[0]
+    return read(source, overrides, section=section)[0]
 
 
-def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
+def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, section: str | None = None) -> tuple[Config, Origins]:
     """Load a config together with the origin of each value."""
-    return settle(_open(source), overrides)
+    document = _open(source)
+    return settle(document if section is None else section_of(document, section), overrides)
 
 
 def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origins]:
@@ -48,6 +50,7 @@ def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origin
     Raises:
         ConfigError: It has invalid values. Lists every problem.
     """
+    document = without_own_sections(document)
     document.data = current_names(document.data, document.origins)
     findings = list(document.findings)
     for text in map(current_change, _changes(overrides)):
@@ -55,7 +58,7 @@ def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origin
         keys = tuple(text.partition("=")[0].strip().split("."))
         findings = [found for found in findings if wrong or not found.of_value or found.path[: len(keys)] != keys] + wrong
     try:
-        cfg = Config.model_validate(document.data)
+        cfg = Config.parse(document.data)
     except ValidationError as error:
         broken = {finding.path[:depth] for finding in findings for depth in range(1, len(finding.path) + 1)}
         findings += [found for found in findings_of(error, document.data) if found.path not in broken]
@@ -63,6 +66,19 @@ def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origin
     if findings:
         raise _error(findings, document.origins)
     return cfg, document.origins
+
+
+class _InPython:
+    """See `unishard.config.section.Reader`."""
+
+    def refusal(self, section: type[Section], error: ValidationError, data: Any) -> ConfigError:
+        return ConfigError([Problem(dotted(finding.path), finding.what) for finding in findings_of(error, data, section)])
+
+    def override(self, cfg: Config, changes: Sequence[str]) -> Config:
+        return settle(from_mapping(cfg.model_dump(exclude_unset=True)), changes)[0]
+
+
+Section.reader = _InPython()
 
 
 def _open(source: str | Path | Mapping[str, Any]) -> Document:

@@ -23,7 +23,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.loading.origins import Keys, Origin, Origins
 from unishard.loading.validation import Finding
 
-__all__ = ["Document", "from_file", "from_mapping", "from_text", "text_of"]
+__all__ = ["Document", "from_file", "from_mapping", "from_text", "section_of", "text_of", "without_own_sections"]
 
 _LARGEST = 2**20
 _MOST_NODES = 200_000
@@ -74,6 +74,40 @@ def from_file(path: Path) -> Document:
         kind = "a list" if isinstance(document.data, list) else "a single value"
         raise _whole(path, f"contains {kind}; write 'field: value' lines, such as 'backend: fsdp'", line=1)
     return document
+
+
+def section_of(document: Document, name: str) -> Document:
+    """The section of a file that has more than a config, as a document.
+
+    Args:
+        document: The whole file, in which only the section has to be what a config may contain.
+        name: Dotted name of the section.
+
+    Raises:
+        ConfigError: The file has no such section.
+    """
+    keys = tuple(name.split("."))
+    data = document.data
+    for depth, key in enumerate(keys):
+        if not isinstance(data, Mapping) or key not in data:
+            known = f"; it has {', '.join(map(str, data))}" if isinstance(data, Mapping) and data else ""
+            raise ConfigError(
+                [Problem("", f"has no section {'.'.join(keys[: depth + 1])!r}{known}", str(document.origins.of(keys[:depth])))]
+            )
+        data = data[key]
+    if not isinstance(data, Mapping):
+        raise ConfigError([Problem("", f"has no fields in the section {name!r}", str(document.origins.of(keys)))])
+    findings = [found._replace(path=found.path[len(keys) :]) for found in document.findings if found.path[: len(keys)] == keys]
+    return Document(data, document.origins.below(keys), findings)
+
+
+def without_own_sections(document: Document) -> Document:
+    """The document without the top-level keys `x-...`, which are the user's own; they may contain anything."""
+    if not isinstance(document.data, Mapping):
+        return document
+    own = {key for key in document.data if key.startswith("x-")}
+    data = {key: value for key, value in document.data.items() if key not in own}
+    return Document(data, document.origins, [found for found in document.findings if not own.intersection(found.path[:1])])
 
 
 def from_text(text: str, name: str, *, foreign: bool = False) -> Document:

@@ -50,6 +50,12 @@ class Origins:
         """Record where a value was first set."""
         self._places.setdefault(keys, place)
 
+    def below(self, keys: Keys) -> Origins:
+        """The places inside a section, by their paths in it."""
+        inner = Origins(self.of(keys))
+        inner._places |= {path[len(keys) :]: place for path, place in self._places.items() if path[: len(keys)] == keys}
+        return inner
+
     def of(self, path: Keys | str) -> Origin:
         """Where the value at a path was set, or else its closest section."""
         keys: Keys = tuple(path.split(".")) if isinstance(path, str) else path

@@ -65,32 +65,29 @@ def dotted(path: Keys) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
-def findings_of(error: ValidationError, data: Any) -> Iterator[Finding]:
-    """Yield one finding for each field that the schema rejects."""
+def findings_of(error: ValidationError, data: Any, root: type[Section] = Config) -> Iterator[Finding]:
+    """Yield one finding for each field that the schema, or one section of it, rejects."""
     seen = set()
     for raw in error.errors(include_url=False):
         if raw["type"] == CROSS_FIELD:
             for name, what in raw["ctx"]["problems"]:
                 yield Finding((*raw["loc"], *name.split(".")), what)
             continue
-        if raw["type"] == "default_factory_not_called":
-            continue  # a default that depends on another field, which has its own finding
-        path, kind = _resolve(raw["loc"])
+        path, kind = _resolve(raw["loc"], root)
         # A default that depends on another field, which has its own finding.
         if path in seen or raw["type"] == "default_factory_not_called":
             continue
         seen.add(path)
         if kind is None:
-            yield Finding(path, unknown(path[:-1], str(path[-1])))
+            yield Finding(path, unknown(path[:-1], str(path[-1]), root))
         elif raw["type"] not in _BUILT_IN:
             yield Finding(path, raw["msg"])
         else:
-            yield Finding(path, _mismatch(kind, _given(data, path)))
+            yield Finding(path, _mismatch(kind, _given(data, path, root)))
 
 
-def _resolve(loc: Keys) -> tuple[Keys, FieldInfo | type[Section] | None]:
+def _resolve(loc: Keys, section: type[Section]) -> tuple[Keys, FieldInfo | type[Section] | None]:
     """Resolve a validator location to the path of its field, and to the field, the section, or None if there is none."""
-    section: type[Section] = Config
     depth = 0
     while depth < len(loc):
         field = section.model_fields.get(str(loc[depth]))
@@ -106,9 +103,9 @@ def _resolve(loc: Keys) -> tuple[Keys, FieldInfo | type[Section] | None]:
     return loc, section
 
 
-def _given(data: Any, path: Keys) -> Any:
+def _given(data: Any, path: Keys, root: type[Section]) -> Any:
     """The document's value at a path, with shorthands expanded."""
-    section: Any = Config
+    section: Any = root
     for name in path:
         data = data[name]
         section = section if isinstance(name, int) else section.model_fields[name].annotation
@@ -187,14 +184,17 @@ def _in_yaml(word: str) -> Any:
     return YAML(typ="safe", pure=True).load(word)
 
 
-def unknown(section: Keys, name: str) -> str:
+def unknown(section: Keys, name: str, root: type[Section] = Config) -> str:
     """The message for an unknown field, with the closest match."""
-    kind: Any = Config
+    kind: Any = root
     for key in section:
         if not isinstance(key, int):
             kind = kind.model_fields[key].annotation
             kind = items_of(kind) or kind
-    word, paths = name.lower(), list(_paths(Config))
+    word, paths = name.lower(), list(_paths(root))
+    if "." in word and word in paths:
+        outer, _, inner = word.rpartition(".")
+        return f"is a dotted name, which only an override has; write {outer.replace('.', ': {')}: {{{inner}: ...}}{'}' * outer.count('.')}"
     meant = get_close_matches(word, kind.model_fields, 1, _CLOSE) if any(isinstance(key, int) for key in section) else []
     if not meant:
         meant = [path for path in paths if path.rpartition(".")[2] == word]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from unishard.config import Config, expect_config
 from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
@@ -11,7 +9,7 @@ from unishard.errors import BackendError, ConfigError, Problem
 from unishard.mapping.report import Translation
 from unishard.plugins import registry
 
-__all__ = ["check_batch", "translate"]
+__all__ = ["check_batch", "require_installed", "translate"]
 
 
 def translate(cfg: Config, *, backend: str | None = None, topology: Topology | None = None) -> Translation:
@@ -33,17 +31,22 @@ def translate(cfg: Config, *, backend: str | None = None, topology: Topology | N
     """
     expect_config(cfg)
     topology = topology or Topology()
-    problems = [problem for path, name in (("backend", cfg.backend), *_sections(cfg)) if (problem := _unknown(path, name))]
-    if problems:
-        raise ConfigError(problems)
+    require_installed(cfg)
     check_batch(cfg, topology.world_size)
     check_groups(cfg, topology)
     return registry.get(backend or cfg.backend).translate(cfg, topology)
 
 
-def _sections(cfg: Config) -> Iterator[tuple[str, str]]:
-    for name in cfg.native:
-        yield f"native.{name}", name
+def require_installed(cfg: Config) -> None:
+    """Check that every backend that a config names is installed.
+
+    Raises:
+        ConfigError: One is not; names those that are.
+    """
+    named = [("backend", cfg.backend), *((f"native.{name}", name) for name in cfg.native)]
+    problems = [problem for path, name in named if (problem := _unknown(path, name))]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _unknown(path: str, name: str) -> Problem | None:

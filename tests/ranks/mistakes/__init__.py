@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mistakes.configs import CONFIGS
 from mistakes.loop import LOOP
 
-SUBJECTS = (LOOP,)
+SUBJECTS = (CONFIGS, LOOP)

@@ -16,7 +16,7 @@ from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
-from unishard.loading.document import from_mapping
+from unishard.loading.document import from_mapping, without_own_sections
 from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
 from unishard.loading.renamed import current_names
 from unishard.loading.validation import dotted, findings_of
@@ -88,11 +88,11 @@ def _checked(source: Source, undecided: Mapping[str, Undecided]) -> Config:
 
 
 def _validated(source: Source, undecided: Collection[str], stand_ins: Mapping[str, Any]) -> tuple[Config | None, list[Problem]]:
-    document = from_mapping(_filled(source.data, undecided, stand_ins))
+    document = without_own_sections(from_mapping(_filled(source.data, undecided, stand_ins)))
     found = document.findings
     config = None
     try:
-        config = Config.model_validate(document.data)
+        config = Config.parse(document.data)
     except ValidationError as error:
         found += findings_of(error, document.data)
     return None if found else config, [Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in found]
@@ -114,7 +114,9 @@ def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Un
     for name, value in data.items():
         path = (*above, name)
         key = ".".join(path)
-        if key == "native":
+        if key.startswith("x-"):
+            yield Entry(path, value, Meaning(Fit.IGNORED, "is a section of your own"))
+        elif key == "native":
             yield from _native(value)
         elif key in undecided:
             yield Entry(path, value, Meaning(Fit.NEEDS_INPUT, "", {key: undecided[key]}))

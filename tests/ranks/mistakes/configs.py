@@ -1,0 +1,76 @@
+"""Configs that are wrong, however they are made."""
+
+from __future__ import annotations
+
+from ruamel.yaml import YAML
+
+import unishard
+from mistakes.mistake import Mistakes
+from unishard.config import Training
+
+CONFIGS = Mistakes("Configs")
+
+
+@CONFIGS.raises(
+    "`sharding: full_shart`",
+    "ConfigError: sharding.strategy: must be one of ...; did you mean 'full_shard'?",
+    "sharding: full_shart",
+)
+@CONFIGS.raises("`trainig: {...}`", "ConfigError: trainig: unknown field; did you mean 'training'?", "trainig: {}")
+@CONFIGS.raises(
+    'a number in quotes, `micro_batch_size: "4"`',
+    "ConfigError: training.micro_batch_size: must be a whole number of at least 1, got '4' (text); write 4 without quotes",
+    'training: {micro_batch_size: "4"}',
+)
+@CONFIGS.raises(
+    "another tool's name, `training: {max_grad_norm: 1.0}`",
+    "ConfigError: training.max_grad_norm: unknown field; did you mean 'gradient_clipping'?",
+    "training: {max_grad_norm: 1.0}",
+)
+@CONFIGS.raises(
+    "`sharding: 2`, which is one strategy in Accelerate and another one in DeepSpeed",
+    "ConfigError: sharding.strategy: ...2...",
+    "sharding: 2",
+)
+@CONFIGS.raises(
+    "`training.seed: 3` as a key of the file",
+    "ConfigError: training.seed: is a dotted name, which only an override has; write training: {seed: ...}",
+    "training.seed: 3",
+)
+def loaded(backend, text):
+    unishard.load({"backend": backend, **YAML(typ="safe", pure=True).load(text)})
+
+
+@CONFIGS.raises(
+    '`Config("config.yaml")`', "ConfigError: Config takes fields by name, got 'config.yaml'; a file is loaded by unishard.load(path)"
+)
+def config_of_a_path(backend):
+    unishard.Config("config.yaml")
+
+
+@CONFIGS.raises("`Config(sharding=...)` with a wrong value", "ConfigError: sharding.strategy: must be one of ...")
+def config_of_wrong_values(backend):
+    unishard.Config(backend=backend, sharding="zero9")
+
+
+@CONFIGS.raises(
+    "`cfg.training.seed = 3`",
+    "ConfigError: seed: cannot be set, because a config is frozen; write cfg = cfg.override('training.seed=3'), which returns another one",
+)
+def config_that_is_changed(backend):
+    unishard.Config(backend=backend).training.seed = 3
+
+
+@CONFIGS.raises(
+    '`cfg.model_copy(update={"training.seed": 3})`',
+    "ConfigError: training.seed: is a dotted name, which only an override has; write training: {seed: ...}",
+)
+def copy_with_a_dotted_name(backend):
+    unishard.Config(backend=backend).model_copy(update={"training.seed": 3})
+
+
+@CONFIGS.harmless(
+    '`cfg.model_copy(update={"training": {"seed": 3}})`, which pydantic does not check', "The values are checked, and the copy is a config."
+)
+def copy_with_a_mapping(backend):
+    return unishard.Config(backend=backend).model_copy(update={"training": {"seed": 3}}).training.seed, Training(seed=3).seed

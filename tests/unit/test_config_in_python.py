@@ -1,0 +1,123 @@
+"""A config made in Python: the messages of `unishard.load`, overrides, copies and dumps."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from schema_strategies import documents
+
+import unishard
+from unishard import Config, ConfigError
+from unishard.config import Sharding, Training
+
+WRONG: list[dict[str, Any]] = [
+    {"sharding": "wat"},
+    {"trainin": {}},
+    {"training": {"micro_batch_size": "4"}},
+    {"training": {"micro_batch_size": 0, "seed": 1.5}},
+    {"training": None},
+    {"optimizer": {"name": "sgdd", "betas": [1]}},
+    {"optimizer": {"name": 3, "groups": [{"params": ["a"], "lr": "x"}]}},
+    {"optimizer": {"groups": [{"params": ["a"]}]}},
+    {"precision": {"compute": "fp7", "master": "bf16"}},
+    {"precision": "fp16", "training": {"nonfinite": "ignore"}},
+    {"checkpoint": {"every_steps": 5, "on_signal": ["KILL"]}},
+    {"backend": None, "strict": "yes", "native": []},
+    {"training.seed": 3},
+]
+
+
+def problems(make: Any, *arguments: Any, **named: Any) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        make(*arguments, **named)
+    return sorted(f"{problem.path}: {problem.what}" for problem in refused.value.problems)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_config_in_python_gets_the_messages_of_load(wrong: dict[str, Any]) -> None:
+    expected = problems(unishard.load, wrong)
+    assert problems(Config.model_validate, wrong) == expected
+    assert problems(Config.model_validate_json, json.dumps(wrong)) == expected
+    assert problems(Config, **wrong) == expected
+    assert not any("default factory" in line or "Input should" in line or "pydantic" in line for line in expected)
+
+
+def test_a_section_in_python_is_refused_with_its_own_fields() -> None:
+    assert problems(Sharding, strategy="full_shart")[0].endswith("got 'full_shart'; did you mean 'full_shard'?")
+    assert problems(Training, micro_batch=3) == ["micro_batch: unknown field; did you mean 'micro_batch_size'?"]
+
+
+def test_other_mistakes_in_python_are_named() -> None:
+    assert problems(Config, "c.yaml") == [": Config takes fields by name, got 'c.yaml'; a file is loaded by unishard.load(path)"]
+    assert problems(Config.model_validate_json, "{")[0].startswith(": is not JSON: ")
+    (frozen,) = problems(setattr, Config().training, "seed", 3)
+    assert frozen.startswith("seed: cannot be set, because a config is frozen; write cfg = cfg.override(")
+
+
+def test_a_config_in_a_model_of_the_user_keeps_the_places_of_pydantic() -> None:
+    class Mine(BaseModel):
+        config: Config
+
+    assert Mine(config={"sharding": "zero2"}).config.sharding.strategy == "shard_grad_op"  # type: ignore[arg-type]
+    with pytest.raises(ValidationError) as refused:
+        Mine(config={"training": {"seed": -1}})  # type: ignore[arg-type]
+    assert refused.value.errors()[0]["loc"] == ("config", "training", "seed")
+
+
+def test_override_returns_a_checked_config() -> None:
+    cfg = Config(sharding="full_shard")  # type: ignore[arg-type]
+    changed = cfg.override("training.micro_batch_size=4", "sharding=zero2", "optimizer={name: sgd, momentum: 0.9}")
+    assert (changed.training.micro_batch_size, changed.sharding.strategy, changed.optimizer.momentum) == (4, "shard_grad_op", 0.9)
+    assert (cfg.training.micro_batch_size, cfg.sharding.strategy) == (1, "full_shard")
+    assert problems(cfg.override, "training.micro_batch=4") == ["training.micro_batch: unknown field; did you mean 'micro_batch_size'?"]
+    assert problems(cfg.override, "training.seed=x", "optimizer.lr=-1")[0].startswith("optimizer.lr: must be a number of at least 0")
+
+
+def test_model_copy_checks_what_it_updates() -> None:
+    cfg = Config(sharding="full_shard")  # type: ignore[arg-type]
+    assert cfg.model_copy(update={"training": Training(seed=4)}).training.seed == 4
+    assert cfg.model_copy(update={"sharding": "zero2"}).sharding.strategy == "shard_grad_op"
+    assert cfg.model_copy() == cfg
+    assert problems(cfg.model_copy, update={"training.seed": 4})[0].startswith("training.seed: is a dotted name")
+    assert problems(cfg.model_copy, update={"training": 4})[0].startswith("training: must be a section of fields")
+    assert problems(cfg.model_copy, update={"offload": {"params": "cpu"}, "sharding": "no_shard"})
+
+
+def yaml_of(data: Any) -> str:
+    text = io.StringIO()
+    YAML(typ="safe", pure=True).dump(data, text)
+    return text.getvalue()
+
+
+@given(document=documents())
+def test_dumps_load_again(document: dict[str, Any]) -> None:
+    try:
+        cfg = unishard.load(document)
+    except ConfigError:
+        return
+    assert Config.model_validate(cfg.model_dump()) == cfg
+    assert Config.model_validate_json(cfg.model_dump_json()) == cfg
+    assert unishard.load(cfg.model_dump(mode="json", exclude_unset=True)) == cfg
+    assert unishard.load(YAML(typ="safe", pure=True).load(yaml_of(cfg.model_dump(mode="json")))) == cfg
+
+
+def test_a_file_may_hold_sections_of_the_user(tmp_path: Any) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text("x-mine:\n  root: ${DATA}\n  limit: .inf\nbackend: deepspeed\n")
+    assert unishard.load(file).backend == "deepspeed"
+    file.write_text("model: ${MODEL}\nrun:\n  unishard:\n    backend: deepspeed\n    training: {seed: 7}\n")
+    assert unishard.load(file, section="run.unishard").training.seed == 7
+    assert unishard.load(file, ["training.seed=8"], section="run.unishard").training.seed == 8
+    file.write_text("run:\n  unishard:\n    training: {seed: -7}\n")
+    with pytest.raises(ConfigError, match=rf"^{file}:3: training.seed: must be "):
+        unishard.load(file, section="run.unishard")
+    with pytest.raises(ConfigError, match=rf"^{file}:1: has no section 'run.unishart'; it has unishard$"):
+        unishard.load(file, section="run.unishart")
+    with pytest.raises(ConfigError, match=r"has no fields in the section 'run.unishard.training.seed'"):
+        unishard.load(file, section="run.unishard.training.seed")
