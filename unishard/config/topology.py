@@ -1,6 +1,6 @@
 """The number of ranks and this process's rank, from the launcher's environment.
 
-Only this module reads the launcher's variables. Nothing else in unishard is configured through the environment.
+Only this module and `launchers` read the launcher's variables. Nothing else in unishard is configured through the environment.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unishard.config import launchers
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Topology", "first_host", "rendezvous"]
+__all__ = ["Topology", "first_host", "forgotten_srun", "rendezvous"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,78 +29,91 @@ class Topology:
     local_rank: int = 0
     """This process on its node, from 0 to ``local_world_size - 1``."""
     launcher: str = "python"
-    """What started the process: ``torchrun``, ``srun`` or ``python`` (a plain script, one rank)."""
+    """What started the process: ``torchrun`` (or a launcher that sets the same variables), ``srun``, ``mpirun`` or ``python`` (a plain
+    script, one rank)."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Topology:
         """Read the launcher's variables.
 
-        torchrun (and every launcher that follows it) sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``;
-        srun sets ``SLURM_PROCID``, ``SLURM_NTASKS``, ``SLURM_LOCALID`` and ``SLURM_NTASKS_PER_NODE``. With neither, this
-        is a plain ``python script.py``: one rank.
+        torchrun, ``accelerate launch`` and DeepSpeed's launcher set ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; they come first. Then
+        those of MPI launchers (``OMPI_COMM_WORLD_RANK``, ``PMI_RANK``, ...), then srun's (``SLURM_PROCID``, ...). With none, this is a
+        plain ``python script.py``: one rank. So is a script in the shell of a Slurm allocation. docs/clusters.md lists them all.
 
         Raises:
-            ConfigError: A variable is missing or is not a number.
+            ConfigError: A variable is missing or is not a number, or a launcher that started several processes cannot be read.
         """
-        if "RANK" in environ or "WORLD_SIZE" in environ:
-            rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-            if not 0 <= rank < world:
-                raise ConfigError([Problem("", f"RANK={rank} is invalid for WORLD_SIZE={world}; ranks are 0 to {world - 1}")])
-            return cls(
-                world_size=world,
-                local_world_size=_number(environ, "LOCAL_WORLD_SIZE", default=world),
-                rank=rank,
-                local_rank=_number(environ, "LOCAL_RANK", default=rank),
-                launcher="torchrun",
-            )
-        # An interactive allocation sets SLURM_NTASKS in the shell; only srun itself sets SLURM_STEP_ID beside SLURM_PROCID.
-        if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
-            world = _number(environ, "SLURM_STEP_NUM_TASKS", default=_number(environ, "SLURM_NTASKS"))
-            nodes = _number(environ, "SLURM_STEP_NUM_NODES", default=_number(environ, "SLURM_NNODES", default=1))
-            return cls(
-                world_size=world,
-                local_world_size=-(-world // nodes),
-                rank=_number(environ, "SLURM_PROCID"),
-                local_rank=_number(environ, "SLURM_LOCALID"),
-                launcher="srun",
-            )
-        return cls()
+        place = launchers.torchrun(environ) if "RANK" in environ else launchers.started_by(environ)
+        if place is None:
+            _refuse_unread(environ)
+            return cls()
+        if "WORLD_SIZE" in environ and launchers.number(environ, "WORLD_SIZE") != place.world_size:
+            what = f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {place.launcher} has started {place.world_size} ranks; unset WORLD_SIZE"
+            raise ConfigError([Problem("", what)])
+        return cls(place.world_size, place.local_world_size, place.rank, place.local_rank, place.launcher)
+
+
+def _refuse_unread(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where variables say that this is one of several processes, but not which one of how many."""
+    if "WORLD_SIZE" in environ:
+        launchers.number(environ, "RANK")
+    export = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, or start with torchrun or srun"
+    for name in launchers.UNSIZED:
+        if name in environ:
+            what = f"{name}={environ[name]} says that a launcher has started this process, but not how many there are; {export}"
+            raise ConfigError([Problem("", f"{what}; for a single rank, unset {name}")])
+    # Accelerate 1.15, utils/launch.py: with several processes and no GPUs it starts one script, and sets only the address.
+    if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
+        what = (
+            "accelerate launch has set MASTER_ADDR but no RANK: on the CPU it starts one process whatever --num_processes says; start with "
+            "torchrun --nproc-per-node N, or for a single rank with python"
+        )
+        raise ConfigError([Problem("", what)])
 
 
 def rendezvous(topology: Topology, environ: Mapping[str, str] = os.environ) -> str | None:
     """The `init_method` for `torch.distributed.init_process_group`; None for a single rank.
 
     torchrun sets `MASTER_ADDR` and `MASTER_PORT`. Under srun, where a job script need not set them, it is the step's
-    first host and a port derived from the job ID.
+    first host and a port derived from the job ID and the step. mpirun has no such address: the two must be passed on.
 
     Raises:
         ConfigError: The launcher's variables are incomplete.
     """
-    match topology.launcher:
-        case "torchrun":
-            if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]:
-                said = f"RANK and WORLD_SIZE are set, but not {' and '.join(absent)}"
-                raise ConfigError([Problem("", f"the launcher's variables are incomplete: {said}; start with torchrun, srun or python")])
-            return "env://"
-        case "srun":
-            hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
-            port = 20000 + _number(environ, "SLURM_JOB_ID", default=0) % 20000
-            return f"tcp://{environ.get('MASTER_ADDR') or first_host(hosts)}:{environ.get('MASTER_PORT') or port}"
-    return None
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if topology.launcher == "torchrun":
+        if absent:
+            said = f"RANK and WORLD_SIZE are set, but not {' and '.join(absent)}"
+            raise ConfigError([Problem("", f"the launcher's variables are incomplete: {said}; start with torchrun, srun or python")])
+        return "env://"
+    if topology.world_size == 1:
+        return None
+    if topology.launcher == "mpirun":
+        if absent:
+            raise ConfigError([Problem("", _address_for_mpi(topology, absent, environ))])
+        return f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
+    job, step = launchers.number(environ, "SLURM_JOB_ID", default=0), launchers.number(environ, "SLURM_STEP_ID", default=0)
+    port = 20000 + (job + 7919 * step) % 20000  # two steps of a job may run at once
+    return f"tcp://{environ.get('MASTER_ADDR') or first_host(hosts)}:{environ.get('MASTER_PORT') or port}"
+
+
+def _address_for_mpi(topology: Topology, absent: list[str], environ: Mapping[str, str]) -> str:
+    mpi = next(mpi for mpi in launchers.MPI if mpi.rank in environ)
+    return (
+        f"mpirun ({mpi.name}) has started {topology.world_size} ranks, which cannot find each other without {' and '.join(absent)}; pass "
+        f"on the host of rank 0 and a free port there: {mpi.start.format(n=topology.world_size)}"
+    )
+
+
+def forgotten_srun(environ: Mapping[str, str] = os.environ) -> str | None:
+    """A warning if a Slurm batch script with several tasks has started this process without srun; else None."""
+    if (tasks := launchers.batch_tasks(environ)) == 1:
+        return None
+    return f"this Slurm job has {tasks} tasks, but this script runs on one rank; to train on all of them, start it with srun"
 
 
 def first_host(hosts: str) -> str:
     """The first host of a Slurm list such as `gpu[03-05,9],login1`."""
     name, number = re.match(r"([^\[,]*)(?:\[(\d+))?", hosts).groups(default="")  # type: ignore[union-attr]  # matches any text
     return f"{name}{number}"
-
-
-def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        found = "is not set" if text is None else f"is {text!r}, not a number"
-        raise ConfigError([Problem("", f"the environment variable {name} {found}; start with torchrun, srun or python")]) from None

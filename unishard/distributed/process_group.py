@@ -7,6 +7,7 @@ import gc
 import hashlib
 import sys
 import time
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unishard.config.topology import Topology, rendezvous
+from unishard.config.topology import Topology, forgotten_srun, rendezvous
 from unishard.distributed import devices
 from unishard.errors import RankMismatchError
 from unishard.patches import CORE_PATCHES
@@ -67,8 +68,10 @@ def ensure(topology: Topology) -> Topology:
     if started:
         return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size())
     meet: dict[str, Any] = {"init_method": rendezvous(topology)}
-    if topology.launcher == "python":
+    if meet["init_method"] is None:
         meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
+        warnings.warn(forgotten, UserWarning, stacklevel=3)
     # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the group split NCCL's
     # communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
     dist.init_process_group(

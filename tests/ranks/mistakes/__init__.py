@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mistakes.configs import CONFIGS
+from mistakes.data import DATA
 from mistakes.loop import LOOP
 
-SUBJECTS = (CONFIGS, LOOP)
+SUBJECTS = (CONFIGS, LOOP, DATA)

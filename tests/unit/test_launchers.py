@@ -1,0 +1,247 @@
+"""What each launcher's variables are taken for: never for a single rank where they say that there are several."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unishard import ConfigError, Topology
+from unishard.config.topology import forgotten_srun, rendezvous
+
+Environ = dict[str, str]
+
+# -- every launcher, any number of nodes -----------------------------------------------------------------------------------
+
+
+def open_mpi(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_RANK")
+    return dict(zip(names, map(str, (rank, world, local, per_node, rank)), strict=True))
+
+
+def mvapich(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    names = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
+    return dict(zip(names, map(str, (rank, world, local, per_node)), strict=True))
+
+
+def hydra(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return dict(zip(names, map(str, (rank, world, local, per_node)), strict=True))
+
+
+def pals(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    names = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PALS_RANKID")
+    return dict(zip(names, map(str, (rank, world, local, per_node, rank)), strict=True))
+
+
+def jsrun(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    names = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+    return dict(zip(names, map(str, (rank, world, local, per_node)), strict=True))
+
+
+def srun(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_STEP_NUM_TASKS": str(world),
+        "SLURM_STEP_NUM_NODES": str(world // per_node),
+        "SLURM_STEP_NODELIST": "gpu[01-09]",
+        "SLURM_NTASKS": "64",
+    }
+
+
+def srun_pmi2(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    return srun(rank, local, world, per_node, node) | {"PMI_RANK": str(rank), "PMI_SIZE": str(world)}
+
+
+def srun_pmix(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    return srun(rank, local, world, per_node, node) | {"PMIX_RANK": str(rank)}
+
+
+def _daemons(node: int, nodes: int) -> Environ:
+    """What mpirun's daemons, which srun has started one per node, leave in the environment of the ranks."""
+    return srun(node, 0, nodes, 1, node)
+
+
+def open_mpi_in_slurm(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    return _daemons(node, world // per_node) | open_mpi(rank, local, world, per_node, node)
+
+
+def hydra_in_slurm(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    return _daemons(node, world // per_node) | hydra(rank, local, world, per_node, node)
+
+
+def torchrun(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return dict(zip(names, (*map(str, (rank, world, local, per_node)), "gpu01", "29500"), strict=True))
+
+
+def torchrun_in_slurm(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    return _daemons(node, world // per_node) | torchrun(rank, local, world, per_node, node)
+
+
+def deepspeed(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    renamed = torchrun(rank, local, world, per_node, node)
+    return renamed | {"LOCAL_SIZE": renamed.pop("LOCAL_WORLD_SIZE"), "CROSS_RANK": str(node), "CROSS_SIZE": str(world // per_node)}
+
+
+def rank_set_in_a_job_script(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    """`export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS` under srun."""
+    given = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"}
+    return srun(rank, local, world, per_node, node) | given
+
+
+def size_set_in_a_job_script(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    """`export WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...` before srun, which many clusters' guides show."""
+    return srun(rank, local, world, per_node, node) | {"WORLD_SIZE": str(world), "MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"}
+
+
+LAUNCHERS = {
+    open_mpi: "mpirun",
+    mvapich: "mpirun",
+    hydra: "mpirun",
+    pals: "mpirun",
+    jsrun: "mpirun",
+    open_mpi_in_slurm: "mpirun",
+    hydra_in_slurm: "mpirun",
+    srun: "srun",
+    srun_pmi2: "srun",
+    srun_pmix: "srun",
+    size_set_in_a_job_script: "srun",
+    torchrun: "torchrun",
+    torchrun_in_slurm: "torchrun",
+    deepspeed: "torchrun",
+    rank_set_in_a_job_script: "torchrun",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.__name__)
+@given(nodes=st.integers(1, 4), per_node=st.integers(1, 4))
+def test_every_rank_of_every_launcher_knows_its_place(launcher, nodes, per_node):
+    world = nodes * per_node
+    address = {"MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"}
+    met = set()
+    for rank in range(world):
+        node, local = divmod(rank, per_node)
+        environ = launcher(rank, local, world, per_node, node)
+        topology = Topology.from_environment(environ)
+        assert (topology.rank, topology.world_size) == (rank, world)
+        assert (topology.local_rank, topology.local_world_size) == (local, per_node)
+        if launcher is not hydra_in_slurm or per_node > 1:  # else the daemons are numbered as the ranks are
+            assert topology.launcher == LAUNCHERS[launcher]
+        met.add(rendezvous(topology, environ | (address if topology.launcher == "mpirun" else {})))
+    assert len(met) == 1, "all ranks meet at one address"
+    assert (met == {None}) == (world == 1 and LAUNCHERS[launcher] != "torchrun")
+
+
+# -- one process ----------------------------------------------------------------------------------------------------------
+
+# What the shell of `salloc` has with `LaunchParameters=use_interactive_step`, the usual setting; from a real one.
+INTERACTIVE = {
+    "SLURM_JOB_ID": "1731344",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "GPU71E4",
+    "SLURM_TASKS_PER_NODE": "8",
+    "SLURM_NNODES": "1",
+    "SLURM_MPI_TYPE": "pmix",
+}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"},
+        INTERACTIVE,
+        INTERACTIVE | {"SLURM_NTASKS": "8"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "4294967291"},
+        {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"},
+        {"MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"},
+    ],
+    ids=[
+        "a laptop",
+        "salloc on a login node",
+        "salloc's interactive step",
+        "salloc -n 8",
+        "a batch script",
+        "a batch script with its step",
+        "accelerate launch --num_processes 1",
+        "an address in a shell's profile",
+    ],
+)
+def test_a_plain_script_is_one_rank(environ):
+    assert Topology.from_environment(environ) == Topology()
+    assert rendezvous(Topology(), environ) is None
+
+
+@pytest.mark.parametrize("launcher", [open_mpi, hydra, srun], ids=lambda launcher: launcher.__name__)
+def test_a_launcher_of_one_process_needs_no_address(launcher):
+    environ = launcher(0, 0, 1, 1, 0)
+    topology = Topology.from_environment(environ)
+    assert topology.world_size == 1
+    assert rendezvous(topology, environ) is None
+
+
+def test_a_batch_script_without_srun_is_told_so_where_it_has_several_tasks():
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
+    assert forgotten_srun(script) == (
+        "this Slurm job has 8 tasks, but this script runs on one rank; to train on all of them, start it with srun"
+    )
+    assert {forgotten_srun(each) for each in ({}, script | {"SLURM_NTASKS": "1"}, INTERACTIVE, {"SLURM_NTASKS": "8"})} == {None}
+
+
+# -- what cannot be read is named ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        (open_mpi, "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 -n 4 python train.py"),
+        (mvapich, "mpirun_rsh -np 4 -hostfile HOSTS MASTER_ADDR=HOST MASTER_PORT=29500 python train.py"),
+        (jsrun, "jsrun -E MASTER_ADDR=HOST -E MASTER_PORT=29500 -n 4 python train.py"),
+        (hydra, "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 -n 4 python train.py"),
+        (hydra_in_slurm, "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 -n 4 python train.py"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_ranks_of_mpirun_without_an_address_are_told_what_to_type(launcher, command):
+    environ = launcher(1, 1, 4, 2, 0)
+    with pytest.raises(ConfigError) as caught:
+        rendezvous(Topology.from_environment(environ), environ)
+    assert "has started 4 ranks, which cannot find each other without MASTER_ADDR and MASTER_PORT; " in str(caught.value)
+    assert str(caught.value).endswith(command)
+    with pytest.raises(ConfigError, match="cannot find each other without MASTER_PORT; "):
+        rendezvous(Topology.from_environment(environ), environ | {"MASTER_ADDR": "gpu01"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 says that a launcher has started this process, but not how many there are; set RANK, WORLD_SIZE"),
+        ({"FLUX_TASK_RANK": "0"}, "FLUX_TASK_RANK=0 says .* for a single rank, unset FLUX_TASK_RANK"),
+        ({"PMI_RANK": "1"}, "the environment variable PMI_SIZE is not set"),
+        ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is 'x', not a number"),
+        (srun(0, 0, 2, 2, 0) | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but srun has started 2 ranks; unset WORLD_SIZE"),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+            "on the CPU it starts one process whatever --num_processes says; start with torchrun --nproc-per-node N",
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, "the environment variable SLURM_NTASKS is not set"),
+    ],
+)
+def test_a_launcher_that_cannot_be_read_is_named(environ, message):
+    with pytest.raises(ConfigError, match=message):
+        Topology.from_environment(environ)
+
+
+def test_two_steps_of_a_job_meet_at_two_ports():
+    first = srun(0, 0, 2, 2, 0)
+    other = first | {"SLURM_STEP_ID": "1"}
+    assert {rendezvous(Topology.from_environment(each), each) for each in (first, other)} == {"tcp://gpu01:20007", "tcp://gpu01:27926"}
