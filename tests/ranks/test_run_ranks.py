@@ -28,6 +28,15 @@ def test_results_come_in_the_order_of_ranks_from_processes_that_look_started_by_
     assert all(torch.equal(tensor, torch.full((2,), 5.0)) for *_, tensor in results)
 
 
+def _inherited():
+    costly = ("deepspeed", "torch._inductor.compile_fx", "unishard_deepspeed.build", "unishard_fsdp.build")
+    return [name for name in costly if name not in sys.modules], len(os.listdir("/proc/self/task"))
+
+
+def test_a_rank_starts_with_what_it_would_import_in_seconds_and_without_a_thread_of_the_server():
+    assert run_ranks(2, _inherited) == [([], 1)] * 2
+
+
 def _variable(name):
     return os.environ.get(name)
 
