@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rich.status import Status
 from unishard.demo import DemoError, demo, run_demo, training
 from unishard.demo.curves import CurveGap, TrainingCurve
 from unishard.errors import BackendError
+from unishard.testing import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -44,19 +46,29 @@ def test_both_engines_draw_the_same_curve(tmp_path: Path, capsys: pytest.Capture
     assert "of the loss) at step" in shown
 
 
+def run_script(*calls: tuple[str, ...]) -> list[str]:
+    """What the script prints for each list of arguments; in one process, since importing costs more than the rest."""
+    printed = []
+    for arguments in calls:
+        sys.argv = [str(SCRIPT), *arguments]
+        with redirect_stdout(io.StringIO()) as out:
+            exec(compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"), {"__name__": "__main__", "__file__": str(SCRIPT)})
+        printed.append(out.getvalue())
+    return printed
+
+
 def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> None:
-    def run(backend: str, *overrides: str) -> str:
+    def arguments(backend: str, *overrides: str) -> tuple[str, ...]:
         given = [word for each in (f"backend={backend}", *overrides) for word in ("--set", each)]
-        command = [sys.executable, str(SCRIPT), "--steps", "4", "--out", str(tmp_path / f"{backend}.json"), *given]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        return ("--steps", "4", "--out", str(tmp_path / f"{backend}.json"), *given)
 
     saving = f"checkpoint.dir={tmp_path / 'run'}"
-    whole = run("fsdp", saving, "checkpoint.every_steps=2")
+    ((whole, again),) = run_ranks(1, run_script, arguments("fsdp", saving, "checkpoint.every_steps=2"), arguments("fsdp", saving))
     assert "after 4 updates" in whole
-    assert "holds a finished run" in run("fsdp", saving)
+    assert "holds a finished run" in again
     for newest in (tmp_path / "run").glob("step-*4"):
         shutil.rmtree(newest)
-    run("deepspeed", saving)
+    run_ranks(1, run_script, arguments("deepspeed", saving))
     one, other = (TrainingCurve.read(tmp_path / f"{backend}.json").losses for backend in ("fsdp", "deepspeed"))
     assert other == pytest.approx(one[2:], rel=1e-6)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -277,6 +279,7 @@ def test_a_difference_on_one_rank_is_an_error_on_every_rank(backend):
 
 SCRIPT = """
 import sys
+from pathlib import Path
 import torch
 import unishard
 from unishard.testing.models import batch, mlp
@@ -291,24 +294,56 @@ print("updated", step.updated, "on", torch.distributed.get_world_size())
 """
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_plain_script_trains_as_one_rank_and_ends_cleanly_without_closing(backend, strategy, tmp_path):
-    script = tmp_path / "train.py"
+EACH_IN_A_FORK = """
+import json
+import json
+import os
+import sys
+import deepspeed
+import torch._inductor.compile_fx
+import unishard.engine.prepare
+
+script, *cases = sys.argv[1:]
+codes = []
+for number, case in enumerate(cases):
+    process = os.fork()
+    if process == 0:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{script}.{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = [script, *case.split()]
+        exec(compile(open(script).read(), script, "exec"), {"__name__": "__main__"})
+        break  # this fork ends as any interpreter does
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+else:
+    print(json.dumps(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def plain_scripts(tmp_path_factory):
+    """Exit code, stdout and stderr of the script by backend and strategy; in forks, since importing costs more than the rest."""
+    folder = tmp_path_factory.mktemp("plain")
+    script = folder / "train.py"
     script.write_text(SCRIPT)
+    precisions = dict(zip(STRATEGIES, ("fp32", "fp32", "bf16", "bf16"), strict=True))
+    cells = [(backend, strategy) for backend in BACKENDS for strategy in STRATEGIES]
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     environment = {name: value for name, value in os.environ.items() if name not in launchers} | {"OMP_NUM_THREADS": "1"}
-    precision = "bf16" if strategy in ("shard_grad_op", "full_shard") else "fp32"
-    run = subprocess.run(
-        [sys.executable, str(script), backend, strategy, precision],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "updated True on 1"
-    assert "terminate called" not in run.stderr
-    assert "Traceback" not in run.stderr
-    assert "Warning" not in run.stderr
+    cases = [" ".join((*cell, precisions[cell[1]])) for cell in cells]
+    command = [sys.executable, "-c", EACH_IN_A_FORK, str(script), *cases]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+    texts = [tuple(Path(f"{script}.{number}.{name}").read_text() for name in ("out", "err")) for number in range(len(cases))]
+    return {cell: (code, *said) for cell, code, said in zip(cells, codes, texts, strict=True)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plain_script_trains_as_one_rank_and_ends_cleanly_without_closing(backend, strategy, plain_scripts):
+    code, printed, errors = plain_scripts[backend, strategy]
+    assert code == 0, errors
+    assert printed.splitlines()[-1] == "updated True on 1"
+    assert "terminate called" not in errors
+    assert "Traceback" not in errors
+    assert "Warning" not in errors
