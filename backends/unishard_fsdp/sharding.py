@@ -78,9 +78,12 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
+    # fp32 gradients are reduced in fp32 anyway. With the dtype, unreduced gradients fail where a module has not run yet: FSDP2 reads the
+    # gathered parameters of every module to cast their gradients (torch 2.13, _fsdp_param.py, to_accumulated_grad_if_needed).
+    casts = policy.param_dtype is not None or policy.reduce_dtype != "float32"
     return MixedPrecisionPolicy(
         param_dtype=_dtype(policy.param_dtype),
-        reduce_dtype=_dtype(policy.reduce_dtype),
+        reduce_dtype=_dtype(policy.reduce_dtype) if casts else None,
         output_dtype=_dtype(policy.output_dtype) if root else None,
         cast_forward_inputs=policy.cast_forward_inputs,
     )
