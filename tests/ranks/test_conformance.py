@@ -10,6 +10,7 @@ import torch
 from unishard.testing import conformance
 from unishard.testing.cells import BACKENDS, CLIP, STRATEGIES
 from unishard.testing.conformance import Cell, Curve
+from unishard.testing.features import AREAS, area_of
 
 QUICK = [Cell("mlp", strategy, 3, CLIP, "fp32", 2) for strategy in STRATEGIES]
 """What `make quick` runs of the suite; they share processes."""
@@ -29,6 +30,23 @@ def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_p
 
 def test_the_suite_holds_what_make_quick_runs():
     assert set(QUICK) < set(conformance.suite())
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_the_suite_has_every_feature_and_model_of_an_area_and_every_strategy_and_dtype_of_its_first(area):
+    here = [cell for cell in conformance.suite() if area_of(cell.feature) == area]
+    first = AREAS[area][0]
+    assert {cell.feature for cell in here} == {feature.name for feature in AREAS[area]}
+    assert {cell.strategy for cell in here} >= set(first.strategies)
+    assert {cell.model for cell in here} == {model for feature in AREAS[area] for model in feature.models}
+    assert {cell.precision for cell in here if cell.feature == first.name} == set(first.precisions)
+
+
+def test_the_suite_has_every_strategy_model_dtype_and_window_of_the_plain_loop_at_every_world():
+    for world in (1, 2, 4):
+        here = [cell for cell in conformance.suite() if (cell.feature, cell.world) == ("plain", world)]
+        for field, values in {"strategy": 4, "precision": 2, "model": 2, "accumulation": 2, "clip": 2}.items():
+            assert len({getattr(cell, field) for cell in here}) == values
 
 
 @pytest.mark.parametrize("world", [1, 4])

@@ -60,9 +60,10 @@ def cells() -> list[Cell]:
 def suite() -> list[Cell]:
     """The subset of cells that a test suite runs; `make parity` runs all of `cells()`.
 
-    For each feature: one strategy, in turn, in its first dtype, at 2 ranks. For the first feature of each area: every strategy, and the
-    last one in every dtype. For the plain loop at 2 ranks: long windows with clipping and windows of one micro-batch without, in every
-    combination of strategy and dtype, each with one or both models; and all of its cells at 1 and 4 ranks.
+    For each area: every strategy of its features, with their models in turn, in the first dtype and at 2 ranks. Each feature has one
+    strategy; the first has those that are left, and its last strategy in every dtype. For the plain loop at 2 ranks: long windows with
+    clipping and windows of one micro-batch without, in every combination of strategy and dtype, each with one or both models; all of its
+    cells at 1 rank; at 4 ranks one of each strategy, with both models, dtypes and windows.
     """
     return [cell for cell in cells() if _in_suite(cell)]
 
@@ -70,18 +71,34 @@ def suite() -> list[Cell]:
 def _in_suite(cell: Cell) -> bool:
     feature = FEATURES[cell.feature]
     if cell.feature == "plain":
-        return cell.world != 2 or _in_plain_suite(cell)
+        return _in_plain_suite(cell)
     if 2 in feature.worlds and cell.world != 2:
         return False
-    place, turn = AREAS[area_of(cell.feature)].index(feature), feature.strategies.index(cell.strategy)
-    if place == 0 and cell.strategy == feature.strategies[-1]:
+    models, area = list(feature.models), area_of(cell.feature)
+    if cell.model != models[feature.strategies[::-1].index(cell.strategy) % len(models)]:
+        return False
+    if feature is AREAS[area][0] and cell.strategy == feature.strategies[-1]:
         return True
-    return cell.precision == feature.precisions[0] and (place == 0 or turn == place % len(feature.strategies))
+    return cell.precision == feature.precisions[0] and cell.strategy in _strategies_in_suite(area)[cell.feature]
+
+
+@cache
+def _strategies_in_suite(area: str) -> dict[str, set[str]]:
+    """The strategies of each feature of an area: the one that the area has the fewest of so far; for the first, also all that are left."""
+    chosen: list[str] = []
+    for feature in AREAS[area]:
+        chosen.append(min(feature.strategies, key=chosen.count))
+    found = {feature.name: {strategy} for feature, strategy in zip(AREAS[area], chosen, strict=True)}
+    first = AREAS[area][0]
+    found[first.name] |= set(first.strategies) - set(chosen)
+    return found
 
 
 def _in_plain_suite(cell: Cell) -> bool:
-    long_window = cell.accumulation > 1
-    return long_window is (cell.clip is not None) and (cell.model == "mlp" or long_window is (cell.precision == "bf16"))
+    long_window, clipped = cell.accumulation > 1, cell.clip is not None
+    if cell.world == 4:
+        return long_window is clipped is (cell.strategy in STRATEGIES[2:])
+    return cell.world == 1 or (long_window is clipped and (cell.model == "mlp" or long_window is (cell.precision == "bf16")))
 
 
 def plain_cells() -> list[Cell]:
