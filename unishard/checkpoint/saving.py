@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.checkpoint import directory
+from unishard.checkpoint import directory, shared_folder
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.writing import Written, write
-from unishard.distributed.on_ranks import on_first
+from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.errors import CheckpointError
 
 __all__ = ["Retention", "Snapshot", "save", "without_collections"]
@@ -70,14 +70,17 @@ def save(
         The checkpoint directory.
 
     Raises:
-        CheckpointError: On every rank: it could not be written. Earlier checkpoints are unchanged.
+        CheckpointError: On every rank: it could not be written, or the ranks do not share the folder. Earlier checkpoints are unchanged.
     """
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step))
     try:
+        shared_folder.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
         written = write(temporary, snapshot.stretches, ties=snapshot.ties, group=group, advance=advance)
 
         def finish() -> Path:
             assert written is not None
+            shared_folder.unmark(temporary)
+            shared_folder.require_complete(temporary, written.files)
             files = _write_assets(temporary, snapshot.assets)
             directory.write_manifest(temporary, _manifest(snapshot, written, files))
             complete = directory.commit(temporary, root, snapshot.step)

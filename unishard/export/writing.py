@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unishard.checkpoint import shared_folder
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
@@ -53,6 +54,7 @@ def write(
     """
     draft = Path(ranks.each(lambda: _begin(folder, files) if ranks.rank == 0 else "")[0])
     try:
+        shared_folder.require_shared(draft, ranks, folder, "the folder of an export")
         held = ranks.each(lambda: _held(stretches, files))
         ranks.each(lambda: _refuse_gaps(stretches, held) if ranks.rank == 0 else None)
         ranks.each(lambda: _fill(draft, folder, stretches, files, held, ranks.rank, advance))
@@ -155,6 +157,7 @@ def _cast(values: Tensor, entry: ExportedTensor) -> Tensor:
 
 def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[str, bytes]) -> None:
     with _os_errors(folder):
+        shared_folder.unmark(draft)
         for name, data in others.items():
             path = draft / name
             path.parent.mkdir(parents=True, exist_ok=True)

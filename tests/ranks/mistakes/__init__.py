@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mistakes.configs import CONFIGS
+from mistakes.damage import DAMAGE
 from mistakes.data import DATA
 from mistakes.loop import LOOP
 
-SUBJECTS = (CONFIGS, LOOP, DATA)
+SUBJECTS = (CONFIGS, LOOP, DATA, DAMAGE)

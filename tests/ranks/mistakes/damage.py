@@ -1,0 +1,67 @@
+"""Files that are not there, are damaged or are no files, and disks that not all nodes share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from playing import config, prepare
+
+from mistakes.mistake import Mistakes
+from unishard.checkpoint import finding, shared_folder
+
+DAMAGE = Mistakes("Files and disks")
+
+OWN_DISK = "/proc/self/cwd/checkpoints"
+"""One path, and another folder for each process."""
+
+
+@contextmanager
+def own_disk() -> Iterator[Path]:
+    """A working directory of this rank alone."""
+    before = Path.cwd()
+    with TemporaryDirectory() as folder, patch.object(shared_folder, "_PATIENCE", 0.1):
+        os.chdir(folder)
+        try:
+            yield Path(folder)
+        finally:
+            os.chdir(before)
+
+
+@DAMAGE.raises(
+    "the same with `async_save: true`: at the next save",
+    "CheckpointError: /proc/self/cwd/checkpoints: not the same folder on all ranks: rank 1...checkpoint.dir must be on a disk...",
+    True,
+)
+@DAMAGE.raises(
+    "`checkpoint.dir` on a disk of each node",
+    "CheckpointError: /proc/self/cwd/checkpoints: not the same folder on all ranks: rank 1 on ... cannot read what rank 0 on ... wrote "
+    "there (No such file or directory); checkpoint.dir must be on a disk that all nodes share",
+    False,
+)
+def checkpoints_on_a_disk_of_each_node(backend, in_background):
+    with own_disk() as disk:
+        engine = prepare(config(backend, checkpoint={"dir": OWN_DISK, "async_save": in_background}))
+        try:
+            engine.save()
+            engine.save()
+        finally:
+            engine.close()
+            assert finding.latest(disk / "checkpoints") is None
+            assert finding.entries(disk / "checkpoints") == []
+
+
+@DAMAGE.raises(
+    "`engine.export` into a folder on a disk of each node",
+    "CheckpointError: /proc/self/cwd/out: not the same folder on all ranks: rank 1 on ... cannot read what rank 0 on ... wrote there...",
+)
+def export_to_a_disk_of_each_node(backend):
+    with own_disk() as disk, prepare(config(backend)) as engine:
+        try:
+            engine.export("/proc/self/cwd/out")
+        finally:
+            assert list(disk.iterdir()) == []
