@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
-from playing import config, own_share, play, train, values
+from playing import STRATEGIES, config, own_share, play, train, values
 
 import unishard
 from unishard.engine.state import restore
@@ -25,6 +26,18 @@ def measured():
 def test_the_loss_curve_does_not_show_where_the_run_moved(pair: Pair):
     found = measured()[pair]
     assert resuming.holds(pair, found), found
+
+
+def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ranks_and_goes_on_as_itself():
+    kinds = list(product(resuming.BACKENDS, STRATEGIES))
+    plain = [pair for pair in PAIRS if (pair.saved.feature, pair.saved.precision) in product(["plain"], ["fp32", "bf16"])]
+    for runs in zip(*plain, strict=True):
+        assert {(run.backend, run.strategy, run.world) for run in runs} >= {(*kind, world) for kind in kinds for world in resuming.WORLDS}
+    assert {(one.world, other.world) for one, other in plain} == set(product(resuming.WORLDS, resuming.WORLDS))
+    same = [pair.saved for pair in plain if pair.saved == pair.resumed]
+    assert {(run.backend, run.strategy) for run in same} == set(kinds)
+    assert {(run.strategy, run.world) for run in same} >= set(product(STRATEGIES, (2, 4)))
+    assert {run.precision for run in same} == {"fp32", "bf16"}
 
 
 # -- the measure can fail -----------------------------------------------------------------------------------------------------------
