@@ -193,6 +193,14 @@ def test_diff_of_equals(root: Path) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, "equal: 7 tensors, and all metadata\n", "")
 
 
+def test_diff_of_a_damaged_one(root: Path) -> None:
+    path = root / "step-00000030" / DATA
+    path.write_bytes(path.read_bytes() + b"x")
+    result = run("diff", root / "step-00000020", root)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{path}: has " in result.stderr
+
+
 def test_diff(root: Path) -> None:
     other = tensors()
     other["model.scale"] += 0.5

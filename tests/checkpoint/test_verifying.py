@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,12 +160,34 @@ def test_what_is_no_json_is_refused_before_anything_is_written(folder: Path) -> 
 # -- two of them --------------------------------------------------------------------------------------------------------------
 
 
+def sizes(folder: Path) -> int:
+    return sum(facts.bytes for facts in manifest.read(folder).files.values())
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [DATA, ".metadata"])
+def test_a_damaged_checkpoint_is_not_compared(folder: Path, name: str) -> None:
+    """The hashes of both manifests agree; the file says something else."""
+    shutil.copytree(folder, folder.parent / "b")
+    data = (folder / name).read_bytes()
+    at = data.index(tensors()["model.a.weight"].numpy().tobytes()[:8]) if name == DATA else len(data) // 2
+    flip(folder.parent / "b" / name, at)
+    for pair in ((folder, folder.parent / "b"), (folder.parent / "b", folder)):
+        with pytest.raises(CheckpointError, match=re.escape(f"{folder.parent}/b/{name}: has CRC-32")):
+            compare(*pair)
+
+
 def test_equal_checkpoints(folder: Path) -> None:
     store(folder.parent / "b", written="2027-01-01T00:00:00+00:00", versions={"torch": "3.0"})
     found = compare(folder, folder.parent / "b")
     assert not any((found.facts, found.only_a, found.only_b, found.forms, found.values))
     assert found.tensors == 7
-    assert to_read(folder, folder.parent / "b") == 0
+    assert to_read(folder, folder.parent / "b") == sizes(folder) + sizes(folder.parent / "b")
 
 
 def test_what_differs(folder: Path) -> None:
@@ -190,7 +213,7 @@ def test_what_differs(folder: Path) -> None:
     assert (gap.differing, gap.numel) == (2, 77)
     assert gap.absolute == pytest.approx(4, rel=1e-6)
     assert gap.relative >= 1, "one of them is 0 there"
-    assert sum(read) == to_read(folder, folder.parent / "b") == 2 * 308
+    assert sum(read) == to_read(folder, folder.parent / "b") == 2 * 308 + sizes(folder) + sizes(folder.parent / "b")
     back = compare(folder.parent / "b", folder)
     assert back.values == found.values
 

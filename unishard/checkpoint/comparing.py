@@ -12,7 +12,7 @@ from torch import Tensor
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.manifest import Manifest, TensorFacts
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.checkpoint.verifying import blocks_of
+from unishard.checkpoint.verifying import blocks_of, require_sound
 from unishard.errors import CheckpointError
 
 __all__ = ["Comparison", "Fact", "TensorDifference", "compare", "to_read"]
@@ -23,7 +23,7 @@ _STRIDE = 1 << 19
 """Elements compared at once."""
 
 Advance = Callable[[int], None]
-"""Called with the number of further bytes read of one checkpoint."""
+"""Called with the number of further bytes read."""
 
 
 class Fact(NamedTuple):
@@ -66,7 +66,7 @@ class Comparison(NamedTuple):
 
 
 def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Comparison:
-    """Compare two checkpoints, with one chunk of each in memory at a time.
+    """Compare two checkpoints, with one chunk of each in memory at a time. First verifies all files of both.
 
     Args:
         a: Its directory.
@@ -74,9 +74,11 @@ def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Compariso
         advance: Called with the progress; the total is `to_read`.
 
     Raises:
-        CheckpointError: One of them cannot be read.
+        CheckpointError: One of them cannot be read, or is damaged.
     """
     one, other = manifests.read(a), manifests.read(b)
+    for folder, facts in ((a, one), (b, other)):
+        require_sound(folder, facts, facts.files, advance)
     common = [name for name in one.tensors if name in other.tensors]
     opened = Tensors(a), Tensors(b)
     return Comparison(
@@ -90,14 +92,15 @@ def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Compariso
 
 
 def to_read(a: Path, b: Path) -> int:
-    """Bytes of A that a comparison reads.
+    """Bytes that a comparison reads: the files of both, and the tensors of A that differ.
 
     Raises:
         CheckpointError: One of them cannot be read.
     """
-    tensors = Tensors(a)
-    changed = _changed(manifests.read(a), manifests.read(b))
-    return sum(tensors.shapes[name].numel() * tensors.dtypes[name].itemsize for name in changed if name in tensors)
+    tensors, one, other = Tensors(a), manifests.read(a), manifests.read(b)
+    files = sum(facts.bytes for side in (one, other) for facts in side.files.values())
+    changed = [name for name in _changed(one, other) if name in tensors]
+    return files + sum(tensors.shapes[name].numel() * tensors.dtypes[name].itemsize for name in changed)
 
 
 def _facts(a: Manifest, b: Manifest) -> Iterator[Fact]:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from unishard.checkpoint import manifest
+from unishard.checkpoint import manifest, metadata
+from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.directory import write_manifest
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
@@ -19,6 +20,7 @@ from unishard.checkpoint.formats import Advance, CheckpointFormat, Contents
 from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, parameter_of
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.checkpoint.verifying import require_sound, verified
 from unishard.checkpoint.writing import Written
 from unishard.checkpoint.writing import write as write_tensors
 from unishard.errors import CheckpointError
@@ -38,6 +40,8 @@ def convert(
 ) -> tuple[str, ...]:
     """Convert a checkpoint to another format. A failure leaves nothing behind.
 
+    What is read is verified: unishard's checkpoints by their hashes, those of other tools by the checksums in files of torch.save.
+
     Args:
         source: A checkpoint directory in any known format.
         destination: A folder that does not exist yet.
@@ -49,7 +53,7 @@ def convert(
         Notes on what was not converted, and why.
 
     Raises:
-        CheckpointError: `source` is not a checkpoint or is not supported, `destination` exists, or a format is unknown.
+        CheckpointError: `source` is not a checkpoint, is damaged or is not supported, `destination` exists, or a format is unknown.
     """
     known = formats()
     writer = _named(known, to)
@@ -65,8 +69,22 @@ def convert(
             f"{source}: checkpoints of {reader.title} can be written, but not read; convert the checkpoint that it was made from"
         )
     contents = reader.read(source)
+    sizes = {path: path.stat().st_size for path in contents.archives}
+    advance = progress(contents.bytes + sum(sizes.values()))
     with _created_atomically(destination) as folder:
-        return (*contents.notes, *writer.write(contents, folder, progress(contents.bytes)))
+        for path, size in sizes.items():
+            _verify(path, size, advance)
+        return (*contents.notes, *writer.write(contents, folder, advance))
+
+
+def _verify(path: Path, size: int, advance: Advance) -> None:
+    """Check a file of torch.save by its own checksums."""
+    read = 0
+    with path.open("rb") as file:
+        for count in read_through(file, str(path)):
+            read += count
+            advance(count)
+    advance(size - read)
 
 
 def formats() -> dict[str, CheckpointFormat]:
@@ -132,13 +150,15 @@ def _is_own(source: Path) -> bool:
 
 def _read(source: Path) -> Contents:
     folder = locate(source)
-    facts, tensors = manifest.read(folder), Tensors(folder)
+    facts = manifest.read(folder)
+    require_sound(folder, facts, [metadata.FILE])
+    tensors = Tensors(folder)
     taken = [name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties]
     left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})
     notes = [f"not converted: tensors under {', '.join(left)}, which other formats cannot store"] if left else []
     notes += ["not converted: the data position"] if facts.data else []
     return Contents(
-        stretches={name: tensors.stretch(name) for name in taken},
+        stretches={name: verified(tensors.stretch(name), folder, name, facts.tensors.get(name)) for name in taken},
         step=facts.step,
         world_size=facts.world_size,
         optimizer=facts.optimizer,

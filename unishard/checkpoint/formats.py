@@ -44,6 +44,8 @@ class Contents:
     """Class of the model, if known."""
     notes: tuple[str, ...] = ()
     """What is not converted, and why."""
+    archives: tuple[Path, ...] = ()
+    """Files of torch.save that it consists of, to be verified by their own checksums."""
 
     @property
     def bytes(self) -> int:

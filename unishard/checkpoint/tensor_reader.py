@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from unishard.checkpoint import metadata
+from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.intervals import runs
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
@@ -45,13 +46,18 @@ class _Chunk(NamedTuple):
 class Tensors:
     """The tensors of a directory. Opening it reads only the index."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, verify: bool = False) -> None:
         """Open a directory.
+
+        Args:
+            folder: The directory.
+            verify: Whether to check the checksums in it while reading, for one that has no manifest.
 
         Raises:
             CheckpointError: It has no index, or a damaged one.
         """
         self.folder = folder
+        self._verify = verify
         index = metadata.read(folder)
         self.shapes: Mapping[str, torch.Size] = {}
         """Of each tensor."""
@@ -159,8 +165,13 @@ class Tensors:
             raise CheckpointError(f"{self.folder / chunk.file}: {error.strerror}; the checkpoint is incomplete") from error
 
     def _load(self, chunk: _Chunk, file: IO[bytes]) -> Tensor:
+        record: Any = _Window(file, chunk.at, chunk.length)
+        if self._verify:
+            for _ in read_through(record, f"{self.folder / chunk.file}: {chunk.name}"):
+                pass
+            record.seek(0)
         try:
-            values = torch.load(_Window(file, chunk.at, chunk.length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            values = torch.load(record, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive can raise anything
             raise CheckpointError(f"{self.folder / chunk.file}: {chunk.name} cannot be read ({error}); the file is damaged") from error
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:

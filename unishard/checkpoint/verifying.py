@@ -1,4 +1,4 @@
-"""Verifies a checkpoint: its files by their checksums, its tensors by their hashes."""
+"""Verifies a checkpoint: its files by their checksums, its tensors by their hashes, also while they are read for something else."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
+from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.writing import CHUNK
 from unishard.distributed.dtypes import name_of
 from unishard.errors import CheckpointError
 
-__all__ = ["blocks_of", "damaged", "hashes_of"]
+__all__ = ["blocks_of", "damaged", "hashes_of", "require_sound", "verified"]
 
 _BLOCK = 1 << 22
 """Bytes of a file in memory at once."""
@@ -36,12 +37,57 @@ def damaged(folder: Path, manifest: Manifest, names: Iterable[str] | None = None
     """
     problems = []
     for name in manifest.files if names is None else names:
-        problem = _problem(folder, name, manifest.files[name], advance)
+        problem = _problem(folder, name, manifest.files.get(name), advance)
         if problem:
             problems.append(f"{folder / name}: {problem}")
     if names is None:
         problems += [f"{folder / name}: is not in the manifest" for name in _files(folder) if name not in manifest.files]
     return problems
+
+
+def require_sound(folder: Path, manifest: Manifest, names: Iterable[str], advance: Advance = lambda read: None) -> None:
+    """Check files by their checksums.
+
+    Args:
+        folder: The checkpoint directory.
+        manifest: Its manifest.
+        names: The files to check.
+        advance: Called with the progress.
+
+    Raises:
+        CheckpointError: One of them is missing or damaged.
+    """
+    problems = damaged(folder, manifest, names, advance)
+    if problems:
+        raise CheckpointError(f"{folder}: {'; '.join(problems)}; use another checkpoint (unishard checkpoint list {folder.parent})")
+
+
+def verified(stretch: LazyShard, folder: Path, name: str, facts: TensorFacts | None) -> LazyShard:
+    """A tensor that is verified against its hash once all elements have been read, each once, in any order.
+
+    Args:
+        stretch: The tensor.
+        folder: The checkpoint directory, for messages.
+        name: The tensor's name.
+        facts: What the manifest says of it.
+
+    Raises:
+        CheckpointError: Its shape or dtype is not that in the manifest; while it is read, its hash.
+    """
+    if facts is None or (list(stretch.shape), name_of(stretch.dtype)) != (facts.shape, facts.dtype):
+        raise CheckpointError(f"{folder}: {name} is not what the manifest says; run `unishard checkpoint verify --bits {folder}`")
+    seen = so_far = 0
+
+    def read(begin: int, end: int) -> torch.Tensor:
+        nonlocal seen, so_far
+        values = stretch.read(begin, end)
+        if seen < stretch.end:
+            seen, so_far = seen + end - begin, (so_far + hash_of(values, begin)) & MASK
+            if seen == stretch.end and hexadecimal(so_far) != facts.hash:
+                raise CheckpointError(f"{folder}: {name} is damaged: its hash differs from the manifest; use another checkpoint")
+        return values
+
+    return stretch._replace(read=read)
 
 
 def hashes_of(folder: Path, manifest: Manifest, advance: Advance = lambda read: None) -> list[str]:
@@ -78,8 +124,10 @@ def blocks_of(tensors: Tensors, name: str) -> Iterator[tuple[int, torch.Tensor]]
         yield begin, stretch.read(begin, min(begin + length, stretch.end))
 
 
-def _problem(folder: Path, name: str, facts: FileFacts, advance: Advance) -> str | None:
+def _problem(folder: Path, name: str, facts: FileFacts | None, advance: Advance) -> str | None:
     path = folder / name
+    if facts is None:
+        return "is not in the manifest"
     if not path.resolve().is_relative_to(folder.resolve()):
         return "lies outside the directory; do not trust this checkpoint"
     try:

@@ -128,8 +128,8 @@ def diff(
 ) -> None:
     """Compare two checkpoints.
 
-    Compares their manifests (steps, ranks, configs, ...) and their tensors, with the largest differences. Exits with 0 if they are equal,
-    with 1 if they differ, and with 2 if a checkpoint cannot be read.
+    Verifies all files of both, then compares their manifests (steps, ranks, configs, ...) and their tensors, with the largest
+    differences. Exits with 0 if they are equal, with 1 if they differ, and with 2 if a checkpoint is damaged or cannot be read.
     """
     from unishard.checkpoint import comparing, finding
 

@@ -6,13 +6,11 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
-
 from unishard.checkpoint import keys, manifest
-from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.checkpoint.verifying import verified
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
@@ -56,7 +54,7 @@ def export_checkpoint(
     require_free(out)
     assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)
     sources = {source for names in assets.names.values() for source in names.values()}
-    stretches = {source: _checked(tensors.stretch(keys.PARAMETERS + source), checkpoint_folder, source, facts) for source in sources}
+    stretches = {source: _checked(tensors, source, facts) for source in sources}
     layout = lay_out(assets, stretches, dtype, max_shard_size)
     layout.others.update(tokenizers.files_of(tokenizer))
     start(layout.size)
@@ -90,17 +88,6 @@ def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
     return from_config.assets_of(model, stretches)
 
 
-def _checked(stretch: LazyShard, folder: Path, source: str, facts: Manifest) -> LazyShard:
-    """A tensor that is verified against its hash once all elements have been read, each once, in any order."""
-    wanted = facts.tensors[keys.PARAMETERS + source].hash
-    seen, so_far = 0, 0
-
-    def read(begin: int, end: int) -> Tensor:
-        nonlocal seen, so_far
-        values = stretch.read(begin, end)
-        seen, so_far = seen + end - begin, so_far + hash_of(values, begin) & MASK
-        if seen == stretch.end and hexadecimal(so_far) != wanted:
-            raise CheckpointError(f"{folder}: {source} is damaged: its hash differs from the manifest; export another checkpoint")
-        return values
-
-    return stretch._replace(read=read)
+def _checked(tensors: Tensors, source: str, facts: Manifest) -> LazyShard:
+    name = keys.PARAMETERS + source
+    return verified(tensors.stretch(name), tensors.folder, source, facts.tensors.get(name))

@@ -91,6 +91,7 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
         loss_scale=_loss_scale(trained.scaler),
         versions={"deepspeed": str(model.get("ds_version", "unknown"))},
         notes=tuple(_notes(model, frozen, trained.groups)),
+        archives=(*files.model, *files.optimizer),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from unishard.checkpoint import dcp, metadata
+from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.formats import plain
 
@@ -47,7 +48,11 @@ def _value(folder: Path, place: Any) -> Any:
         raise ValueError("too large for an optimizer option")
     with (folder / place.relative_path).open("rb") as file:
         file.seek(place.offset)
-        value = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+        record = io.BytesIO(file.read(place.length))
+    for _ in read_through(record, f"{folder / place.relative_path}: an option of the optimizer"):
+        pass
+    record.seek(0)
+    value = torch.load(record, weights_only=True)
     if not plain(value):
         raise ValueError("not a plain value")
     return value

@@ -66,7 +66,7 @@ def read(folders: Sequence[Path]) -> Contents:
 
 
 def _add(folder: Path, found: _Found) -> None:
-    tensors = Tensors(folder)
+    tensors = Tensors(folder, verify=True)
     model = _root(tensors, _MODELS, "")
     optimizer = _root(tensors, _OPTIMIZERS, "state.")
     for name in tensors:

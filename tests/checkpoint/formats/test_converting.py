@@ -67,13 +67,23 @@ def test_damage_of_the_manifest_is_seen(ours):
         manifest.read(ours)
 
 
+def while_writing(source, error):
+    """Progress that ends in an error once the source has been verified, which comes first."""
+    left = sum(path.stat().st_size for path in source.rglob("*.pt"))
+
+    def advance(count):
+        nonlocal left
+        left -= count
+        if left < 0:
+            raise error
+
+    return lambda total: advance
+
+
 @pytest.mark.parametrize("to", ["unishard", "dcp", "deepspeed-universal"])
 def test_what_is_broken_off_leaves_nothing(theirs, tmp_path, to):
-    def stop(written):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        convert(theirs, tmp_path / "new", to=to, progress=lambda total: stop)
+        convert(theirs, tmp_path / "new", to=to, progress=while_writing(theirs, KeyboardInterrupt()))
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
@@ -91,12 +101,71 @@ def test_progress_ends_at_the_total(theirs, tmp_path, to):
 
 @pytest.mark.parametrize("to", ["unishard", "dcp", "deepspeed-universal"])
 def test_a_full_disk_leaves_nothing(theirs, tmp_path, to):
-    def full(written):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(CheckpointError, match="No space left on device"):
-        convert(theirs, tmp_path / "new", to=to, progress=lambda total: full)
+        convert(theirs, tmp_path / "new", to=to, progress=while_writing(theirs, full))
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+class TestDamage:
+    """A flipped bit is refused, or it is one that no reader sees: then the copy is as good as that of the original."""
+
+    FLIPS = 12
+
+    def check(self, source, tmp_path, files, to="unishard"):
+        assert files
+        convert(source, tmp_path / "right", to=to)
+        right = self.contents(tmp_path / "right", to)
+        refused = 0
+        for path in files:
+            data = path.read_bytes()
+            for flip in range(self.FLIPS):
+                at = (2 * flip + 1) * len(data) // (2 * self.FLIPS)
+                path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+                folder = tmp_path / f"{path.name}-{flip}"
+                told = self.told(source, folder, to)
+                refused += bool(told)
+                if told:
+                    assert str(source) in told
+                    assert not folder.exists()
+                else:
+                    assert self.contents(folder, to) == right, f"byte {at} of {path}"
+            path.write_bytes(data)
+        return refused
+
+    def told(self, source, folder, to):
+        try:
+            convert(source, folder, to=to)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def contents(self, folder, to):
+        if to == "unishard":
+            return manifest.read(folder).tensors
+        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    @pytest.mark.parametrize("to", ["unishard", "deepspeed-universal"])
+    def test_of_a_checkpoint_of_ours(self, ours, tmp_path, to):
+        big = self.grown(ours, tmp_path)
+        assert self.check(big, tmp_path, [big / "__0_0.distcp", big / ".metadata"], to) > self.FLIPS
+
+    def test_of_one_that_plain_torch_wrote(self, ours, tmp_path):
+        state = {"model": {"a.weight": torch.randn(100, 40)}, "optim": {"state": {"a.weight": {"exp_avg": torch.randn(100, 40)}}}}
+        source = dcp_saved(tmp_path / "dcp", state)
+        assert self.check(source, tmp_path, [*source.glob("*.distcp")]) > self.FLIPS / 2
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_of_one_of_deepspeed(self, tmp_path, stage):
+        lay_out(tmp_path / "large", [{"a.weight": (100, 40)}], stage=stage)
+        files = [*(tmp_path / "large").rglob("*.pt")]
+        assert self.check(tmp_path / "large", tmp_path, files) > self.FLIPS * len(files) / 2
+
+    def grown(self, ours, tmp_path):
+        """With tensors that are larger than what surrounds them in the file."""
+        lay_out(tmp_path / "large", [{"a.weight": (100, 40)}])
+        convert(tmp_path / "large", tmp_path / "grown")
+        return tmp_path / "grown"
 
 
 def test_nothing_that_exists_is_written_to(theirs, tmp_path):

@@ -65,3 +65,15 @@ def export_to_a_disk_of_each_node(backend):
             engine.export("/proc/self/cwd/out")
         finally:
             assert list(disk.iterdir()) == []
+
+
+DAMAGE.elsewhere(
+    "`unishard checkpoint diff` with a damaged checkpoint",
+    "CheckpointError: ...__0_0.distcp: has CRC-32 ... instead of ...; use another checkpoint (unishard checkpoint list ...)",
+    "tests/checkpoint/test_verifying.py::test_a_damaged_checkpoint_is_not_compared",
+)
+DAMAGE.elsewhere(
+    "`unishard checkpoint convert` of a damaged checkpoint, also of another tool",
+    "CheckpointError: ...: model.weight is damaged: its hash differs from the manifest; use another checkpoint",
+    "tests/checkpoint/formats/test_converting.py::test_of_a_checkpoint_of_ours",
+)
