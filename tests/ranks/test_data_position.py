@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
@@ -210,6 +210,8 @@ class Engine(NamedTuple):
 
     backend: str
     accumulate: int
+    inline: bool = False
+    """Whether a loader is built anew in each epoch."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -225,10 +227,16 @@ def several(kind: Engine, cases: list[tuple[list[Any], int | None]]) -> list[tup
     """Runs from the positions of others (if any) to a stop (else to the end of 2 epochs), and their positions there."""
     cfg = config(kind.backend, "shard_optimizer", training={"gradient_accumulation_steps": kind.accumulate})
     with prepare(cfg) as engine:
-        return [one(engine, unishard.dataloader(rows(), cfg), *case) for case in cases]
+        return [one(engine, loaders_of(rows(), cfg, inline=kind.inline), *case) for case in cases]
 
 
-def one(engine: Any, loader: Any, positions: list[Any], stop: int | None) -> tuple[Epochs, Any]:
+def loaders_of(data: list[Any], cfg: Any, *, inline: bool) -> Callable[[], Any]:
+    """The loader of an epoch: always the same, or a new one over the same data."""
+    loader = unishard.dataloader(data, cfg)
+    return (lambda: unishard.dataloader(data, cfg)) if inline else lambda: loader
+
+
+def one(engine: Any, loader: Callable[[], Any], positions: list[Any], stop: int | None) -> tuple[Epochs, Any]:
     first = 0
     if positions:
         engine._batching.resume(positions, len(positions))
@@ -238,7 +246,7 @@ def one(engine: Any, loader: Any, positions: list[Any], stop: int | None) -> tup
     done = 0
     for _ in range(first, 2):
         epochs.append([[]])
-        for micro_batch in engine.batches(loader):
+        for micro_batch in engine.batches(loader()):
             if done == stop:
                 return epochs, engine._batching.position()  # a batch is out that is not trained on
             epochs[-1][-1].append(micro_batch.pop("row").tolist())
@@ -262,10 +270,10 @@ def together(ranks: Sequence[list[list[list[list[int]]]]]) -> list[list[list[int
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_goes_on_where_two_ranks_of_another_were(world):
-    stopped = run_ranks(2, several, Engine("fsdp", 2), [([], stop) for stop in STOPS])
+    stopped = run_ranks(2, several, Engine("fsdp", 2, inline=world == 2), [([], stop) for stop in STOPS])
     cases: list[tuple[list[Any], int | None]] = [([], None)]
     cases += [(json.loads(json.dumps([rank[index][1] for rank in stopped])), None) for index in range(len(STOPS))]
-    whole, *rests = zip(*run_ranks(world, several, Engine("deepspeed", 4 // world), cases), strict=True)
+    whole, *rests = zip(*run_ranks(world, several, Engine("deepspeed", 4 // world, inline=world == 1), cases), strict=True)
     epochs = together([updates for updates, _ in whole])
     assert [len(epoch) for epoch in epochs] == [3, 3]
     for stop, rest in zip(STOPS, rests, strict=True):

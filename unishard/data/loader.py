@@ -15,7 +15,7 @@ from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
 from unishard.errors import DataError
 
-__all__ = ["ShareLoader", "dataloader"]
+__all__ = ["Cursor", "ShareLoader", "dataloader"]
 
 _DECIDED = {
     "batch_size": "is set by training.micro_batch_size in the config",
@@ -23,6 +23,14 @@ _DECIDED = {
     "batch_sampler": "is set by unishard, so that every rank gets its share",
     "in_order": "is always true, so that the position tells which samples were read",
 }
+
+
+class Cursor:
+    """Where a loader is: the epoch, and the number of its samples that all ranks have read in total."""
+
+    def __init__(self, epoch: int = 0, samples: int = 0) -> None:
+        self.now = self.next = (epoch, samples)
+        """Where the loader is, and where its next iteration begins."""
 
 
 class ShareLoader(DataLoader[Any]):
@@ -37,23 +45,49 @@ class ShareLoader(DataLoader[Any]):
         self._own_generator = None if options.get("generator") is not None else torch.Generator()
         super().__init__(dataset, batch_sampler=sampler, **{**options, "generator": options.get("generator") or self._own_generator})
         self._shares = sampler
-        self._next = self._now = (0, 0)
+        self.cursor = Cursor()
+        self.untouched = True
+        """Whether it was neither iterated nor given a position."""
 
     @property
     def epoch(self) -> int:
         """The epoch being read; after its last batch, the next one."""
-        return self._now[0]
+        return self.cursor.now[0]
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What determines the order of the samples, besides the epoch."""
+        return self._shares.identity
+
+    def continue_after(self, cursor: Cursor) -> None:
+        """Begin where another loader's next iteration would."""
+        self.cursor = Cursor(*cursor.next)
+
+    def require_enough_samples(self) -> None:
+        """Raise DataError if the dataset does not fill one micro-batch on each rank: each round would repeat samples."""
+        shares = self._shares
+        if shares.dataset_length >= shares.round:
+            return
+        ranks = shares.round // shares.micro_batch_size
+        most = shares.dataset_length // ranks
+        instead = f"set training.micro_batch_size to at most {most}, or use more data" if most else "use more data, or fewer ranks"
+        raise DataError(
+            f"the dataset has {shares.dataset_length} samples, but a micro-batch on each rank takes {shares.round} "
+            f"(training.micro_batch_size {shares.micro_batch_size} x {ranks} rank{'s' if ranks > 1 else ''}), so every update would repeat "
+            f"samples; {instead}"
+        )
 
     @property
     def batches_left(self) -> int:
         """Batches that the next iteration yields on each rank; `len` is that of a full epoch."""
-        return self._shares.rounds_after(self._next[1])
+        return self._shares.rounds_after(self.cursor.next[1])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own iterator type is private
         """The rest of the epoch after `load_state_dict` (possibly empty with more ranks and `drop_last`), else the next epoch."""
-        shares = self._shares
-        shares.epoch, shares.samples = epoch, samples = self._now = self._next
-        self._next = (epoch + 1, 0)
+        shares, cursor = self._shares, self.cursor
+        shares.epoch, shares.samples = epoch, samples = cursor.now = cursor.next
+        cursor.next = (epoch + 1, 0)
+        self.untouched = False
         if self._own_generator is not None:
             self._own_generator.manual_seed(seed_of(shares.seed, epoch, samples, shares.rank))
         return self._counted(super().__iter__(), epoch, samples)
@@ -61,13 +95,13 @@ class ShareLoader(DataLoader[Any]):
     def _counted(self, batches: Iterator[Any], epoch: int, samples: int) -> Iterator[Any]:
         for batch in batches:
             samples += self._shares.round
-            self._now = (epoch, samples) if self._shares.rounds_after(samples) else (epoch + 1, 0)
+            self.cursor.now = (epoch, samples) if self._shares.rounds_after(samples) else (epoch + 1, 0)
             yield batch
-        self._now = (epoch + 1, 0)
+        self.cursor.now = (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, how many of its samples all ranks have read in total, and what determines the order. JSON."""
-        epoch, samples = self._now
+        epoch, samples = self.cursor.now
         return {"epoch": epoch, "samples": samples, **self._shares.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -89,7 +123,8 @@ class ShareLoader(DataLoader[Any]):
             raise DataError(
                 f"the loader's state belongs to another order of samples ({'; '.join(changed)}); use the same dataset, seed and shuffle"
             )
-        self._next = self._now = (state["epoch"], state["samples"])
+        self.cursor.now = self.cursor.next = (state["epoch"], state["samples"])
+        self.untouched = False
 
 
 def dataloader(
@@ -107,7 +142,8 @@ def dataloader(
 
     The order depends only on `training.seed` and the epoch. Micro-batch `i` of rank `r` of `W` is slice `i * W + r` of it, so the samples
     of an optimizer step are the same for any number of ranks with the same global batch size. Each iteration is a new epoch with a new
-    order. All ranks get the same number of micro-batches, all of them full.
+    order; so is one over a new loader of the same dataset in `engine.batches`. All ranks get the same number of micro-batches, all of them
+    full.
 
     `state_dict()` and `load_state_dict()` resume in the middle of an epoch, on any number of ranks, with any `training.micro_batch_size`
     and any `num_workers`: the remaining samples follow in the same order.

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import contextmanager
+
+from playing import config, prepare
+
+import unishard
 from mistakes.mistake import Mistakes
 from unishard import Topology
 from unishard.config.topology import rendezvous
+from unishard.testing.models import batch
 
 DATA = Mistakes("Data and launchers")
 
@@ -50,3 +57,66 @@ _ENVIRONMENTS = {
 def unreadable_launcher(backend, launcher):
     environ = _ENVIRONMENTS[launcher]
     rendezvous(Topology.from_environment(environ), environ)
+
+
+# -- unishard.dataloader ---------------------------------------------------------------------------------------------------
+
+
+def _dataset(samples):
+    """The model's samples, each with its number."""
+    return [{name: value[0] for name, value in batch("mlp", index, 1).items()} | {"index": index} for index in range(samples)]
+
+
+@contextmanager
+def _warnings_raised():
+    """Raise what only warns, so that a row holds its text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def _read(engine, loader):
+    """The numbers of the samples that this rank reads in a pass, in their order; each is trained on."""
+    indices = []
+    for micro_batch in engine.batches(loader):
+        indices += micro_batch.pop("index").tolist()
+        engine.backward(engine(**micro_batch).loss)
+        engine.step()
+    return indices
+
+
+@DATA.harmless(
+    "`engine.batches(unishard.dataloader(dataset, cfg))` inside the epoch loop: a new loader in each epoch",
+    "a new loader over the same dataset continues with the next epoch and its order",
+)
+def loader_in_the_epoch_loop(backend):
+    cfg, data = config(backend), _dataset(12)
+    with prepare(cfg) as engine:
+        got = [index for _ in range(3) for index in _read(engine, unishard.dataloader(data, cfg))]
+    with prepare(cfg) as engine:
+        loader = unishard.dataloader(data, cfg)
+        right = [index for _ in range(3) for index in _read(engine, loader)]
+    return got, right
+
+
+@DATA.raises(
+    "a new dataset in each epoch, `unishard.dataloader(TensorDataset(x, y), cfg)`",
+    "UserWarning: a new list with the same samples as the last one starts again at epoch 0, in the same order; build the dataset once, "
+    "before the loop over epochs",
+)
+def dataset_in_the_epoch_loop(backend):
+    cfg = config(backend)
+    with prepare(cfg) as engine, _warnings_raised():
+        for _ in range(2):
+            _read(engine, unishard.dataloader(_dataset(12), cfg))
+
+
+@DATA.raises(
+    "fewer samples than one micro-batch on each rank",
+    "DataError: the dataset has 16 samples, but a micro-batch on each rank takes 128 (training.micro_batch_size 64 x 2 ranks), so every "
+    "update would repeat samples; set training.micro_batch_size to at most 8, or use more data",
+)
+def more_than_the_dataset_in_a_micro_batch(backend):
+    cfg = config(backend, training={"micro_batch_size": 64})
+    with prepare(cfg) as engine:
+        _read(engine, unishard.dataloader(_dataset(16), cfg))

@@ -14,6 +14,8 @@ from torch import nn
 from unishard.config import Config
 from unishard.data import position
 from unishard.data.batches import Window, warn_of_same_samples, windows
+from unishard.data.epochs import Epochs
+from unishard.data.loader import ShareLoader
 from unishard.data.position import LoaderPass, Position, StatefulLoader
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
@@ -37,6 +39,7 @@ class Batching:
         """Number of updates when the last window was read from it."""
         self._resumed: tuple[Sequence[Position], int] | None = None
         """Positions and number of ranks of the resumed run, until a training loader uses them."""
+        self._epochs = Epochs()
 
     def batches(self, loader: Iterable[Any], *, progress: bool) -> Iterator[Any]:
         """This rank's batches, moved to the device."""
@@ -96,6 +99,9 @@ class Batching:
             return loader
         resumed, self._resumed = self._resumed, None
         done = 0 if resumed is None else position.resume(loader, *resumed, dist.get_rank(), dist.get_world_size())
+        if isinstance(loader, ShareLoader):
+            loader.require_enough_samples()
+            self._epochs.join(loader)
         self._reading = LoaderPass(loader, done, window)
         self._updates_before = self._order.updates
         return self._reading
@@ -129,3 +135,4 @@ class Batching:
         known = [where for where in positions if where is not None]
         self._resumed = (known, world_then) if known and len(known) == len(positions) else None
         self._reading = None
+        self._epochs.forget()

@@ -1,0 +1,75 @@
+"""Lets a loader that is built anew over the same dataset continue with the next epoch."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from unishard.data.digest import of_dataset
+from unishard.data.loader import Cursor, ShareLoader
+
+__all__ = ["Epochs"]
+
+
+class _Read(NamedTuple):
+    """A dataset that was trained on."""
+
+    dataset: Callable[[], Any]
+    """Returns it; None once nothing else holds it."""
+    digest: str | None
+    order: dict[str, Any]
+    cursor: Cursor
+    weak: bool
+
+
+class Epochs:
+    """The epochs that one engine has read of each dataset, whatever number of loaders it was read with."""
+
+    def __init__(self) -> None:
+        self._read: list[_Read] = []
+
+    def join(self, loader: ShareLoader) -> None:
+        """Let a loader that is new continue after the last one over the same dataset in the same order.
+
+        A loader that was iterated, or that has loaded a position, keeps its own.
+        """
+        self._read = [read for read in self._read if read.dataset() is not None]
+        same = next((read for read in self._read if read.dataset() is loader.dataset and read.order == loader.order), None)
+        if same is not None:
+            self._read.remove(same)
+            if loader.untouched:
+                loader.continue_after(same.cursor)
+            digest = same.digest
+        else:
+            digest = of_dataset(loader.dataset)
+            if loader.untouched:
+                self._warn_of_same_order(loader, digest)
+        dataset, weak = _reference(loader.dataset)
+        if not weak:
+            self._read = [read for read in self._read if read.weak]  # datasets that are only held for this: one at a time
+        self._read.append(_Read(dataset, digest, loader.order, loader.cursor, weak))
+
+    def forget(self) -> None:
+        """Let the next loader start at its own position: another run's is resumed."""
+        self._read.clear()
+
+    def _warn_of_same_order(self, loader: ShareLoader, digest: str | None) -> None:
+        if digest is None or not loader.order["shuffle"]:
+            return
+        if any(read.digest == digest and read.order == loader.order and read.cursor.next > (0, 0) for read in self._read):
+            warnings.warn(
+                f"a new {type(loader.dataset).__name__} with the same samples as the last one starts again at epoch 0, in the same order; "
+                "build the dataset once, before the loop over epochs",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _reference(dataset: Any) -> tuple[Callable[[], Any], bool]:
+    """A function that returns the dataset, and whether it lets the dataset go: lists and tuples cannot be referenced weakly."""
+    try:
+        return weakref.ref(dataset), True
+    except TypeError:
+        return lambda: dataset, False
