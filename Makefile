@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
+# Two processes, a file of tests at a time, in the order of tests/conftest.py: while ranks of one start, the other computes.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test quick coverage lint type docs site wheel fuzz corpus crash parity matrix mistakes versions bench gpu gpu-wheels clean
@@ -18,13 +20,13 @@ demo: $(READY) ## Train the same tiny Llama on both engines; table and plot in d
 	$(BIN)/unishard demo
 
 test: $(READY) ## Run the whole suite; ARGS="-k name" for a part of it.
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 quick: $(READY) ## Run what finds most mistakes, in under 3 minutes: unit, formats, architecture, a cell of each engine and strategy.
-	$(BIN)/python -m pytest tests/unit tests/formats tests/architecture tests/ranks/test_conformance.py -m "quick or not ranks" --examples 100 $(ARGS)
+	$(PYTEST) tests/unit tests/formats tests/architecture tests/ranks/test_conformance.py -m "quick or not ranks" --examples 100 $(ARGS)
 
 coverage: $(READY) ## Run the whole suite and list the lines that no test ran, ranks included; ARGS="tests/unit" for a part of it.
-	$(BIN)/python -m pytest --cov --cov-report=term-missing $(ARGS)
+	$(PYTEST) --cov --cov-report=term-missing $(ARGS)
 
 lint: $(READY) ## Check style, formatting and the layers.
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Marks what starts ranks, so that `pytest -m "not ranks"` is quick; skips what is marked `gpu` where there is no CUDA device.
 
-`--examples` asks for more broken documents for the formats.
+`--examples` asks for more broken documents for the formats. The longest files come first, so that both processes of `make test`
+end together.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ settings.load_profile("unishard")
 
 _EXAMPLES = 300
 _RANKS = Path(__file__).parent / "ranks"
+_LONGEST = ("ranks/test_conformance.py", "docs/test_pages.py", "ranks/test_resuming.py", "ranks/test_demo.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +35,8 @@ def examples(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {_RANKS.parent / name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order) + (_RANKS not in item.path.parents)))
     for item in items:
         if _RANKS in item.path.parents:
             item.add_marker("ranks")
