@@ -6,11 +6,16 @@ end together.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# The models are tiny: a second thread only waits for the first, and long where ranks or other tests keep the cores busy (4 updates of the
+# oracle: 0.2 s with one thread, 31 s with two). Set before torch is imported, and for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Without a clock and without chance: the same examples everywhere, on a busy machine too.
 settings.register_profile("unishard", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
