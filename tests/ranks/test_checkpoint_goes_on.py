@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from playing import config, my_rank, own_share, play, prepare, refused, train, values
 
-from unishard.checkpoint import finding, manifest, writing
+from unishard.checkpoint import directory, finding, manifest, writing
 from unishard.engine.state import autosave
+from unishard.export import writing as exporting
 from unishard.testing.cells import BACKENDS
 
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
@@ -208,29 +211,95 @@ def test_rank_0_says_where_if_nobody_looks_whether_the_ranks_agree(backend, root
         assert f"{root}/none0" in told
 
 
+def raised(call, *arguments, **named):
+    """What a call raised, of whatever kind, or `nothing`."""
+    try:
+        call(*arguments, **named)
+    except BaseException as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing"
+
+
+def stopped(what):
+    """A function in place of one that a save calls."""
+
+    def stop(*arguments, **named):
+        raise what
+
+    return stop
+
+
 def interrupted(backend, root):
-    """Somebody presses Ctrl-C while rank 0 writes."""
-    record = writing.envelope_of
-
-    def pressed(values):
-        raise KeyboardInterrupt
-
+    """Somebody presses Ctrl-C while rank 0 writes its tensors; an exit comes while it writes the manifest, and one while it exports."""
+    folder, told = f"{root}/{backend}-pressed", {}
     with prepare(config(backend)) as engine:
-        if not my_rank():
-            writing.envelope_of = pressed
-        try:
-            told = refused(engine.save, f"{root}/{backend}-pressed")
-        finally:
-            writing.envelope_of = record
-        left = [path.name for path in Path(f"{root}/{backend}-pressed").iterdir()]
+        with pytest.MonkeyPatch.context() as patch:
+            if not my_rank():
+                patch.setattr(writing, "envelope_of", stopped(KeyboardInterrupt()))
+            told["tensors"] = raised(engine.save, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(directory, "write_manifest", stopped(SystemExit(3)))
+            told["manifest"] = raised(engine.save, folder)
+        left = [path.name for path in Path(folder).iterdir()]
+        with pytest.MonkeyPatch.context() as patch:
+            if not my_rank():
+                patch.setattr(exporting, "_put", stopped(KeyboardInterrupt()))
+            told["export"] = raised(engine.export, f"{folder}-export")
         dist.barrier()
-        engine.save(f"{root}/{backend}-pressed")
+        engine.save(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            if my_rank():
+                patch.setattr(manifest, "read", stopped(SystemExit(3)))
+            told["load"] = raised(engine.load, folder)
+        engine.load(folder)
     return told, left
 
 
 @everywhere
 def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backend, root):
-    for told, left in played(interrupted, backend, root):
-        assert told.endswith("rank 0 could not write its shards: KeyboardInterrupt")
-        assert left == []
+    first, second = [told for told, _ in played(interrupted, backend, root)]
+    assert first["tensors"] == first["export"] == "KeyboardInterrupt: "
+    assert second["tensors"].startswith("CheckpointError: ")
+    assert second["tensors"].endswith("rank 0 could not write its shards: KeyboardInterrupt")
+    assert (first["manifest"], second["manifest"]) == ("SystemExit: 3", "CheckpointError: rank 0: interrupted by SystemExit")
+    assert second["export"] == "CheckpointError: rank 0: interrupted by KeyboardInterrupt"
+    assert (first["load"], second["load"]) == ("CheckpointError: rank 1: interrupted by SystemExit", "SystemExit: 3")
+    assert [left for _, left in played(interrupted, backend, root)] == [[], []]
+    assert not list(Path(root).glob("*-pressed-export"))
     assert steps(f"{root}/{backend}-pressed") == [0]
+
+
+def pressed(backend, root):
+    """A real Ctrl-C on rank 1 while it writes: once, which the save outlives, and twice, where the user does not wait."""
+    folder, told = f"{root}/{backend}-keys", []
+    record, before = writing.envelope_of, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press(times):
+        def pressing(values):
+            writing.envelope_of = record
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+            return record(values)
+
+        return pressing
+
+    try:
+        with prepare(config(backend)) as engine:
+            for times in (1, 2):
+                if my_rank():
+                    writing.envelope_of = press(times)
+                told.append(raised(engine.save, folder, state=times))
+            dist.barrier()
+            return told, engine.load(folder).state, signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        writing.envelope_of = record
+        signal.signal(signal.SIGINT, before)
+
+
+@everywhere
+def test_ctrl_c_waits_for_the_save_unless_it_is_pressed_twice(backend, root):
+    (first, state, _), (second, _, restored) = played(pressed, backend, root)
+    assert first[0] == "nothing"
+    assert second == ["KeyboardInterrupt: "] * 2
+    assert first[1].endswith("rank 1 could not write its shards: KeyboardInterrupt")
+    assert (state, restored) == (1, True)

@@ -18,6 +18,7 @@ from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.writing import Written, write
+from unishard.distributed.interrupts import is_shared
 from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.errors import CheckpointError
 
@@ -71,6 +72,7 @@ def save(
 
     Raises:
         CheckpointError: On every rank: it could not be written, or the ranks do not share the folder. Earlier checkpoints are unchanged.
+            A rank on which a KeyboardInterrupt or SystemExit was raised raises that.
     """
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step))
     try:
@@ -88,8 +90,9 @@ def save(
             return complete
 
         return on_first(group, finish)
-    except CheckpointError:  # raised on every rank, so that all can take part in the cleanup
-        _clean_up(root, group)
+    except BaseException as error:
+        if isinstance(error, CheckpointError) or is_shared(error):  # raised on every rank, so that all can take part in the cleanup
+            _clean_up(root, group)
         raise
 
 

@@ -43,6 +43,7 @@ from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.metadata import FILE
 from unishard.checkpoint.records import envelope_of
 from unishard.distributed.dtypes import name_of
+from unishard.distributed.interrupts import share
 from unishard.errors import CheckpointError
 
 __all__ = ["Written", "write"]
@@ -97,12 +98,7 @@ def write(
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # because of `no_dist`, as intended
             save({}, storage_writer=writer, planner=_Planner(stretches), process_group=group, no_dist=single)
     except (CheckpointException, OSError, ValueError) as error:
-        if (
-            single
-            and isinstance(error, CheckpointException)
-            and any(isinstance(each, KeyboardInterrupt) for each, _ in error.failures.values())
-        ):
-            raise KeyboardInterrupt from None  # torch reports it as a failure to write (torch 2.13, checkpoint/utils.py)
+        _raise_own_interrupt(error, 0 if single else dist.get_rank(group))
         raise CheckpointError(f"{folder}: {_cause(error)}") from error
     mine = (writer.files, dict(writer.hashes), dict(writer.squares))
     if single:
@@ -110,6 +106,13 @@ def write(
     everyone: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(mine, everyone, group=group, group_dst=0)
     return None if everyone is None else _merged(everyone, writer)
+
+
+def _raise_own_interrupt(error: BaseException, rank: int) -> None:
+    """Raise this rank's KeyboardInterrupt or SystemExit, which torch reports as a failure to write (torch 2.13, checkpoint/utils.py)."""
+    own, _ = error.failures.get(rank, (None, None)) if isinstance(error, CheckpointException) else (None, None)
+    if own is not None and not isinstance(own, Exception):
+        raise share(own) from None
 
 
 def _merged(everyone: list[tuple[dict[str, tuple[int, int]], dict[str, int], dict[str, float]]], writer: _Writer) -> Written:

@@ -1,4 +1,7 @@
-"""Runs code on the first rank or on every rank. An error on one rank is raised on all of them, so that no rank deadlocks."""
+"""Runs code on the first rank or on every rank. An error on one rank is raised on all of them, so that no rank deadlocks.
+
+A KeyboardInterrupt or SystemExit stays what it is on its own rank; on the others it is an error that names that rank.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from unishard.distributed.interrupts import share
 from unishard.errors import CheckpointError, UnishardError
 
 __all__ = ["Ranks", "on_all", "on_first", "ranks_of"]
@@ -25,11 +29,12 @@ def on_first(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
         CheckpointError: On every rank, if the function failed.
     """
     answer: list[Any] = [None, None]
-    error: Exception | None = None
+    error: BaseException | None = None
     if dist.get_rank(group) == 0:
         answer[0], error = _attempt(act)
-        answer[1] = _message(error)
+        answer[1] = f"rank 0: {_message(error)}" if _is_interrupt(error) else _message(error)
     dist.broadcast_object_list(answer, group=group, group_src=0)
+    _raise_interrupt(error)
     if answer[1] is not None:
         raise CheckpointError(answer[1]) from error
     return answer[0]  # type: ignore[no-any-return]
@@ -47,6 +52,7 @@ def on_all(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
     result, error = _attempt(act)
     messages = ranks_of(group).gather(_message(error))
     failed = [f"rank {rank}: {message}" if len(messages) > 1 else message for rank, message in enumerate(messages) if message is not None]
+    _raise_interrupt(error)
     if failed:
         others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
         raise CheckpointError(failed[0] + others) from error
@@ -72,6 +78,7 @@ class Ranks(NamedTuple):
         """
         result, error = _attempt(act)
         outcomes = self.gather((result, _message(error)))
+        _raise_interrupt(error)
         if error is not None:
             raise error
         failed = next((f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message is not None), None)
@@ -94,14 +101,26 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     return Ranks(dist.get_rank(group), world, gather)
 
 
-def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return act(), None
-    except Exception as error:  # any error: the other ranks must hear of it, or they deadlock
+    except BaseException as error:  # any: the other ranks must hear of it, or they deadlock
         return None, error
 
 
-def _message(error: Exception | None) -> str | None:
+def _is_interrupt(error: BaseException | None) -> bool:
+    return error is not None and not isinstance(error, Exception)
+
+
+def _raise_interrupt(error: BaseException | None) -> None:
+    """Raise what is no error of the call, after the other ranks have heard of it."""
+    if error is not None and _is_interrupt(error):
+        raise share(error)
+
+
+def _message(error: BaseException | None) -> str | None:
     if error is None or isinstance(error, UnishardError):
         return None if error is None else str(error)
+    if _is_interrupt(error):
+        return f"interrupted by {type(error).__name__}"
     return f"{type(error).__name__}: {error}"

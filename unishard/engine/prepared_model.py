@@ -215,7 +215,8 @@ class PreparedModel:
         """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`. Collective.
 
         A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing behind. Each
-        rank writes its shards; of buffers that differ between ranks, such as running means, rank 0's are saved.
+        rank writes its shards; of buffers that differ between ranks, such as running means, rank 0's are saved. Ctrl-C ends the save
+        only after it is complete, the second one at once.
         `checkpoint.keep_last` and `keep_every` are applied afterwards.
 
         Args:

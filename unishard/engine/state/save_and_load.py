@@ -14,6 +14,7 @@ from unishard.checkpoint import directory, finding
 from unishard.checkpoint.background import Background
 from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.distributed import process_group
+from unishard.distributed.interrupts import deferred
 from unishard.distributed.on_ranks import on_first
 from unishard.engine.results import Resumed
 from unishard.engine.state.autosave import EXIT_CODE, Autosave
@@ -43,6 +44,7 @@ class SaveAndLoad:
         self._state_to_save: Callable[[], Any] | None = None
         self._first_save = True
 
+    @deferred()
     @without_collections()
     def save(self, root: str | Path | None, *, state: Any) -> Path:
         """Save the run."""
