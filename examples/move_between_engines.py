@@ -1,12 +1,12 @@
 """Trains a tiny Llama for some updates and stops; the next call resumes, on another engine, strategy or number of ranks.
 
-    run="examples/move_between_engines.py --steps 30 --set checkpoint.dir=runs/moved"
+    run="examples/move_between_engines.py --steps 30 --set checkpoint.dir=runs/moved --set checkpoint.on_existing=resume"
     torchrun --nproc-per-node 2 $run
     torchrun --nproc-per-node 4 $run --set backend=deepspeed --set training.gradient_accumulation_steps=1
     python $run --set backend=deepspeed --set sharding.strategy=zero1 --set training.gradient_accumulation_steps=4 --export runs/model
 
 Ranks x micro-batch x accumulation steps is 16 samples each time, so all three together make the same updates as one run of 90. The script
-contains nothing about moving: it only saves and resumes. move_between_engines.sh runs all of it and plots the losses.
+contains nothing about moving or loading: it only saves. move_between_engines.sh runs all of it and plots the losses.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def main() -> None:
 
     run = f"{cfg.backend} {cfg.sharding.strategy}, {here.world_size} rank{'s' * (here.world_size > 1)}"
     with unishard.prepare(model, cfg) as engine:
-        resumed = engine.load("latest")  # None the first time
-        log = resumed.state if resumed else []
+        log = engine.resumed.state if engine.resumed else []
         start, window = len(log), []
         while len(log) < start + args.steps:
             for batch in engine.batches(loader):  # after a load: the rest of the epoch

@@ -14,7 +14,8 @@ if [ -e "$out" ]; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-moved=("$here/move_between_engines.py" --set checkpoint.dir="$out/checkpoints" --out "$out/moved.jsonl" --steps 30 "$@")
+moved=("$here/move_between_engines.py" --set checkpoint.dir="$out/checkpoints" --set checkpoint.on_existing=resume \
+    --out "$out/moved.jsonl" --steps 30 "$@")
 torchrun --standalone --nproc-per-node 2 "${moved[@]}"
 torchrun --standalone --nproc-per-node 4 "${moved[@]}" --set backend=deepspeed --set training.gradient_accumulation_steps=1
 torchrun --standalone --nproc-per-node 1 "${moved[@]}" --set backend=deepspeed --set sharding.strategy=zero1 \

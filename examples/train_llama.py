@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_llama.py --config configs/llama_tiny.yaml
     torchrun --nproc-per-node 2 examples/train_llama.py --config configs/llama_tiny.yaml --set backend=deepspeed
     python examples/train_llama.py                                    # one rank
+    python examples/train_llama.py --set checkpoint.dir=runs/llama --set checkpoint.every_steps=20 --set checkpoint.on_existing=resume
 
-Nothing is downloaded: the text is Python's own documentation, and a token is a byte.
+The last one resumes where it was when it was stopped. Nothing is downloaded: the text is Python's own documentation, and a token is a byte.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def main() -> None:
 
     log = {"backend": cfg.backend, "ranks": here.world_size, "losses": [], "grad_norms": [], "step_seconds": []}
     with unishard.prepare(model, cfg) as engine:
-        resumed = engine.load("latest") if cfg.checkpoint.dir else None  # also None where nothing was saved yet
-        left = [] if resumed and resumed.epoch else engine.batches(loader, progress=True)
+        finished = engine.resumed and engine.resumed.epoch  # all of the only epoch
+        left = [] if finished else engine.batches(loader, progress=True)
         started, window = time.perf_counter(), []
         for batch in left:
             loss = engine(**batch).loss

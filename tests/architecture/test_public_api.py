@@ -88,6 +88,7 @@ def test_what_an_engine_is() -> None:
         "parameter",
         "parameter_norms",
         "placement",
+        "resumed",
         "set_grad",
         "set_parameter",
         "set_trainable",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.checkpoint import directory
+from unishard.checkpoint import directory, finding
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.lazy_shards import lazy_shard_of
 from unishard.checkpoint.manifest import FileFacts, Manifest, ModelRecord, TensorFacts
@@ -62,15 +62,17 @@ def store(folder: Path, held: dict[str, Tensor] | None = None, step: int = 30, *
     return manifest
 
 
-def save(root: Path, step: int, content: bytes = b"", keep_last: int | None = None, written: str = "") -> Path:
-    """Save as rank 0 does, with two small files in place of the tensors."""
+def save(root: Path, step: int, content: bytes = b"", keep_last: int | None = None, written: str = "", run: str = "", **facts: Any) -> Path:
+    """Save as rank 0 does, with two small files in place of the tensors; as earlier versions did, where no run is named."""
     directory.clean(root)
-    folder = directory.begin(root, step)
+    beside = run if any(found.name == directory.name_of(step) for found in directory.checkpoints(root)) else ""
+    folder = directory.begin(root, step, beside)
     for name in ("one", "two"):
         (folder / name).write_bytes(content)
     files = {name: FileFacts(bytes=len(content), crc32=f"{zlib.crc32(content):08x}") for name in ("one", "two")}
-    manifest = Manifest(written=written or stamp(step), versions={}, step=step, world_size=1, model=MODEL, files=files, tensors={})
+    said = facts | ({"run": run, "commit": finding.next_commit(root)} if run else {})
+    manifest = Manifest(written=written or stamp(step), versions={}, step=step, world_size=1, model=MODEL, files=files, tensors={}, **said)
     directory.write_manifest(folder, manifest)
-    committed = directory.commit(folder, root, step)
+    committed = directory.commit(folder, root, step, beside)
     directory.prune(root, keep_last, None, committed)
     return committed

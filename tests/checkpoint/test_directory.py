@@ -167,6 +167,58 @@ def test_a_clock_that_went_back_does_not_hide_a_checkpoint(tmp_path: Path) -> No
     assert directory.latest(tmp_path) == tmp_path / "step-00000040"
 
 
+def test_latest_is_the_last_commit_whatever_the_clock_and_the_pointer_say(tmp_path: Path) -> None:
+    """A run that went back from step 30 to step 10; the clocks of both machines differ, and it was killed before it could point."""
+    for step in FORMER:
+        save(tmp_path, step, written=stamp(step + 100), run="a" * 8)
+    shutil.rmtree(tmp_path / "step-00000020")
+    pointer = (tmp_path / "latest").read_text()
+    newest = save(tmp_path, 20, run="a" * 8)
+    assert directory.latest(tmp_path) == newest
+    (tmp_path / "latest").write_text(pointer)
+    assert directory.latest(tmp_path) == newest
+    assert save(tmp_path, 21, keep_last=2, run="a" * 8) == directory.latest(tmp_path)
+    assert steps(tmp_path) == [20, 21], "the branch that was abandoned is older"
+
+
+def test_what_earlier_versions_saved_is_older_than_any_commit_with_a_number(tmp_path: Path) -> None:
+    former(tmp_path)
+    save(tmp_path, 20, run="0" * 8)
+    (tmp_path / "latest").write_text("step-00000030\n")
+    newest = save(tmp_path, 25, run="0" * 8, written=stamp(1))
+    for pointer in ("step-00000030\n", "step-00000010\n", "step-00000025\n"):
+        (tmp_path / "latest").write_text(pointer)
+        assert directory.latest(tmp_path) == newest
+
+
+def test_runs_with_the_same_steps_stand_beside_each_other(tmp_path: Path) -> None:
+    """Whichever saves, retention leaves the other one alone; a step is that of the newest run."""
+    one, other = "a" * 8, "b" * 8
+    for step in (10, 20):
+        save(tmp_path, step, b"one", run=one)
+    for step in FORMER:
+        newest = save(tmp_path, step, b"other", keep_last=1, run=other)
+    assert [found.name for found in directory.checkpoints(tmp_path)] == ["step-00000010", "step-00000020", "step-00000030"]
+    assert directory.latest(tmp_path) == newest
+    save(tmp_path, 20, b"again", run=other)
+    assert content(tmp_path / "step-00000020") == b"one"
+    assert content(directory.locate(tmp_path, 20)) == b"again"
+    assert directory.locate(tmp_path, "step-00000020-bbbbbbbb").name == "step-00000020-bbbbbbbb"
+    last = save(tmp_path, 40, keep_last=1, run=one)
+    assert [found.name for found in directory.checkpoints(tmp_path)] == ["step-00000020-bbbbbbbb", "step-00000030", "step-00000040"]
+    assert directory.latest(tmp_path) == last
+
+
+def test_a_kill_while_a_step_beside_another_run_is_replaced_leaves_both(tmp_path: Path) -> None:
+    save(tmp_path, 10, b"one", run="a" * 8)
+    beside = save(tmp_path, 10, b"other", run="b" * 8)
+    beside.rename(tmp_path / f".old-{beside.name}-{'0' * 32}")
+    assert [(found.step, content(found.path)) for found in directory.checkpoints(tmp_path)] == [(10, b"one"), (10, b"other")]
+    directory.clean(tmp_path)
+    assert content(beside) == b"other"
+    assert directory.incomplete(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("last", "every", "kept"),
     [(None, 20, [10, 20, 30, 40, 50]), (2, None, [40, 50]), (1, 20, [20, 40, 50]), (9, None, [10, 20, 30, 40, 50]), (0, None, [50])],

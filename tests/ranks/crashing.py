@@ -26,6 +26,7 @@ from full_disk import Outcome, fill
 from intercepting import Event, Interception
 from small_saves import NEW, NEXT, NEXT_STEP, SCENARIOS, WORLD, Scenario, found_wrong, kept, left_wrong, prepare, save_as_an_engine, start
 
+from unishard.checkpoint import finding
 from unishard.distributed.on_ranks import on_first
 from unishard.testing import RankFailure, run_ranks
 
@@ -130,7 +131,7 @@ def _examine(root: Path, scenario: Scenario, promised: bool, group: dist.Process
         save_as_an_engine(root, Scenario("once more", NEXT_STEP), NEXT, group)
     except Exception as error:  # whatever it is, the run cannot go on
         return f"the next save: {type(error).__name__}: {error}"
-    return on_first(group, lambda: left_wrong(root, kept(before | {NEXT_STEP: NEXT})))
+    return on_first(group, lambda: left_wrong(root, kept(before | {finding.name_of(NEXT_STEP): NEXT})))
 
 
 # -- all points ---------------------------------------------------------------------------------------------------------------------

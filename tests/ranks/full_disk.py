@@ -14,6 +14,7 @@ import torch.distributed as dist
 from intercepting import Event, Interception
 from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, found_wrong, kept, left_wrong, snapshot, start
 
+from unishard.checkpoint import finding
 from unishard.checkpoint.saving import save
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_first
@@ -84,7 +85,7 @@ def _save_with(interception: Interception, at: int | None, root: Path, scenario:
 
     interception.act = act
     try:
-        save(root, snapshot(scenario.step, NEW, dist.get_rank()), RETENTION, process_group.host_group())
+        save(root, snapshot(scenario.step, NEW, dist.get_rank(), scenario.beside), RETENTION, process_group.host_group())
         told = ""
     except CheckpointError as error:
         told = str(error)
@@ -101,4 +102,4 @@ def _wrong(root: Path, scenario: Scenario, group: dist.ProcessGroup) -> str:
         save(root, snapshot(NEXT_STEP, NEXT, dist.get_rank()), RETENTION, group)
     except CheckpointError as error:
         return f"the next save: {error}"
-    return on_first(group, lambda: left_wrong(root, kept(before | {NEXT_STEP: NEXT})))
+    return on_first(group, lambda: left_wrong(root, kept(before | {finding.name_of(NEXT_STEP): NEXT})))

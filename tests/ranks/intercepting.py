@@ -25,7 +25,7 @@ _AREAS = {
     r"(^|/)\.?latest": "latest",
     r"(^|/)\.trash-[^/]*$": "deleting",
     r"(^|/)\.old-[^/]*$": "replacing",
-    r"(^|/)step-\d+$": "name",
+    r"(^|/)step-\d+(-[0-9a-f]{8})?$": "name",
     r"(^|/)\.tmp-[^/]*$": "directory",
     r"assets": "assets",
 }

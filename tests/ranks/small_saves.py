@@ -28,6 +28,10 @@ WORLD = 2
 RETENTION = Retention(keep_last=2, keep_every=20)
 FORMER = {10: 1, 20: 2, 30: 3}
 """Steps that are saved before, and the content of each."""
+FOUND_BEFORE = {finding.name_of(step): version for step, version in FORMER.items()}
+"""The same by name."""
+RUN, OTHER_RUN = "a" * 8, "b" * 8
+"""The run that saves, and one that begins beside it."""
 NEW, NEXT = 4, 5
 """Contents of the save that is cut off, and of the one after it."""
 NEXT_STEP = 50
@@ -41,6 +45,13 @@ class Scenario(NamedTuple):
     left: bool = False
     """Whether an earlier run was killed too, and left all that there can be."""
     background: bool = False
+    beside: bool = False
+    """Whether it is saved by a run that begins beside another one, which has saved before."""
+
+    @property
+    def saved_as(self) -> str:
+        """The name of its checkpoint."""
+        return finding.name_of(self.step, OTHER_RUN if self.beside else "")
 
 
 SCENARIOS = (
@@ -48,6 +59,7 @@ SCENARIOS = (
     Scenario("a step again", 30),
     Scenario("after a kill", 40, left=True),
     Scenario("in the background", 40, background=True),
+    Scenario("beside another run", 30, beside=True),
 )
 
 
@@ -64,7 +76,7 @@ def contents(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def snapshot(step: int, version: int, rank: int) -> Snapshot:
+def snapshot(step: int, version: int, rank: int, beside: bool = False) -> Snapshot:
     """What a rank holds: a half of each divided tensor, all of the small ones, random numbers of its own."""
     divided = {"model.weight": 96, "optim.state.weight.exp_avg": 96}
     stretches = {}
@@ -81,7 +93,8 @@ def snapshot(step: int, version: int, rank: int) -> Snapshot:
         "buffers": [],
         "state": {"version": version},
     }
-    return Snapshot(step, stretches, {"tied": "weight"}, facts, {"assets/config.json": f'{{"version": {version}}}'.encode()})
+    assets = {"assets/config.json": f'{{"version": {version}}}'.encode()}
+    return Snapshot(step, stretches, {"tied": "weight"}, facts, assets, OTHER_RUN if beside else RUN, beside)
 
 
 def content_of(folder: Path) -> int:
@@ -121,7 +134,7 @@ def start() -> tuple[dist.ProcessGroup, int]:
 
 def save_as_an_engine(root: Path, scenario: Scenario, version: int, group: dist.ProcessGroup) -> None:
     """As an engine does it, the first time in a run."""
-    taken = snapshot(scenario.step, version, dist.get_rank())
+    taken = snapshot(scenario.step, version, dist.get_rank(), scenario.beside)
     background, ended = Background(ready=scenario.background), threading.Event()
     on_first(group, lambda: directory.clean(root))
     if not scenario.background:
@@ -165,8 +178,8 @@ def _leave(root: Path) -> None:
 # -- what is found of it ----
 
 
-def found_wrong(root: Path, scenario: Scenario, promised: bool) -> tuple[str, dict[int, int]]:
-    """What is wrong with the checkpoints after a save that was cut off, and their contents by step, in the order of their writing.
+def found_wrong(root: Path, scenario: Scenario, promised: bool) -> tuple[str, dict[str, int]]:
+    """What is wrong with the checkpoints after a save that was cut off, and their contents by name, in the order of their writing.
 
     Args:
         root: Where they are.
@@ -174,35 +187,38 @@ def found_wrong(root: Path, scenario: Scenario, promised: bool) -> tuple[str, di
         promised: Whether a rank was told that the new one is complete.
     """
     try:
-        found = {each.step: content_of(each.path) for each in sorted(finding.checkpoints(root), key=finding.age_of)}
+        found = {each.name: content_of(each.path) for each in sorted(finding.checkpoints(root), key=finding.age_of)}
         latest = finding.latest(root)
         newest = None if latest is None else (manifest.read(latest).step, content_of(latest))
     except Exception as error:  # whatever it is, nobody can go on from there
         return f"{type(error).__name__}: {error}", {}
     said = f"found {found}, of which {newest} is the latest"
-    if found.get(scenario.step) != NEW:
+    if found.get(scenario.saved_as) != NEW:
         if promised:
             return "a rank was told that the new checkpoint is complete, and it is not there", found
-        return "" if (found, newest) == (FORMER, (30, FORMER[30])) else said, found
-    after = {step: version for step, version in FORMER.items() if step != scenario.step} | {scenario.step: NEW}
+        return "" if (found, newest) == (FOUND_BEFORE, (30, FORMER[30])) else said, found
+    after = {name: version for name, version in FOUND_BEFORE.items() if name != scenario.saved_as} | {scenario.saved_as: NEW}
     complete = kept(after).items() <= found.items() <= after.items()
     return "" if complete and newest == (scenario.step, NEW) else said, found
 
 
-def left_wrong(root: Path, expected: Mapping[int, int]) -> str:
-    """What is wrong with a directory after the next save; these contents should be there by step, and nothing else."""
-    found = {each.step: content_of(each.path) for each in finding.checkpoints(root)}
+def left_wrong(root: Path, expected: Mapping[str, int]) -> str:
+    """What is wrong with a directory after the next save; these contents should be there by name, and nothing else."""
+    found = {each.name: content_of(each.path) for each in finding.checkpoints(root)}
     names = sorted(os.listdir(root))
-    wanted = sorted(["latest", *map(finding.name_of, expected)])
+    wanted = sorted(["latest", *expected])
     newest = finding.latest(root)
     if (found, names) != (dict(sorted(expected.items())), wanted) or newest != root / finding.name_of(NEXT_STEP):
         return f"after the next save there are {names} with contents {found} instead of {wanted} with {expected}"
     return ""
 
 
-def kept(saved: Mapping[int, int]) -> dict[int, int]:
-    """What retention leaves of checkpoints in the order in which they were saved."""
-    last, every = RETENTION
+def kept(saved: Mapping[str, int]) -> dict[str, int]:
+    """What retention leaves of checkpoints in the order in which they were saved: all of runs other than that of the last one."""
+    last, every = RETENTION.keep_last, RETENTION.keep_every
     assert last is not None
     assert every is not None
-    return {step: saved[step] for step in saved if step in list(saved)[-last:] or step % every == 0}
+    parsed = {name: match for name in saved if (match := finding.STEP.fullmatch(name))}
+    run = parsed[list(saved)[-1]]["run"]
+    own = [name for name in saved if parsed[name]["run"] == run]
+    return {name: saved[name] for name in saved if name not in own or name in own[-last:] or int(parsed[name]["step"]) % every == 0}

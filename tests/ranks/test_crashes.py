@@ -16,7 +16,7 @@ import torch.distributed as dist
 from crashing import GRACE, MEMORY, Harness, spanning
 from intercepting import Event, Interception
 from playing import config, everyones, my_rank, own_share, prepare, train
-from small_saves import FORMER, NEW, RETENTION, SCENARIOS, found_wrong, snapshot, start
+from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, found_wrong, snapshot, start
 
 import unishard
 from unishard.checkpoint import directory, finding, manifest
@@ -60,7 +60,7 @@ def test_a_kill_at_any_moment_loses_the_save_that_was_cut_off_at_most(harness):
 @pytest.mark.parametrize("harm", ["mixed", "gone", "flipped"])
 def test_the_harness_sees_what_must_not_be(harm, harness, tmp_path):
     root, scenario = Path(shutil.copytree(harness.templates[SCENARIOS[0]], tmp_path / "root")), SCENARIOS[0]
-    assert found_wrong(root, scenario, promised=False) == ("", FORMER)
+    assert found_wrong(root, scenario, promised=False) == ("", FOUND_BEFORE)
     assert "told that the new checkpoint is complete" in found_wrong(root, scenario, promised=True)[0]
     newest = root / "step-00000030"
     if harm == "mixed":
@@ -105,7 +105,7 @@ def test_a_disk_that_fails_on_the_first_rank_alone_is_told_by_all(harness, tmp_p
     for told, left in run_ranks(2, unreadable, str(root)):
         assert "Input/output error" in told
         assert left == []
-    assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FORMER)
+    assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FOUND_BEFORE)
 
 
 # -- with an engine -------------------------------------------------------------------------------------------------------------------

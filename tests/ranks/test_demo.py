@@ -62,13 +62,13 @@ def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> No
         given = [word for each in (f"backend={backend}", *overrides) for word in ("--set", each)]
         return ("--steps", "4", "--out", str(tmp_path / f"{backend}.json"), *given)
 
-    saving = f"checkpoint.dir={tmp_path / 'run'}"
-    ((whole, again),) = run_ranks(1, run_script, arguments("fsdp", saving, "checkpoint.every_steps=2"), arguments("fsdp", saving))
+    saving = f"checkpoint.dir={tmp_path / 'run'}", "checkpoint.on_existing=resume"
+    ((whole, again),) = run_ranks(1, run_script, arguments("fsdp", *saving, "checkpoint.every_steps=2"), arguments("fsdp", *saving))
     assert "after 4 updates" in whole
     assert "holds a finished run" in again
     for newest in (tmp_path / "run").glob("step-*4"):
         shutil.rmtree(newest)
-    run_ranks(1, run_script, arguments("deepspeed", saving))
+    run_ranks(1, run_script, arguments("deepspeed", *saving))
     one, other = (TrainingCurve.read(tmp_path / f"{backend}.json").losses for backend in ("fsdp", "deepspeed"))
     assert other == pytest.approx(one[2:], rel=1e-6)
 

@@ -85,7 +85,8 @@ def _checkpoints(draw: st.DrawFn) -> Any:
     if directory is None:
         return fields
     signals = st.lists(st.sampled_from(("SIGTERM", "SIGUSR1", "usr2", "sigint", "HUP")), max_size=2)
-    fields |= draw(some(every_steps=positive, every_minutes=st.floats(0.01, 525_600), on_signal=signals))
+    existing = st.sampled_from(("error", "resume", "new"))
+    fields |= draw(some(every_steps=positive, every_minutes=st.floats(0.01, 525_600), on_signal=signals, on_existing=existing))
     return {"dir": directory, **fields} if fields else directory
 
 

@@ -17,7 +17,7 @@ from unishard.errors import CheckpointError
 
 __all__ = ["Comparison", "Fact", "TensorDifference", "compare", "to_read"]
 
-_INCIDENTAL = {"written", "versions", "files", "tensors", "norms", "crc32"}
+_INCIDENTAL = {"run", "commit", "written", "versions", "files", "tensors", "norms", "crc32"}
 """Fields that depend on when and how the checkpoint was written, or that follow from the tensors."""
 _STRIDE = 1 << 19
 """Elements compared at once."""

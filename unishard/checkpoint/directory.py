@@ -1,6 +1,7 @@
 """Creates, commits, replaces and deletes checkpoint directories under a root.
 
     <root>/step-00000030/            a checkpoint; complete when it has a manifest
+    <root>/step-00000030-1f3a9c2e/   one of the run 1f3a9c2e, which began beside checkpoints of another run
     <root>/latest                    one line: the name of the last committed checkpoint
     <root>/.tmp-step-00000040-*      being written
     <root>/.old-step-00000030-*      step 30, between the two renames that replace it by a new checkpoint of the same step
@@ -37,6 +38,7 @@ from unishard.checkpoint.finding import (
     name_of,
     set_aside,
 )
+from unishard.checkpoint.headers import header_of
 from unishard.checkpoint.manifest import Manifest
 from unishard.errors import CheckpointError
 
@@ -58,13 +60,18 @@ __all__ = [
 ]
 
 
-def begin(root: Path, step: int) -> Path:
+def begin(root: Path, step: int, beside: str = "") -> Path:
     """Create the temporary directory of a checkpoint, and the root if it does not exist.
+
+    Args:
+        root: The folder of the checkpoints.
+        step: The step.
+        beside: As in `name_of`.
 
     Raises:
         CheckpointError: It cannot be created.
     """
-    temporary = root / _hidden("tmp", step)
+    temporary = root / _hidden("tmp", name_of(step, beside))
     with _os_errors(root, "cannot create a checkpoint here", "choose a writable folder"):
         root.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -85,7 +92,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         fsync(folder)
 
 
-def commit(temporary: Path, root: Path, step: int) -> Path:
+def commit(temporary: Path, root: Path, step: int, beside: str = "") -> Path:
     """Rename a complete checkpoint to its final name and update `latest`.
 
     A checkpoint of the same step is replaced, by two renames. Between them the old one has a name that begins with `.old-`, which
@@ -95,6 +102,7 @@ def commit(temporary: Path, root: Path, step: int) -> Path:
         temporary: From `begin`, complete; the manifest was written last.
         root: As passed to `begin`.
         step: As passed to `begin`.
+        beside: As passed to `begin`.
 
     Returns:
         The final directory.
@@ -104,30 +112,30 @@ def commit(temporary: Path, root: Path, step: int) -> Path:
     """
     if not is_checkpoint(temporary):
         raise CheckpointError(f"{temporary}: has no {manifests.FILE}; write the manifest before the commit")
-    final = root / name_of(step)
+    final = root / name_of(step, beside)
     with _os_errors(root, f"cannot rename the checkpoint of step {step}", "earlier checkpoints are unchanged"):
         fsync(temporary)
         if os.path.lexists(final):
-            final.rename(root / _hidden("old", step))
+            final.rename(root / _hidden("old", final.name))
         temporary.rename(final)
         fsync(root)
         _point(root, final.name)
     for old in set_aside(root):
-        if old.step == step:
+        if old.name == final.name:
             discard(old.path)
     return final
 
 
 def prune(root: Path, keep_last: int | None, keep_every: int | None, keep: Path) -> list[Path]:
-    """Delete checkpoints according to the retention settings. Only called after a commit.
+    """Delete checkpoints of a run according to the retention settings. Only called after a commit.
 
-    Never deletes `keep`, the checkpoint that `latest` returns, or a directory whose manifest cannot be read.
+    Never deletes `keep`, the checkpoint that `latest` returns, a checkpoint of another run, or a directory whose manifest cannot be read.
 
     Args:
         root: Where the checkpoints are.
-        keep_last: How many of the most recently written to keep; None keeps all.
+        keep_last: How many of the run's most recently committed to keep; None keeps all.
         keep_every: Steps that are multiples of it are always kept.
-        keep: The checkpoint just committed.
+        keep: The checkpoint just committed, of the run whose checkpoints may be deleted.
 
     Returns:
         The deleted directories.
@@ -135,9 +143,10 @@ def prune(root: Path, keep_last: int | None, keep_every: int | None, keep: Path)
     Raises:
         CheckpointError: A checkpoint cannot be deleted.
     """
-    if keep_last is None:
+    own = header_of(keep)
+    if keep_last is None or own is None:
         return []
-    ages = {found: age for found in checkpoints(root) if (age := age_of(found)) is not None}
+    ages = {found: age for found in checkpoints(root) if (age := age_of(found)) is not None and _run_of(found) == own.run}
     order = sorted(ages, key=lambda found: ages[found])
     kept = {keep, latest(root)}
     deleted = []
@@ -148,6 +157,11 @@ def prune(root: Path, keep_last: int | None, keep_every: int | None, keep: Path)
     return deleted
 
 
+def _run_of(found: FoundCheckpoint) -> str | None:
+    header = header_of(found.path)
+    return header.run if header else None
+
+
 def discard(folder: Path) -> None:
     """Delete a directory under a root. It is renamed first, so a half-deleted one is never taken for a checkpoint.
 
@@ -155,8 +169,10 @@ def discard(folder: Path) -> None:
         CheckpointError: It cannot be deleted.
     """
     with _os_errors(folder, "cannot be deleted", "delete it manually"):
-        if (named := STEP.search(folder.name)) and not folder.name.startswith(".trash-"):
-            folder = folder.rename(folder.with_name(_hidden("trash", int(named[1]))))
+        left_over = LEFT_OVER.fullmatch(folder.name)
+        name = left_over["name"] if left_over else folder.name
+        if STEP.fullmatch(name or "") and not folder.name.startswith(".trash-"):
+            folder = folder.rename(folder.with_name(_hidden("trash", name)))
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         else:
@@ -176,7 +192,7 @@ def clean(root: Path, but: Path | None = None) -> None:
         CheckpointError: Something cannot be deleted.
     """
     for old in set_aside(root):
-        final = root / name_of(old.step)
+        final = root / old.name
         if not is_checkpoint(final):
             if os.path.lexists(final):
                 discard(final)
@@ -187,8 +203,8 @@ def clean(root: Path, but: Path | None = None) -> None:
             discard(root / entry)
 
 
-def _hidden(kind: str, step: int) -> str:
-    return f".{kind}-{name_of(step)}-{uuid4().hex}"
+def _hidden(kind: str, name: str) -> str:
+    return f".{kind}-{name}-{uuid4().hex}"
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unishard.checkpoint import manifest as manifests
+from unishard.checkpoint.headers import header_of
 from unishard.errors import CheckpointError
 
 __all__ = [
@@ -23,15 +24,16 @@ __all__ = [
     "latest",
     "locate",
     "name_of",
+    "next_commit",
     "set_aside",
 ]
 
 LATEST = "latest"
 """The file that names the last committed checkpoint."""
-LEFT_OVER = re.compile(r"\.(?P<kind>tmp|old|trash)-step-(?P<step>\d{8,})-[0-9a-f]{32}|\.latest-[0-9a-f]{32}")
+STEP = re.compile(r"step-(?P<step>\d{8,})(?:-(?P<run>[0-9a-f]{8}))?")
+"""The name of a checkpoint; with the run if it began beside checkpoints of another one."""
+LEFT_OVER = re.compile(r"\.(?P<kind>tmp|old|trash)-(?P<name>step-(?P<step>\d{8,})(?:-[0-9a-f]{8})?)-[0-9a-f]{32}|\.latest-[0-9a-f]{32}")
 """Names of temporary directories and files: being written, replaced or deleted."""
-STEP = re.compile(r"step-(\d{8,})")
-"""The name of a checkpoint."""
 
 
 class FoundCheckpoint(NamedTuple):
@@ -40,11 +42,18 @@ class FoundCheckpoint(NamedTuple):
     path: Path
     """Its directory."""
     step: int
+    name: str
+    """The name of its directory, also while that has another one because it is being replaced."""
 
 
-def name_of(step: int) -> str:
-    """The name of the directory of a step's checkpoint."""
-    return f"step-{step:08d}"
+def name_of(step: int, beside: str = "") -> str:
+    """The name of the directory of a step's checkpoint.
+
+    Args:
+        step: The step.
+        beside: The run, if it began beside checkpoints of another one, which may have the same steps.
+    """
+    return f"step-{step:08d}" + (f"-{beside}" if beside else "")
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -58,10 +67,11 @@ def checkpoints(root: Path) -> list[FoundCheckpoint]:
     Raises:
         CheckpointError: The root is a file, or cannot be read.
     """
-    named = {int(match[1]): root / entry for entry in entries(root) if (match := STEP.fullmatch(entry))}
-    found = {old.step: old.path for old in set_aside(root)}
-    found |= {step: path for step, path in named.items() if is_checkpoint(path)}
-    return [FoundCheckpoint(found[step], step) for step in sorted(found)]
+    found = {old.name: old for old in set_aside(root)}
+    for entry in entries(root):
+        if (match := STEP.fullmatch(entry)) and is_checkpoint(root / entry):
+            found[entry] = FoundCheckpoint(root / entry, int(match["step"]), entry)
+    return sorted(found.values(), key=lambda each: (each.step, each.name))
 
 
 def incomplete(root: Path) -> list[str]:
@@ -77,19 +87,43 @@ def incomplete(root: Path) -> list[str]:
 def latest(root: Path) -> Path | None:
     """The checkpoint to resume from; None if there is none.
 
-    This is the one named in `latest`, which need not be the highest step: a run may have resumed from an earlier one. A checkpoint of
-    a higher step that was written later takes precedence, because the run was killed before it could update `latest`. If `latest`
-    names no complete checkpoint, this is the most recently written one.
+    This is the one that was committed last, which need not have the highest step: a run may have resumed from an earlier one, or have
+    begun beside an older run. The file `latest` names it, unless the run was killed before it could update that file.
+
+    Checkpoints of earlier versions are not numbered. Of these it is the one that `latest` names, or one of a higher step that was written
+    later; if `latest` names no complete checkpoint, the most recently written one.
 
     Raises:
         CheckpointError: The root is a file, or cannot be read.
     """
-    found = checkpoints(root)
-    named = next((each for each in found if each.step == _named(root)), None)
-    candidates = [each for each in found if named is None or each.step >= named.step]
-    if len(candidates) > 1:
-        candidates.sort(key=lambda each: age_of(each) or ("", each.step))
-    return candidates[-1].path if candidates else None
+    candidates = checkpoints(root)
+    pointed = _named(root)
+    named = next((each for each in candidates if each.name == pointed), None)
+    if named is not None:
+        header = header_of(named.path)
+        if header is None:  # damaged, so nothing tells which ones are newer
+            candidates = [each for each in candidates if each.step >= named.step]
+        elif not header.commit:
+            candidates = [each for each in candidates if each.step >= named.step or _commit_of(each)]
+    return max(candidates, key=_order_of).path if candidates else None
+
+
+def next_commit(root: Path) -> int:
+    """The number of the next commit.
+
+    Raises:
+        CheckpointError: The root is a file, or cannot be read.
+    """
+    return 1 + max(map(_commit_of, checkpoints(root)), default=0)
+
+
+def _commit_of(found: FoundCheckpoint) -> int:
+    header = header_of(found.path)
+    return header.commit if header else 0
+
+
+def _order_of(found: FoundCheckpoint) -> tuple[int, str, int]:
+    return age_of(found) or (0, "", found.step)
 
 
 def locate(where: Path, which: str | int = LATEST) -> Path:
@@ -108,7 +142,11 @@ def locate(where: Path, which: str | int = LATEST) -> Path:
         raise CheckpointError(f"{where}: no such folder; give a checkpoint, or the folder that holds checkpoints")
     found = checkpoints(where)
     step = re.fullmatch(r"(?:step-)?(\d+)", str(which))
-    path = latest(where) if which == LATEST else next((each.path for each in found if step and each.step == int(step[1])), None)
+    if which == LATEST:
+        path = latest(where)
+    else:
+        meant = [each for each in found if each.name == which or (step and each.step == int(step[1]))]
+        path = max(meant, key=_order_of).path if meant else None  # of several runs the newest
     if path is None:
         there = ", ".join(str(each.step) for each in found)
         at = f" at step {step[1].lstrip('0') or 0}" if step else "" if which == LATEST else f" named {which!r}"
@@ -128,7 +166,7 @@ def _hint(where: Path) -> str:
 def set_aside(root: Path) -> list[FoundCheckpoint]:
     """The complete checkpoints that were being replaced by new ones of the same step."""
     matches = [match for match in map(LEFT_OVER.fullmatch, entries(root)) if match and match["kind"] == "old"]
-    return [FoundCheckpoint(root / match[0], int(match["step"])) for match in matches if is_checkpoint(root / match[0])]
+    return [FoundCheckpoint(root / match[0], int(match["step"]), match["name"]) for match in matches if is_checkpoint(root / match[0])]
 
 
 def entries(root: Path) -> list[str]:
@@ -145,18 +183,16 @@ def entries(root: Path) -> list[str]:
         raise CheckpointError(f"{root}: cannot be read ({error.strerror}); give the folder that holds checkpoints") from error
 
 
-def _named(root: Path) -> int | None:
-    """The step named in the file `latest`, whether or not its checkpoint exists."""
+def _named(root: Path) -> str | None:
+    """The name in the file `latest`, whether or not its checkpoint exists."""
     try:
         match = STEP.fullmatch((root / LATEST).read_text(encoding="utf-8", errors="replace").strip())
     except OSError:
         return None
-    return int(match[1]) if match else None
+    return match[0] if match else None
 
 
-def age_of(found: FoundCheckpoint) -> tuple[str, int] | None:
-    """Sort key: when the checkpoint was written; None if its manifest cannot be read."""
-    try:
-        return manifests.read(found.path).written, found.step
-    except CheckpointError:
-        return None
+def age_of(found: FoundCheckpoint) -> tuple[int, str, int] | None:
+    """Sort key: the order of commits, and of unnumbered ones the time of writing; None if the manifest cannot be read."""
+    header = header_of(found.path)
+    return None if header is None else (header.commit, header.written, found.step)

@@ -121,6 +121,10 @@ class Manifest(_Facts):
     """Versions of unishard, python, torch and the engine's package."""
     step: int
     """Completed accumulation windows, including skipped ones."""
+    run: str | None = None
+    """The run that saved it, 8 hexadecimal digits: made at its first save, the same after a resume. None if unknown."""
+    commit: int | None = None
+    """Number of this commit under its root: the highest is the newest checkpoint. None if unknown."""
     world_size: int
     """Ranks that wrote it."""
     config: dict[str, Any] | None = None

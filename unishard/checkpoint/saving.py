@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.checkpoint import directory, shared_folder
+from unishard.checkpoint import directory, finding, shared_folder
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
@@ -40,10 +40,14 @@ class Snapshot(NamedTuple):
     """The fields of the manifest that are known before writing. Only rank 0's are used."""
     assets: Mapping[str, bytes]
     """Small files to include, by their path in the checkpoint. Only rank 0's are used."""
+    run: str | None = None
+    """The run, which the manifest names. Only rank 0's is used."""
+    beside: bool = False
+    """Whether the run began beside checkpoints of another one, so that the name of the checkpoint must name it. Only rank 0's is used."""
 
 
 class Retention(NamedTuple):
-    """Which checkpoints are kept."""
+    """Which checkpoints of a run are kept."""
 
     keep_last: int | None = None
     """Number of the newest checkpoints to keep; None for all."""
@@ -74,7 +78,8 @@ def save(
         CheckpointError: On every rank: it could not be written, or the ranks do not share the folder. Earlier checkpoints are unchanged.
             A rank on which a KeyboardInterrupt or SystemExit was raised raises that.
     """
-    temporary = on_first(group, lambda: directory.begin(root, snapshot.step))
+    beside = snapshot.run or "" if snapshot.beside else ""
+    temporary = on_first(group, lambda: directory.begin(root, snapshot.step, beside))
     try:
         shared_folder.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
         written = write(temporary, snapshot.stretches, ties=snapshot.ties, group=group, advance=advance)
@@ -84,8 +89,8 @@ def save(
             shared_folder.unmark(temporary)
             shared_folder.require_complete(temporary, written.files)
             files = _write_assets(temporary, snapshot.assets)
-            directory.write_manifest(temporary, _manifest(snapshot, written, files))
-            complete = directory.commit(temporary, root, snapshot.step)
+            directory.write_manifest(temporary, _manifest(snapshot, written, files, finding.next_commit(root)))
+            complete = directory.commit(temporary, root, snapshot.step, beside)
             directory.prune(root, retention.keep_last, retention.keep_every, complete)
             return complete
 
@@ -127,7 +132,7 @@ def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[
     return {name: (len(data), zlib.crc32(data)) for name, data in assets.items()}
 
 
-def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[int, int]]) -> Manifest:
+def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[int, int]], commit: int) -> Manifest:
     facts = summary_of(written._replace(files={**written.files, **assets}), snapshot.facts["buffers"])
     _logger.info("saved step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in facts["norms"].items()))
-    return Manifest(**snapshot.facts, **facts, step=snapshot.step, ties=dict(snapshot.ties))
+    return Manifest(**snapshot.facts, **facts, step=snapshot.step, run=snapshot.run, commit=commit, ties=dict(snapshot.ties))

@@ -43,13 +43,19 @@ class Checkpoint(Section):
     dir: str | None = Field(default=None)
     """Directory of the run's checkpoints, one subdirectory each. `engine.save()` writes there and `engine.load("latest")` reads from it.
     It must be shared by all ranks on all nodes. `null`: nothing is saved automatically, and `engine.save(dir)` needs a directory."""
+    on_existing: Literal["error", "resume", "new"] = Field(default="error")
+    """What a run does if `dir` holds checkpoints of another run already. `resume`: `prepare` resumes from the newest one, and
+    `engine.resumed` says where; the first time, when there is none, a new run begins. `error`: the first update is an error unless the
+    script has called `engine.load("latest")`. `new`: a new run begins beside the others; the names of its checkpoints end with its id,
+    theirs are never deleted, and `latest` is the newest of all. Loading a checkpoint of another directory begins a new run, too."""
     every_steps: int | None = Field(default=None, ge=1)
     """Save after every N optimizer steps, counted from the start of the training: at steps 500, 1000, ... also after a resume.
     `null`: never by steps."""
     every_minutes: float | None = Field(default=None, gt=0, le=525_600, allow_inf_nan=False)
     """Save after the first optimizer step once this many minutes have passed since the last checkpoint. `null`: never by time."""
     keep_last: int | None = Field(default=None, ge=1)
-    """How many of the newest checkpoints in `dir` to keep. Older ones are deleted once a newer one is complete. `null` keeps all."""
+    """How many of the run's newest checkpoints to keep. Older ones are deleted once a newer one is complete; those of other runs are
+    never deleted. `null` keeps all."""
     keep_every: int | None = Field(default=None, ge=1)
     """Checkpoints whose step is a multiple of this are never deleted. Needs `keep_last`, because nothing is deleted without it."""
     async_save: bool = Field(default=False)
@@ -74,6 +80,8 @@ class Checkpoint(Section):
             asked = ("every_steps", "every_minutes", "on_signal")
             what = "needs a directory to save in; set checkpoint.dir, or remove it"
             problems += [(field, what) for field in asked if getattr(self, field)]
+            if self.on_existing != "error":
+                problems.append(("on_existing", what))
         if self.keep_every is not None and self.keep_last is None:
             what = "is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"
             problems.append(("keep_every", what))

@@ -54,6 +54,9 @@ def prepare(
 
     Any number of models can be prepared in one process, in any order, each with its own config.
 
+    With `checkpoint.on_existing: resume` and `train=True`, the run then resumes from the newest checkpoint in `checkpoint.dir`, if there
+    is one: `engine.resumed`.
+
     Args:
         model: Any module, on any device, in fp32, bf16 or fp16: full, or as `unishard.init` or `unishard.from_pretrained` leaves it.
             It is sharded in place, after its trainable parameters are cast to `precision.master`.
@@ -76,6 +79,7 @@ def prepare(
 
     Raises:
         BackendError: The backend is unknown, or its packages are not installed.
+        CheckpointError: With `checkpoint.on_existing: resume`, the newest checkpoint cannot be loaded, as in `Engine.load`.
         ConfigError: The backend or the number of ranks does not support the config, the config has an optimizer or scheduler
             in addition to the one passed, or the one passed would not train the model as configured.
         ModelError: The model cannot be sharded as configured.
@@ -103,7 +107,18 @@ def prepare(
         return Engine(cfg, adapter, model_class=model_class)
     engine = Engine(cfg, adapter, model_class=model_class, group_names=setup.groups, scheduler=setup.scheduler)
     torch.manual_seed(cfg.training.seed + topology.rank)
+    if cfg.checkpoint.dir is not None and cfg.checkpoint.on_existing == "resume":
+        _resume(engine)
     return engine
+
+
+def _resume(engine: Engine) -> None:
+    """Load the newest checkpoint of `checkpoint.dir`, if it holds one. Collective."""
+    try:
+        engine.load("latest")
+    except BaseException as error:
+        engine.__exit__(type(error), error, None)
+        raise
 
 
 class _Plan(NamedTuple):

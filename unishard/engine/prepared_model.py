@@ -100,6 +100,11 @@ class PreparedModel:
         """The factor by which the loss is multiplied before backward and gradients are divided after it; 1.0 except in fp16."""
         return LossScale(self._cfg.precision).value if self._accumulation is None else self._accumulation.loss_scale.value
 
+    @property
+    def resumed(self) -> Resumed | None:
+        """The result of the last `load`, also of the one in `prepare` (`checkpoint.on_existing: resume`); None for a new run."""
+        return self._checkpoints.resumed
+
     def placement(self) -> Placement:
         """What the engine holds, read from its live tensors."""
         return self._adapter.placement()
@@ -228,7 +233,8 @@ class PreparedModel:
 
         Raises:
             CheckpointError: On every rank: it could not be written, `state` contains something else, or, with
-                `checkpoint.async_save`, the previous save failed.
+                `checkpoint.async_save`, the previous save failed; or this is the first save in `checkpoint.dir` and it holds
+                another run (`checkpoint.on_existing: error`).
             ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, no directory is set, or
                 another open engine of this process saves there.
             RankMismatchError: Another rank did not call it.

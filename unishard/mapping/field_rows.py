@@ -83,6 +83,9 @@ def saved_by_script(call: str) -> dict[str, Rule]:
     null = "null"
     return {
         "checkpoint.dir": write(f"the directory of {call}", lambda cfg: cfg.checkpoint.dir is None, null),
+        "checkpoint.on_existing": write(
+            f"look in that directory before {call} is called the first time", lambda cfg: cfg.checkpoint.on_existing == "error", "error"
+        ),
         "checkpoint.every_steps": write(
             f"{call} whenever the number of updates is a multiple of it", lambda cfg: cfg.checkpoint.every_steps is None, null
         ),

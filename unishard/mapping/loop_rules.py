@@ -49,6 +49,7 @@ LOOP: Mapping[str, Rule] = {
     "communication.desync_timeout": loop("how long that check waits, in seconds"),
     "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
     "checkpoint.dir": loop("each rank writes the parts that it holds, under the names that parameters have in the model"),
+    "checkpoint.on_existing": loop("`resume` in `prepare`, the check before the first update"),
     "checkpoint.every_steps": loop("counts updates, at the end of a window"),
     "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
     "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),

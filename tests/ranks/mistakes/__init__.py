@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from mistakes.checkpoints import CHECKPOINTS
 from mistakes.configs import CONFIGS
 from mistakes.damage import DAMAGE
 from mistakes.data import DATA
 from mistakes.loop import LOOP
 
-SUBJECTS = (CONFIGS, LOOP, DATA, DAMAGE)
+SUBJECTS = (CONFIGS, LOOP, DATA, CHECKPOINTS, DAMAGE)

@@ -44,6 +44,9 @@ class Accumulation:
         """Run the forward of one micro-batch in training mode."""
         order = self._order
         order.enter("forward")
+        if order.before_update is not None:
+            order.before_update()
+            order.before_update = None
         self.adapter.begin(last=order.last)
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE

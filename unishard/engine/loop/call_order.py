@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 
@@ -54,6 +55,8 @@ class CallOrder:
         """Whether `engine.frozen()` is open."""
         self.progress: Progress | None = None
         """The progress bar of the current loop."""
+        self.before_update: Callable[[], None] | None = None
+        """A check to make once, in the next forward that begins an update; collective."""
 
     @property
     def last(self) -> bool:

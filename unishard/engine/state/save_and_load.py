@@ -18,6 +18,7 @@ from unishard.distributed.interrupts import deferred
 from unishard.distributed.on_ranks import on_first
 from unishard.engine.results import Resumed
 from unishard.engine.state.autosave import EXIT_CODE, Autosave
+from unishard.engine.state.lineage import Lineage, RunName
 from unishard.engine.state.restore import restore
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import take_snapshot
@@ -42,7 +43,12 @@ class SaveAndLoad:
         self._background = Background(ready=self._cfg.async_save)
         self._autosave = Autosave(self._cfg, run.adapter.device) if run.accumulation is not None else None
         self._state_to_save: Callable[[], Any] | None = None
-        self._first_save = True
+        self._dir = None if self._cfg.dir is None else Path(self._cfg.dir).absolute()  # now: the script may change its directory later
+        self._lineage = Lineage(self._dir, self._cfg.on_existing)
+        self._cleaned: set[Path] = set()
+        self.resumed: Resumed | None = None
+        """The last load."""
+        self._check_before_update()
 
     @deferred()
     @without_collections()
@@ -52,22 +58,29 @@ class SaveAndLoad:
         order.require_boundary("save")
         place = self._directory(root, "save")
         self._claim(place)
-        order.meet("save", f", to {place}")
+        order.meet("save", f", to {root or self._cfg.dir}")
         group = process_group.host_group()
         self._background.wait()
         self._run.adapter.settle()
         snapshot = take_snapshot(self._run, state, group)
         if self._autosave is not None:
             self._autosave.saved()
+        name = on_first(group, lambda: self._begin(place, snapshot.step))
+        snapshot = snapshot._replace(run=name.run, beside=name.beside)
         retention = Retention(self._cfg.keep_last, self._cfg.keep_every)
-        if self._first_save:
-            self._first_save = False
-            on_first(group, lambda: directory.clean(place))
         if self._cfg.async_save:
             copy = self._background.stage(snapshot)
             self._background.start(lambda own: save(place, copy, retention, own))
-            return place / finding.name_of(snapshot.step)
+            return place / finding.name_of(snapshot.step, name.run if name.beside else "")
         return save(place, snapshot, retention, group)
+
+    def _begin(self, root: Path, step: int) -> RunName:
+        """Rank 0: the run under which a step is saved; before the first save in a directory, clean up after a killed run."""
+        name = self._lineage.name(root, step)
+        if root not in self._cleaned:
+            directory.clean(root)
+            self._cleaned.add(root)
+        return name
 
     def on_save(self, state: Callable[[], Any]) -> None:
         """Set the user state for automatic saves."""
@@ -93,8 +106,8 @@ class SaveAndLoad:
         if verify not in ("files", "bits", None):
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
         newest = source == "latest"
-        place = self._directory(None, "load") if newest else Path(source)
-        order.meet("load", f", from {place}, strict={strict}, verify={verify}, data={data}")
+        place = self._directory(None if newest else source, "load")
+        order.meet("load", f", from {self._cfg.dir if newest else source}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self._background.wait()
         folder = on_first(group, lambda: finding.latest(place) if newest else finding.locate(place, "latest"))
@@ -102,7 +115,16 @@ class SaveAndLoad:
             if dist.get_rank() == 0:
                 _logger.info("no checkpoint in %s; training starts from the beginning", place)
             return None
-        return restore(self._run, folder, group, strict=strict, verify=verify, data=data)
+        self.resumed = restore(self._run, folder, group, strict=strict, verify=verify, data=data)
+        if dist.get_rank() == 0:
+            self._lineage.resumed(folder)
+        self._check_before_update()
+        return self.resumed
+
+    def _check_before_update(self) -> None:
+        """Before the next update, check that `checkpoint.dir` holds no other run."""
+        if self._dir is not None and self._run.accumulation is not None:
+            self._run.order.before_update = lambda: on_first(process_group.host_group(), self._lineage.admit)
 
     def export(self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any) -> Path:
         """Export the weights in Hugging Face's layout."""
@@ -140,9 +162,10 @@ class SaveAndLoad:
             )
 
     def _directory(self, given: str | Path | None, call: str) -> Path:
-        chosen = self._cfg.dir if given is None else given
-        if chosen is None:
+        if given is not None:
+            return Path(given).absolute()
+        if self._dir is None:
             raise ContractError(
                 f"{call} needs a directory; pass one, as in engine.{call}('checkpoints'), or set checkpoint.dir in the config"
             )
-        return Path(chosen)
+        return self._dir
