@@ -157,11 +157,11 @@ CORE_PATCHES = by_name(
     ),
     Patch(
         name="buffers-in-files",
-        case="A checkpoint or an export of a model that has buffers",
+        case="A checkpoint or an export of a model that has buffers, and its evaluation on several ranks,",
         names=("torch.nn:Module._non_persistent_buffers_set",),
         versions="torch 2.11 to 2.15",
         link=f"{_TORCH}/nn/modules/module.py#L2162",
-        instead="train without checkpoints and exports, or save and load with one of these versions",
+        instead="set training.buffers to local and train without checkpoints and exports, or use one of these versions",
     ),
     Patch(
         name="export-conversions",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.mapping.field_rows import none, saved_by_script, unlooked, write
+from unishard.mapping.field_rows import BUFFERS, none, saved_by_script, unlooked, write
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule
 
 __all__ = ["BY_SCRIPT"]
@@ -49,6 +49,7 @@ BY_SCRIPT: Mapping[str, Rule] = {
         "without accumulation",
         "every window is full",
     ),
+    "training.buffers": BUFFERS,
     "training.seed": write("torch.manual_seed(...), and the generator of the sampler"),
     "optimizer.name": write("build it after fully_shard"),
     "optimizer.lr": write("argument of the optimizer"),

@@ -43,6 +43,7 @@ def item(outcome: Outcome, key: str) -> Any:
         ({"optimizer": "adamw_bnb_8bit"}, {"optimizer.name": "adamw"}),
         ({"optimizer": "sgd", "optim_args": {"momentum": 0.9}}, {"optimizer.name": "sgd", "optimizer.momentum": 0.9}),
         ({"weight_decay": 0.1}, {"optimizer.weight_decay": 0.1, "optimizer.no_decay": [NO_DECAY]}),
+        ({"ddp_broadcast_buffers": False}, {"training.buffers": "local"}),
         ({"max_grad_norm": 0.3}, {"training.gradient_clipping": 0.3}),
         ({"lr_scheduler": "constant_with_warmup", "warmup_steps": 5}, {"scheduler.name": "constant", "scheduler.warmup_steps": 5}),
         ({"max_steps": 50, "cosine_min_lr_ratio": 0.1}, {"scheduler.name": "cosine", "scheduler.min_lr_ratio": 0.1}),

@@ -67,6 +67,8 @@ def of(document: dict[str, Any], key: str, to: str = "unishard") -> Any:
         ({"gradient_checkpointing": True}, {"activation_checkpointing": "full"}),
         ({"torch_compile_backend": "aot_eager"}, {"compile.mode": "full", "compile.backend": "aot_eager"}),
         ({"seed": 7}, {"training.seed": 7}),
+        ({"ddp_broadcast_buffers": True}, {"training.buffers": "rank0"}),
+        ({"ddp_broadcast_buffers": "false"}, {"training.buffers": "local"}),
         ({"fsdp": "full_shard auto_wrap"}, {"backend": "fsdp", "sharding.strategy": "full_shard"}),
         ({"fsdp": ["shard_grad_op"]}, {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": False}),
         ({"fsdp": "full_shard offload"}, {"offload.params": "cpu", "offload.optimizer": "cpu"}),

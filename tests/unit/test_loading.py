@@ -213,7 +213,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "unknown field, far",
         "training:\n  quux: 3\n",
         [
-            "c.yaml:2: training.quux: unknown field; known here: micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, seed",
+            "c.yaml:2: training.quux: unknown field; known here: micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed",
         ],
     ),
     (
@@ -221,14 +221,14 @@ BAD: list[tuple[str, str, list[str]]] = [
         "sharding:\ntraining:\n",
         [
             "c.yaml:1: sharding: is empty; write fields below it (strategy, group_size, reshard_after_forward, units, min_unit_params, conditional_modules) or remove it",
-            "c.yaml:2: training: is empty; write fields below it (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, seed) or remove it",
+            "c.yaml:2: training: is empty; write fields below it (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed) or remove it",
         ],
     ),
     (
         "value for a section",
         "training: 3\n",
         [
-            "c.yaml:1: training: must be a section of fields (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, seed), got 3",
+            "c.yaml:1: training: must be a section of fields (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed), got 3",
         ],
     ),
     (

@@ -29,5 +29,9 @@ class Training(Section):
     last_window: Literal["step", "drop"] = Field(default="step")
     """What happens to micro-batches at the end of the data that do not fill an accumulation window: `step` averages over
     them, `drop` skips them."""
+    buffers: Literal["sync", "rank0", "local"] = Field(default="sync")
+    """What happens to buffers that ranks have changed by their own data, such as the running statistics of BatchNorm, when the model is
+    put in evaluation mode, saved or exported: `sync` averages them over the ranks (integers are rank 0's), `rank0` sends rank 0's to all
+    ranks, `local` leaves each rank its own, and checkpoints have rank 0's. Buffers that are not persistent are left alone."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the data order and, plus the rank, of torch's random numbers after `prepare`."""

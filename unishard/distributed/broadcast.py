@@ -1,4 +1,7 @@
-"""Makes all ranks start from rank 0's model: FSDP2 sends nothing and DeepSpeed no buffers, so other seeds would train a chimera."""
+"""Makes tensors equal on all ranks.
+
+All ranks start from rank 0's model: FSDP2 sends nothing and DeepSpeed no buffers, so other seeds would train a chimera.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["broadcast"]
+__all__ = ["average", "broadcast"]
 
 _BUCKET_BYTES = 8 * 2**20
 _LARGE_BYTES = 2**20
@@ -36,6 +39,24 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: a backend need not know the dtype
             if dist.get_rank() == 0:
                 continue
+            for tensor, piece in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.detach().copy_(piece.view(tensor.shape))
+
+
+def average(tensors: Iterable[Tensor]) -> None:
+    """Overwrite floating-point tensors with their mean over the ranks, computed in fp32 or fp64, in place. Collective.
+
+    Args:
+        tensors: The same shapes, dtypes, order and device on every rank.
+    """
+    if dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for bucket in _buckets(tensors):
+            wide = torch.promote_types(bucket[0].dtype, torch.float32)
+            flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
             for tensor, piece in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.detach().copy_(piece.view(tensor.shape))
 

@@ -40,6 +40,7 @@ class Engine(PreparedModel):
             ContractError: The engine is closed, or the model is in training mode inside a `lockstep` block.
         """
         self._order.require_open("forward")
+        self._buffers.stale = self._buffers.stale or self.module.training
         if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
             self._order.enter("forward", ", frozen")
             return self.module(*args, **kwargs)
@@ -155,7 +156,9 @@ class Engine(PreparedModel):
             return float(total.item() / dist.get_world_size())
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model to training or evaluation mode.
+        """Set the model to training or evaluation mode. Collective.
+
+        The first evaluation after training makes buffers that differ between ranks equal, as `training.buffers` says.
 
         Args:
             mode: False for evaluation mode.
@@ -163,11 +166,13 @@ class Engine(PreparedModel):
         if mode:
             self._training("train")
         self._order.require_open("train")
+        if self.module.training and not mode:
+            self._buffers.equalize()
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Set the model to evaluation mode."""
+        """Set the model to evaluation mode. Collective, as `train`."""
         return self.train(False)
 
     def set_trainable(self, names: str | Iterable[str], trainable: bool = True) -> None:

@@ -16,7 +16,7 @@ from unishard.distributed import collective_check, devices, process_group
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.engine import Engine
 from unishard.engine.inference import ReplicaAdapter
-from unishard.engine.model import activation_checkpointing, compilation, materialization
+from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.units import ModelUnits, Unit, units_of
@@ -99,6 +99,7 @@ def prepare(
     activation_checkpointing.apply(plan.recomputed, selective=cfg.activation_checkpointing == "selective")
     compilation.apply(plan.compiled, cfg.compile)
     if train:
+        batch_norm.name_synchronized(model, topology, process_group.device_of(topology))
         devices.use_host_cores(cfg.offload, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
     _verify(adapter, model_class, cfg, plan, topology)

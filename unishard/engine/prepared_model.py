@@ -16,6 +16,7 @@ from unishard.distributed import process_group
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
+from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.trainable import Trainable
@@ -57,7 +58,8 @@ class PreparedModel:
         self._cfg = cfg
         self._adapter = adapter
         self._order = order = CallOrder(cfg, adapter.module, adapter.device)
-        self._evaluation = Evaluation(adapter, order, trains=training is not None)
+        self._buffers = Buffers(cfg, adapter, order)
+        self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
         self._batching = Batching(cfg, adapter.module, adapter.device, order, self._evaluation)
         self._trainable = Trainable(adapter.module)
         tensors = StateTensors(adapter, training)
@@ -70,7 +72,7 @@ class PreparedModel:
             schedule = Schedule(cfg.scheduler, groups) if scheduler is None else TorchSchedule(scheduler, groups)
             self._accumulation = Accumulation(cfg, training, order, schedule)
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
-        run = Run(cfg, adapter, order, tensors, self._batching, self._accumulation, model_class, group_names)
+        run = Run(cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names)
         self._checkpoints = SaveAndLoad(run)
 
     # -- what it is -------------------------------------------------------------------------------------------------------
@@ -220,8 +222,8 @@ class PreparedModel:
         """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`. Collective.
 
         A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing behind. Each
-        rank writes its shards; of buffers that differ between ranks, such as running means, rank 0's are saved. Ctrl-C ends the save
-        only after it is complete, the second one at once.
+        rank writes its shards; buffers that differ between ranks, such as running means, are made equal first (`training.buffers`). Ctrl-C
+        ends the save only after it is complete, the second one at once.
         `checkpoint.keep_last` and `keep_every` are applied afterwards.
 
         Args:

@@ -10,7 +10,7 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
 from unishard.config.nested import Native, nested
 from unishard.config.topology import Topology
-from unishard.mapping.field_rows import NO_FILES, saved_by_script
+from unishard.mapping.field_rows import BUFFERS, NO_FILES, saved_by_script
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, Setting, When, unless
 
 __all__ = ["FALLBACKS", "NOT_FP16", "copied", "exact", "noted", "row", "rows", "when_default"]
@@ -148,6 +148,7 @@ FALLBACKS: Mapping[str, Rule] = {
         ("compile.backend", "pass it to torch.compile"),
     ),
     **_asked(Fit.APPROXIMATE, NO_KEY, ("checkpoint.keep_every", "the tool keeps the newest or all: all are kept")),
+    "training.buffers": BUFFERS,
     "training.nonfinite": row(
         Fit.APPROXIMATE,
         NO_KEY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, When
 
-__all__ = ["NO_FILES", "lost", "moved_together", "none", "saved_by_script", "unless", "unlooked", "write"]
+__all__ = ["BEFORE_EACH_FORWARD", "BUFFERS", "NO_FILES", "lost", "moved_together", "none", "saved_by_script", "unless", "unlooked", "write"]
 
 _WAITS = "affects only time: training waits until the files are written"
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
@@ -37,6 +37,24 @@ def none(note: str, off: Holds | None = None, case: str = "", fit: Fit = Fit.IGN
         fit: What is lost otherwise.
     """
     return Rule(fit, NO_KEY, note, when=(unless(case, off),) if off else ())
+
+
+BEFORE_EACH_FORWARD = "DistributedDataParallel sends them before each forward"
+BUFFERS = Rule(
+    Fit.NEEDS_INPUT,
+    SCRIPT,
+    "broadcast BatchNorm's running statistics from rank 0 before evaluation and saving",
+    when=(
+        unless("local", lambda cfg: cfg.training.buffers == "local"),
+        When(
+            "sync",
+            lambda cfg: cfg.training.buffers == "sync",
+            Fit.IGNORED,
+            "only for models with BatchNorm: average its running statistics before evaluation and saving",
+        ),
+    ),
+)
+"""The row of `training.buffers` where nothing is done about buffers after the start."""
 
 
 def lost(why: str, off: Holds, case: str) -> Rule:

@@ -14,7 +14,7 @@ from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Un
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
 
-__all__ = ["boolean", "drops", "integer", "listed", "number", "one_of", "own", "refuses", "sets", "text"]
+__all__ = ["boolean", "broadcast_buffers", "drops", "integer", "listed", "number", "one_of", "own", "refuses", "sets", "text"]
 
 Convert = Callable[[Any], Any]
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -144,6 +144,14 @@ def sets(
         return Meaning(fit, note, {field: convert(value)}, kept=kept)
 
     return Key(read, field, fit, note, silent)
+
+
+def broadcast_buffers(value: Any, given: Given) -> Meaning:
+    """The argument of DistributedDataParallel that sends rank 0's buffers before each forward."""
+    if not boolean(value):
+        return Meaning(fields={"training.buffers": "local"})
+    note = "DDP sends them before each forward, unishard where they are read: at evaluation and in checkpoints"
+    return Meaning(Fit.EQUIVALENT, note, {"training.buffers": "rank0"})
 
 
 def drops(why: str, *, silent: Any = NOTHING) -> Key:

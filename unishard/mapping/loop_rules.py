@@ -27,6 +27,7 @@ LOOP: Mapping[str, Rule] = {
     "training.gradient_clipping": loop("fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"),
     "training.nonfinite": loop("checks the global norm before the update, the same on every rank"),
     "training.last_window": loop("`step` divides by the true length of the last window, or leaves it out"),
+    "training.buffers": loop("hashes are compared at evaluation and at a save, and persistent buffers that differ made equal"),
     "training.seed": loop("seeds the data order, and each rank's generators after `prepare`"),
     "optimizer.name": loop("built by unishard: torch's own, or Lion of lion-pytorch"),
     "optimizer.lr": _ARGUMENT,

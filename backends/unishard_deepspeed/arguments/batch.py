@@ -10,6 +10,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.express import AUTO
+from unishard.mapping.field_rows import BUFFERS
 from unishard.mapping.key_rows import integer, number
 from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed import fields
@@ -146,5 +147,6 @@ SCRIPT_RULES: Mapping[str, Rule] = {
             ),
         ),
     ),
+    "training.buffers": BUFFERS,
     "training.seed": Rule(Fit.NEEDS_INPUT, SCRIPT, "torch.manual_seed(seed) before the model is built, and the sampler's seed"),
 }

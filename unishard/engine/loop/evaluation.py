@@ -13,6 +13,7 @@ import torch.distributed as dist
 from unishard.data.sampler import ShareSampler
 from unishard.distributed import gather
 from unishard.engine.adapter import InferenceAdapter
+from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.lockstep import Call, Lockstep
 from unishard.engine.model.inputs import tensors_in
@@ -24,9 +25,10 @@ __all__ = ["Evaluation"]
 class Evaluation:
     """Evaluation mode, the same on every engine. Methods implement those of `Engine` with the same names."""
 
-    def __init__(self, adapter: InferenceAdapter, order: CallOrder, *, trains: bool) -> None:
+    def __init__(self, adapter: InferenceAdapter, order: CallOrder, buffers: Buffers, *, trains: bool) -> None:
         self._adapter = adapter
         self._order = order
+        self._buffers = buffers
         self._trains = trains
         self.lockstep_open: Lockstep | None = None
         """Set inside a `lockstep` block."""
@@ -49,6 +51,7 @@ class Evaluation:
             raise ContractError("lockstep is only for evaluation, because ranks without a batch have no gradient; call engine.eval() first")
         if self.lockstep_open is not None:
             raise ContractError("lockstep was entered inside lockstep; use one block")
+        self._buffers.equalize_for_evaluation()
         self._order.enter("lockstep", ", begin")
         self.lockstep_open = lockstep = Lockstep(self._adapter.device)
         try:
@@ -69,6 +72,7 @@ class Evaluation:
     def run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward or `generate` without a graph. Collective."""
         if self.lockstep_open is None:
+            self._buffers.equalize_for_evaluation()
             self._order.enter(kind)
         elif self._adapter.forward_is_collective:
             self._take_turn(self.lockstep_open, kind, (args, kwargs))

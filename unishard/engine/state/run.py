@@ -10,6 +10,7 @@ from unishard.config import Config
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
+from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.state.tensors import StateTensors
 
@@ -24,6 +25,7 @@ class Run:
     adapter: InferenceAdapter
     order: CallOrder
     tensors: StateTensors
+    buffers: Buffers
     batching: Batching
     accumulation: Accumulation | None
     """None for inference."""

@@ -62,6 +62,7 @@ class SaveAndLoad:
         group = process_group.host_group()
         self._background.wait()
         self._run.adapter.settle()
+        self._run.buffers.equalize()
         snapshot = take_snapshot(self._run, state, group)
         if self._autosave is not None:
             self._autosave.saved()
@@ -131,6 +132,7 @@ class SaveAndLoad:
         self._run.order.require_boundary("export")
         self._run.order.meet("export", f", to {folder}")
         self._run.adapter.settle()
+        self._run.buffers.equalize()
         export(
             folder,
             self._run.adapter.module,

@@ -6,6 +6,7 @@ Sources: accelerate 1.15.0, utils/dataclasses.py and utils/fsdp_utils.py. What t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
@@ -13,7 +14,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.formats.fallbacks import exact, noted, row, rows, when_default
-from unishard.mapping.field_rows import moved_together, none, unlooked, write
+from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, moved_together, none, unlooked, write
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["FSDP_RULES", "mixed"]
@@ -195,6 +196,19 @@ _LOOP: Mapping[str, Rule] = {
         NO_KEY,
         "torch steps with infinite or NaN gradients; check what clip_grad_norm_ returns",
         When("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.APPROXIMATE, "GradScaler skips it without an error"),
+    ),
+    "training.buffers": replace(
+        BUFFERS,
+        when=(
+            When(
+                "local with no_shard",
+                lambda cfg: _replicas(cfg) and cfg.training.buffers == "local",
+                Fit.NEEDS_INPUT,
+                "pass DistributedDataParallelKwargs(broadcast_buffers=False) in kwargs_handlers of the Accelerator",
+            ),
+            *BUFFERS.when,
+            When("rank0 with no_shard", _replicas, Fit.EQUIVALENT, BEFORE_EACH_FORWARD),
+        ),
     ),
     "compile.mode": exact(
         "dynamo_config",

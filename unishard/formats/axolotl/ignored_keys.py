@@ -90,9 +90,7 @@ _GROUPS: Mapping[str, str] = {
         "world_size local_rank ddp ddp_timeout use_ray ray_run_name ray_num_workers resources_per_worker axolotl_config_path "
         "capabilities env_capabilities"
     ),
-    "affects only DistributedDataParallel's collectives: losses are the same": (
-        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters"
-    ),
+    "affects only DistributedDataParallel's collectives: losses are the same": "ddp_bucket_cap_mb ddp_find_unused_parameters",
     "affects only memory": "gc_steps torch_empty_cache_steps gc_collect_steps activation_offloading layer_offloading",
     "affects only time and memory: losses are the same": "selective_checkpointing deepcompile torch_compile_options",
     "is about axolotl's command line": "strict",

@@ -34,7 +34,7 @@ NAMES: Mapping[str, str] = {
 _SAME = names(
     "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim_args "
     "optim_target_modules lr_scheduler_kwargs seed tf32 fp16 gradient_checkpointing_kwargs torch_compile torch_compile_backend "
-    "torch_compile_mode neftune_noise_alpha auto_find_batch_size accelerator_config warmup_ratio"
+    "torch_compile_mode ddp_broadcast_buffers neftune_noise_alpha auto_find_batch_size accelerator_config warmup_ratio"
 )
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
 _TORCH = "torch's AdamW: the same algorithm"

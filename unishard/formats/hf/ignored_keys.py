@@ -44,7 +44,7 @@ _GROUPS: Mapping[str, str] = {
         "local_rank ddp_backend ddp_timeout use_cpu no_cuda use_mps_device tpu_num_cores tpu_metrics_debug xpu_backend ray_scope"
     ),
     "affects only DistributedDataParallel's collectives: losses are the same": (
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_static_graph"
     ),
     "tells the script what to run": "do_train do_eval do_predict",
     "chooses kernels of the model's forward, which the training script sets up": "use_liger_kernel liger_kernel_config use_cache",

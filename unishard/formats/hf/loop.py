@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.key_rows import boolean, drops, integer, number, refuses, sets, text
+from unishard.mapping.key_rows import boolean, broadcast_buffers, drops, integer, number, refuses, sets, text
 from unishard.mapping.rules import Fit
 
 __all__ = ["LOOP", "checkpointing", "clipping", "compute", "off"]
@@ -110,6 +110,14 @@ def _parallel(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.UNSUPPORTED, _OBJECT)
 
 
+def _buffers(value: Any, given: Given) -> Meaning:
+    if value is None:
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
+    if any(not off(given.get(engine)) for engine in ("fsdp", "fsdp_config", "fsdp_version", "deepspeed")):
+        return Meaning(Fit.IGNORED, "only used with DistributedDataParallel", kept=True)
+    return broadcast_buffers(value, given)
+
+
 LOOP: Mapping[str, Key] = {
     "per_device_train_batch_size": sets("training.micro_batch_size", integer(1), silent=8),
     "per_gpu_train_batch_size": sets(
@@ -119,6 +127,7 @@ LOOP: Mapping[str, Key] = {
     "max_grad_norm": Key(clipping, "training.gradient_clipping", silent=1.0),
     "auto_find_batch_size": refuses("Trainer finds the batch size by trial; write per_device_train_batch_size", off),
     "average_tokens_across_devices": Key(_tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"),
+    "ddp_broadcast_buffers": Key(_buffers, "training.buffers", Fit.EQUIVALENT),
     "bf16": compute("bf16"),
     "fp16": compute("fp16"),
     "tf32": drops("a torch switch (torch.backends.cuda.matmul.allow_tf32); unishard does not set it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from unishard.config import Config
 from unishard.config.nested import Native, merge
@@ -15,7 +16,7 @@ from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.switches import FSDP_ON, switched_on, without
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
-from unishard.mapping.field_rows import unlooked
+from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, unlooked
 from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["RULES", "written"]
@@ -39,6 +40,10 @@ def _backend(cfg: Config, topology: Topology) -> Native:
 
 def _compiled(cfg: Config, topology: Topology) -> Native:
     return {} if cfg.compile.mode == "none" else {"torch_compile": True}
+
+
+def _sent(cfg: Config, topology: Topology) -> Native:
+    return {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"} if without(cfg) and cfg.training.buffers != "sync" else {}
 
 
 _NONE = when_default("activation_checkpointing")
@@ -89,6 +94,12 @@ _OWN: Mapping[str, Rule] = {
             Fit.NEEDS_INPUT,
             "Trainer steps with a partial window at an epoch's end; cut the dataset to full ones",
         ),
+    ),
+    "training.buffers": replace(
+        BUFFERS,
+        key="ddp_broadcast_buffers",
+        to=_sent,
+        when=(*BUFFERS.when, When("rank0 with no_shard on torch", without, Fit.EQUIVALENT, BEFORE_EACH_FORWARD)),
     ),
     "training.seed": Rule(
         Fit.EQUIVALENT,

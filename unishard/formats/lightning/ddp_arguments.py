@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.formats.lightning.keys import left, off, optional
 from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.key_rows import integer, number, refuses
+from unishard.mapping.key_rows import broadcast_buffers, integer, number, refuses
 from unishard.mapping.rules import Fit
 
 __all__ = ["DDP", "MODEL_PARALLEL"]
@@ -16,7 +16,6 @@ _LAUNCH = "the launcher decides it"
 _BYTES = 4
 _CHECKS = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
 _TIME = "affects only time and memory"
-_BUFFERS = "buffers go from rank 0 to all ranks in prepare; each rank keeps its own afterwards"
 _HOOK = "unishard has no hooks; use precision.reduce for a smaller dtype, and remove it"
 
 
@@ -38,7 +37,7 @@ DDP: Mapping[str, Key] = {
     **dict.fromkeys(
         ("static_graph", "gradient_as_bucket_view", "bucket_cap_mb_list", "batched_grad_copy", "skip_all_reduce_unused_params"), left(_TIME)
     ),
-    **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), left(_BUFFERS)),
+    **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
     "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
     **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), refuses(_HOOK, off)),
     "model_averaging_period": refuses("averaging weights instead of gradients is no engine's here; remove it", off),

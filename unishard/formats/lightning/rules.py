@@ -14,7 +14,7 @@ from unishard.formats.fallbacks import exact, row, rows, when_default
 from unishard.formats.lightning.precision_rules import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
-from unishard.mapping.field_rows import moved_together
+from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, moved_together
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["CLASSES", "FSDP", "strategy"]
@@ -86,6 +86,10 @@ def _recomputation(cfg: Config, topology: Topology) -> Native:
 
 def _buckets(cfg: Config, topology: Topology) -> Native:
     return {} if _sharded(cfg) else strategy("ddp", bucket_cap_mb=cfg.communication.reduce_bucket_size * 4 / 2**20)
+
+
+def _sent(cfg: Config, topology: Topology) -> Native:
+    return {} if _sharded(cfg) or cfg.training.buffers == "sync" else strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
 
 
 _NEAREST = "nearest is SHARD_GRAD_OP; FSDP gathers in every forward"
@@ -185,6 +189,12 @@ _OWN: Mapping[str, Rule] = {
     ),
     "training.gradient_clipping": replace(
         TRAINING["training.gradient_clipping"], when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING))
+    ),
+    "training.buffers": replace(
+        BUFFERS,
+        key="broadcast_buffers of DDPStrategy",
+        to=_sent,
+        when=(*BUFFERS.when, When("rank0 with no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, BEFORE_EACH_FORWARD)),
     ),
     "communication.reduce_bucket_size": row(
         Fit.IGNORED,

@@ -1,0 +1,71 @@
+"""`training.buffers` and DistributedDataParallel's `broadcast_buffers`: what tools say of one comes back from the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unishard.formats import translate
+from unishard.mapping.rules import Fit
+
+DDP = "lightning.pytorch.strategies.DDPStrategy"
+
+
+def written(to: str, buffers: str | None, strategy: str = "no_shard", backend: str = "fsdp") -> Any:
+    training = {} if buffers is None else {"buffers": buffers}
+    config = {"backend": backend, "sharding": strategy, "training": training, "optimizer": {"name": "adamw"}}
+    return translate(config, to, from_="unishard")
+
+
+def fit(outcome: Any) -> tuple[Fit, str]:
+    (found,) = [item for item in outcome.items if item.key == "training.buffers"]
+    return found.fit, found.note
+
+
+@pytest.mark.parametrize(("buffers", "sent"), [("rank0", True), ("local", False)])
+@pytest.mark.parametrize("to", ["hf", "lightning"])
+def test_what_data_parallelism_does_is_written_and_read_back(to, buffers, sent):
+    outcome = written(to, buffers)
+    assert fit(outcome)[0] is (Fit.EQUIVALENT if sent else Fit.EXACT)
+    document = outcome.document
+    arguments = document["trainer"]["strategy"]["init_args"] if to == "lightning" else document
+    assert arguments["broadcast_buffers" if to == "lightning" else "ddp_broadcast_buffers"] is sent
+    assert translate(document, "unishard", from_=to).reading.config.training.buffers == buffers
+
+
+@pytest.mark.parametrize("to", ["hf", "lightning", "accelerate", "deepspeed", "axolotl", "composer", "torchtitan"])
+def test_the_default_needs_no_key_and_says_for_whom_it_matters(to):
+    outcome = written(to, "sync", "full_shard", "deepspeed" if to == "deepspeed" else "fsdp")
+    found, note = fit(outcome)
+    assert found is Fit.IGNORED
+    assert "BatchNorm" in note
+    assert "broadcast" not in str(outcome.document)
+
+
+@pytest.mark.parametrize(
+    ("to", "buffers", "strategy", "expected"),
+    [
+        ("hf", "rank0", "full_shard", Fit.NEEDS_INPUT),
+        ("accelerate", "rank0", "full_shard", Fit.NEEDS_INPUT),
+        ("accelerate", "local", "full_shard", Fit.EXACT),
+        ("accelerate", "local", "no_shard", Fit.NEEDS_INPUT),
+        ("accelerate", "rank0", "no_shard", Fit.EQUIVALENT),
+    ],
+)
+def test_what_the_script_must_do_is_said(to, buffers, strategy, expected):
+    assert fit(written(to, buffers, strategy))[0] is expected
+
+
+@pytest.mark.parametrize("engine", [{"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}])
+def test_with_an_engine_the_argument_is_not_used(engine):
+    outcome = translate({"per_device_train_batch_size": 1, "ddp_broadcast_buffers": True, **engine}, "unishard", from_="hf")
+    assert outcome.reading.config.training.buffers == "sync"
+    (found,) = [item for item in outcome.items if item.key == "ddp_broadcast_buffers"]
+    assert found.fit is Fit.IGNORED
+
+
+def test_lightning_passes_it_on_to_data_parallelism():
+    document = {"trainer": {"strategy": {"class_path": DDP, "init_args": {"broadcast_buffers": True}}}}
+    outcome = translate(document, "unishard", from_="lightning")
+    assert outcome.reading.config.training.buffers == "rank0"
