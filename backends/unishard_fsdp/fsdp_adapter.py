@@ -22,6 +22,7 @@ from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import HostCopies
 from unishard_fsdp.patches import PATCHES
+from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
 __all__ = ["FSDPAdapter"]
@@ -59,6 +60,9 @@ class FSDPAdapter(TorchAdapter):
             self._copies = native.mesh.replicate if native.mesh else 1
         self._mixed = cfg.precision.compute != "fp32"
         self._ran = False
+        self._toggled = ToggledParameters(module)
+        self._stale_dtypes = False
+        """Whether the first forward found trainable parameters frozen, when FSDP2 determines the dtypes of trainable ones."""
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self._averages_late = averages_late(native)
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
@@ -91,6 +95,10 @@ class FSDPAdapter(TorchAdapter):
 
     def backward(self, loss: Tensor) -> None:
         """Run autograd, with patches for unreduced gradients."""
+        self._toggled.restore()
+        if self._stale_dtypes:
+            self._refresh_trainable()
+            self._stale_dtypes = not self._toggled.all_trainable()
         with self._unreduced.backward(last=self._last):
             super().backward(loss)
 
@@ -100,7 +108,7 @@ class FSDPAdapter(TorchAdapter):
         Raises:
             ModelError: A unit's parameter is used outside it.
         """
-        self._ran = True
+        self._look_at_frozen()
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
@@ -114,8 +122,15 @@ class FSDPAdapter(TorchAdapter):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` with the root's parameters gathered."""
+        self._look_at_frozen()
         with gathering_in_generate(self.module):
             return super().generate(*args, **kwargs)
+
+    def _look_at_frozen(self) -> None:
+        if self._toggled.look() and self._mixed and not self._ran:
+            _DTYPES.require()
+            self._stale_dtypes = True
+        self._ran = True
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
         """Reshard, and update."""
@@ -131,6 +146,7 @@ class FSDPAdapter(TorchAdapter):
 
     def settle(self) -> None:
         """Reshard every unit."""
+        self._toggled.restore()
         # A forward between backward and step leaves units gathered, and the next forward would use the old values.
         for _, part in self._sharded_modules:
             part.reshard()
@@ -204,6 +220,7 @@ class FSDPAdapter(TorchAdapter):
             _DTYPES.require()
         self.settle()  # in a gathered unit, names refer to gathered copies
         super().set_trainable(names, trainable)
+        self._toggled.watch()
         if self._mixed:
             self._refresh_trainable()
 
