@@ -104,6 +104,7 @@ def wait_for_nothing():
 
 
 def test_a_hung_rank_is_killed_at_the_timeout_and_named_with_its_stack():
+    run_ranks(1, _variable, "PATH")  # the server is up from here on
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 2 of 3 failed: Hung: no answer within 6 s; killed") as caught:
         run_ranks(3, _hang_on_two, timeout=6)

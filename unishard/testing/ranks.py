@@ -234,7 +234,16 @@ def _context(*, cuda: bool) -> Any:
     context.set_forkserver_preload(_preload())
     with _server_environment():
         forkserver.ensure_running()
+    _await_server()
     return context
+
+
+@cache
+def _await_server() -> None:
+    """Wait once until the server has imported everything, so that this does not count as time of the first ranks."""
+    process = mp.get_context("forkserver").Process(target=int)
+    process.start()
+    process.join()
 
 
 @cache
