@@ -33,6 +33,13 @@ def test_the_command_exports_the_latest_of_a_folder(folder: Path, tmp_path: Path
     assert count > 1
     assert result.stdout.startswith(f"{tmp_path / 'out'}: {count} files of tensors, 10.2 kB in bfloat16, from {folder}")
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.bfloat16}
+    again = CliRunner().invoke(app, ["export", str(folder.parent), str(tmp_path / "out")])
+    assert again.exit_code == 1
+    assert "pass overwrite=True (`unishard export --overwrite`)" in again.stderr
+    again = CliRunner().invoke(app, ["export", str(folder.parent), str(tmp_path / "out"), "--overwrite", "--dtype", "fp32"])
+    assert again.exit_code == 0, again.output
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,50 @@ def test_what_stands_there_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     export(tmp_path / "out", model, stretches_of(model))
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError, match=r"out exists and is not an empty folder; choose another one"):
+    with pytest.raises(CheckpointError, match=r"out exists and is not an empty folder; pass overwrite=True"):
         export(tmp_path / "out", model, stretches_of(model))
+    assert contents(tmp_path) == before
+
+
+def test_an_earlier_export_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all its files, also through a link; what fails at any point leaves the earlier one."""
+    out, old, new = tmp_path / "out", nn.Linear(2, 2), nn.Linear(3, 3)
+    export(out, old, stretches_of(old), max_shard_size=20)
+    before = contents(tmp_path)
+    real = Path.rename
+    for name in ("out", ".tmp-out"):
+
+        def fails(path: Path, target: Path, name: str = name) -> Path:
+            if path.name.startswith(name):
+                full()
+            return real(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", fails)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                export(out, new, stretches_of(new), overwrite=True)
+        assert contents(tmp_path) == before
+    (tmp_path / "link").symlink_to("out")
+    export(tmp_path / "link", new, stretches_of(new), overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    assert torch.equal(tensors_in(out)["weight"], new.weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("notes", "no folder of an earlier export"), ("file", "is not a folder"), (".", "no folder of an")]
+)
+def test_what_is_no_export_is_never_replaced(name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    export(tmp_path / "here", model, stretches_of(model))
+    monkeypatch.chdir(tmp_path / "here")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=what):
+        export(name if name == "." else tmp_path / name, model, stretches_of(model), overwrite=True)
     assert contents(tmp_path) == before
 
 

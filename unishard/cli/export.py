@@ -28,6 +28,7 @@ def export(
         Path | None,
         typer.Option(metavar="DIR", help="Directory of the model's config.json, for a converted checkpoint.", show_default=False),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in OUT.")] = False,
 ) -> None:
     """Write a checkpoint's weights in Hugging Face layout.
 
@@ -55,6 +56,7 @@ def export(
             model,
             start=lambda total: progress.update(task, total=total),
             advance=lambda written: progress.advance(task, written),
+            overwrite=overwrite,
         )
     count = len(layout.files)
     word = str(layout.dtype).removeprefix("torch.")

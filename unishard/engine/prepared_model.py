@@ -292,27 +292,37 @@ class PreparedModel:
         self._order.require_open("wait")
         self._checkpoints.wait()
 
-    def export(self, folder: str | Path, *, dtype: str | None = None, max_shard_size: int | str = "5GB", tokenizer: Any = None) -> Path:
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        max_shard_size: int | str = "5GB",
+        tokenizer: Any = None,
+        overwrite: bool = False,
+    ) -> Path:
         """Export the weights in Hugging Face's layout: safetensors, config, tokenizer; for a PEFT model its adapters. Collective.
 
         Each rank writes its shards directly into the files; nothing is gathered. The bytes are the same for every engine, strategy and
         number of ranks, and for `unishard export` from a checkpoint. `from_pretrained` reads them.
 
         Args:
-            folder: An empty or new directory, on a file system that all ranks share.
+            folder: An empty or new directory, unless `overwrite` is set; on a file system that all ranks share.
             dtype: `fp32`, `bf16` or `fp16`, rounded once from the master weights; None for the dtype in the model's config, or fp32.
             max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
             tokenizer: A tokenizer or processor of transformers, or a directory with one, to save with the weights.
 
         Returns:
+            overwrite: Whether to replace an earlier export in `folder`, with all that the folder holds, once the new one is complete.
             The directory.
 
         Raises:
-            CheckpointError: On every rank: the model cannot be exported, an argument is invalid, or a rank cannot write.
+            CheckpointError: On every rank: the model cannot be exported, an argument is invalid, `folder` is not empty (with `overwrite`:
+                no earlier export), or a rank cannot write.
             ContractError: Inside an accumulation window, or on a closed engine.
             RankMismatchError: Another rank did not call it, or called it with other arguments.
         """
-        return self._checkpoints.export(folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer)
+        return self._checkpoints.export(folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, overwrite=overwrite)
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
 from unishard.export.assets import FOLDER, INDEX, Assets, require_inside
+from unishard.export.destination import require_free
 from unishard.export.layout import Layout, lay_out
-from unishard.export.writing import Advance, require_free, write
+from unishard.export.writing import Advance, write
 
 __all__ = ["export_checkpoint"]
 
@@ -30,18 +31,21 @@ def export_checkpoint(
     model: Path | None = None,
     start: Callable[[int], None] = lambda total: None,
     advance: Advance = lambda written: None,
+    *,
+    overwrite: bool = False,
 ) -> Layout:
     """Write the weights of a checkpoint in the Hugging Face layout. Every tensor is verified against its hash.
 
     Args:
         checkpoint_folder: A complete checkpoint.
-        out: Empty or nonexistent.
+        out: Empty or nonexistent, unless `overwrite` is set.
         dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config, else fp32.
         max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
         tokenizer: A folder with a tokenizer; None for the one beside the pretrained weights, if any.
         model: A folder with the `config.json` of a transformers model (needs transformers); None for the one in the checkpoint.
         start: Called with the total number of bytes.
         advance: Called with the number of further bytes written.
+        overwrite: Whether to replace an earlier export in `out`, once the new one is complete.
 
     Returns:
         What was written; without a `config.json` if the checkpoint has none.
@@ -51,14 +55,14 @@ def export_checkpoint(
             cannot be written. Nothing is left behind.
     """
     facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
-    require_free(out)
+    require_free(out, overwrite=overwrite)
     assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)
     sources = {source for names in assets.names.values() for source in names.values()}
     stretches = {source: _checked(tensors, source, facts) for source in sources}
     layout = lay_out(assets, stretches, dtype, max_shard_size)
     layout.others.update(tokenizers.files_of(tokenizer))
     start(layout.size)
-    write(out, stretches, layout.files, layout.others, Ranks(), advance)
+    write(out, stretches, layout.files, layout.others, Ranks(), advance, overwrite=overwrite)
     return layout
 
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import ranks_of
-from unishard.errors import RankMismatchError
+from unishard.errors import CheckpointError, RankMismatchError
 from unishard.export import tokenizers
+from unishard.export.destination import problem_with
 from unishard.export.layout import Layout, lay_out
 from unishard.export.models import assets_of
 from unishard.export.writing import Advance, write
@@ -28,18 +29,20 @@ def export(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
+    overwrite: bool = False,
     group: dist.ProcessGroup | None = None,
     advance: Advance = lambda written: None,
 ) -> Layout:
     """Write weights in the Hugging Face layout. Collective.
 
     Args:
-        folder: Empty or nonexistent; the same on all ranks, on a shared file system.
+        folder: Empty or nonexistent, unless `overwrite` is set; the same on all ranks, on a shared file system.
         module: The model, sharded or not; only its names and config are used.
         stretches: This rank's shard of each parameter and persistent buffer, by its name in the module.
         dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config, else fp32.
         max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
         tokenizer: A transformers tokenizer or processor, or a folder with one; rank 0's is saved.
+        overwrite: Whether to replace an earlier export there. Only rank 0's is used.
         group: Ranks that together hold the full model; None for all ranks.
         advance: Called with this rank's progress in bytes.
 
@@ -47,8 +50,8 @@ def export(
         What was written.
 
     Raises:
-        CheckpointError: On every rank: the model cannot be exported, an argument is invalid, or a rank cannot write. Nothing is left
-            behind.
+        CheckpointError: On every rank: the model cannot be exported, an argument is invalid, the folder is not free, or a rank cannot
+            write. Nothing is left behind.
         RankMismatchError: On every rank: the ranks passed different arguments, or have different models.
     """
     ranks = ranks_of(group)
@@ -72,5 +75,8 @@ def export(
                 "the same folder, dtype and max_shard_size"
             )
     layout = planned[0]
-    write(out, stretches, layout.files, layout.others, ranks, advance)
+    taken = ranks.each(lambda: problem_with(out, overwrite=overwrite) if ranks.rank == 0 else None)[0]
+    if taken is not None:
+        raise CheckpointError(taken)
+    write(out, stretches, layout.files, layout.others, ranks, advance, overwrite=overwrite)
     return layout

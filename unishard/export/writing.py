@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +17,11 @@ from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
+from unishard.export.destination import hidden, move_in, require_free
 from unishard.export.file_sizes import missing, share
 from unishard.export.plan import ExportedTensor, File
 
-__all__ = ["BLOCK", "require_free", "write"]
+__all__ = ["BLOCK", "write"]
 
 BLOCK = 1 << 24
 """Bytes read at once: the same size and alignment as the chunks of a checkpoint, so that each chunk is read once."""
@@ -37,52 +37,42 @@ def write(
     others: Mapping[str, bytes],
     ranks: Ranks,
     advance: Advance = lambda written: None,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Write a folder atomically. Collective.
 
     Args:
-        folder: Empty or nonexistent; on a file system that all ranks share.
+        folder: Empty or nonexistent, unless `overwrite` is set; on a file system that all ranks share.
         stretches: This rank's shard of each tensor, by its name in the model.
         files: The planned tensor files; the same on all ranks.
         others: All other files, by name; rank 0's are written.
         ranks: The ranks that take part.
         advance: Called with this rank's progress.
+        overwrite: Whether to replace an earlier export there, once the new one is complete.
 
     Raises:
         CheckpointError: On every rank: one of them cannot write, no rank holds some elements, or a value overflows the dtype.
             Nothing is left behind.
     """
-    draft = Path(ranks.each(lambda: _begin(folder, files) if ranks.rank == 0 else "")[0])
+    draft = Path(ranks.each(lambda: _begin(folder, files, overwrite) if ranks.rank == 0 else "")[0])
     try:
         shared_folder.require_shared(draft, ranks, folder, "the folder of an export")
         held = ranks.each(lambda: _held(stretches, files))
         ranks.each(lambda: _refuse_gaps(stretches, held) if ranks.rank == 0 else None)
         ranks.each(lambda: _fill(draft, folder, stretches, files, held, ranks.rank, advance))
-        ranks.each(lambda: _finish(draft, folder, files, others) if ranks.rank == 0 else None)
+        ranks.each(lambda: _finish(draft, folder, files, others, overwrite) if ranks.rank == 0 else None)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
-def require_free(folder: Path) -> None:
-    """Check that the folder of the export is empty or does not exist.
-
-    Raises:
-        CheckpointError: It is neither, or cannot be read.
-    """
-    with _os_errors(folder):
-        if folder.is_dir() and not any(folder.iterdir()):
-            return
-        if folder.exists() or folder.is_symlink():
-            raise CheckpointError(f"{folder} exists and is not an empty folder; choose another one, or remove it")
-
-
-def _begin(folder: Path, files: Sequence[File]) -> str:
+def _begin(folder: Path, files: Sequence[File], overwrite: bool) -> str:
     """Create the draft folder, with every file at its full size."""
-    require_free(folder)
-    draft = folder.parent / f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}"
+    draft = hidden(folder, "tmp")
     with _os_errors(folder):
+        require_free(folder, overwrite=overwrite)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir()
@@ -155,7 +145,7 @@ def _cast(values: Tensor, entry: ExportedTensor) -> Tensor:
     return cast
 
 
-def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[str, bytes]) -> None:
+def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[str, bytes], overwrite: bool) -> None:
     with _os_errors(folder):
         shared_folder.unmark(draft)
         for name, data in others.items():
@@ -165,8 +155,7 @@ def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[st
             fsync(path)
         for inside in {(draft / name).parent for name in [*others, *(file.name for file in files)]} | {draft}:
             fsync(inside)
-        draft.rename(folder)
-        fsync(folder.parent)
+        move_in(draft, folder, overwrite=overwrite)
 
 
 @contextmanager

@@ -97,3 +97,14 @@ def moved_away(backend):
         finally:
             os.chdir(before)
         return steps(root / "run"), [1, 2]
+
+
+@CHECKPOINTS.raises(
+    "`engine.export` into a folder that holds something",
+    "CheckpointError: ... exists and is not an empty folder; pass overwrite=True (`unishard export --overwrite`) to replace the export "
+    "that it holds, or choose another folder",
+)
+def exported_twice(backend):
+    with prepare(config(backend)) as engine, folder() as root:
+        engine.export(root / "model")
+        engine.export(root / "model")

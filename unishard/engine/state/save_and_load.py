@@ -127,10 +127,10 @@ class SaveAndLoad:
         if self._dir is not None and self._run.accumulation is not None:
             self._run.order.before_update = lambda: on_first(process_group.host_group(), self._lineage.admit)
 
-    def export(self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any) -> Path:
+    def export(self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any, overwrite: bool) -> Path:
         """Export the weights in Hugging Face's layout."""
         self._run.order.require_boundary("export")
-        self._run.order.meet("export", f", to {folder}")
+        self._run.order.meet("export", f", to {folder}, overwrite={overwrite}")
         self._run.adapter.settle()
         self._run.buffers.equalize()
         export(
@@ -154,6 +154,7 @@ class SaveAndLoad:
             self._autosave.close()
         for root in [root for root, saver in _savers.items() if saver is self]:
             del _savers[root]
+            overwrite=overwrite,
         self._background.close()
 
     def _claim(self, root: Path) -> None:
