@@ -311,9 +311,9 @@ class PreparedModel:
             dtype: `fp32`, `bf16` or `fp16`, rounded once from the master weights; None for the dtype in the model's config, or fp32.
             max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
             tokenizer: A tokenizer or processor of transformers, or a directory with one, to save with the weights.
+            overwrite: Whether to replace an earlier export in `folder`, with all that the folder holds, once the new one is complete.
 
         Returns:
-            overwrite: Whether to replace an earlier export in `folder`, with all that the folder holds, once the new one is complete.
             The directory.
 
         Raises:

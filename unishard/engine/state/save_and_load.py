@@ -140,6 +140,7 @@ class SaveAndLoad:
             dtype=dtype,
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
+            overwrite=overwrite,
             group=process_group.host_group(),
         )
         return Path(folder)
@@ -154,7 +155,6 @@ class SaveAndLoad:
             self._autosave.close()
         for root in [root for root, saver in _savers.items() if saver is self]:
             del _savers[root]
-            overwrite=overwrite,
         self._background.close()
 
     def _claim(self, root: Path) -> None:
