@@ -96,7 +96,7 @@ MISUSE = {
     forward_twice_on_one_rank: ("rank 0 is in engine.backward " + UPDATE, "rank 1 is in engine.forward " + UPDATE),
     one_batch_more: ("rank 0 is in engine.mean (update 4", "rank 1 is in engine.forward (update 4, micro-batch 1 of 1)"),
     other_window: ("rank 0 is in engine.forward (update 2, micro-batch 1 of 2)", "rank 1 is in engine.forward " + UPDATE),
-    evaluation_on_one_rank: ("rank 0 is in engine.forward (evaluation, after update 1)", "rank 1 is in engine.forward " + UPDATE),
+    evaluation_on_one_rank: ("rank 0 is in engine.eval (update 2", "rank 1 is in engine.forward " + UPDATE),
     other_clipping: ("rank 0 is in engine.step (update 2, micro-batch 1 of 1, clip_grad_norm=1.0)", "clip_grad_norm=2.0)"),
     leaves_the_loop: ("rank 0 is in engine.forward (update 3", "rank 1 is in engine.mean (update 3"),
     prepares_again: ("rank 0 is in engine.forward " + UPDATE, "rank 1 is in unishard.prepare"),

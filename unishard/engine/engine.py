@@ -167,7 +167,7 @@ class Engine(PreparedModel):
             self._training("train")
         self._order.require_open("train")
         if self.module.training and not mode:
-            self._buffers.equalize()
+            self._buffers.equalize("eval")
         self.module.train(mode)
         return self
 

@@ -30,10 +30,13 @@ class Buffers:
         self.stale = False
         """Whether a forward in training mode may have changed them since they were equal."""
 
-    def equalize(self) -> None:
+    def equalize(self, call: str) -> None:
         """Make the buffers that differ between ranks equal on all of them, as `training.buffers` says. Collective.
 
         Costs one small all-reduce of hashes, and nothing for a model without persistent buffers.
+
+        Args:
+            call: The engine's method that does it.
 
         Raises:
             RankMismatchError: Another rank made another call.
@@ -44,7 +47,7 @@ class Buffers:
         held = list({id(buffer): buffer for buffer in persistent_buffers(self._adapter.module).values()}.values())
         if not held:
             return
-        self._order.meet("buffers")
+        self._order.meet(call, ", buffers")
         # `data`: BatchNorm's backward does not read the running statistics, but autograd counts writes to them.
         with self._order.awaiting():
             different = [buffer.data for buffer in _different(held, self._adapter.device)]
@@ -55,10 +58,10 @@ class Buffers:
             for buffer, values in sent:
                 buffer.copy_(values)
 
-    def equalize_for_evaluation(self) -> None:
+    def equalize_for_evaluation(self, call: str) -> None:
         """The same before a forward in evaluation mode, if there was one in training mode. Collective."""
         if self.stale and not self._adapter.module.training:
-            self.equalize()
+            self.equalize(call)
 
 
 def _different(buffers: list[Tensor], device: torch.device) -> list[Tensor]:

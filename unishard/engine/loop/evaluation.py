@@ -51,7 +51,7 @@ class Evaluation:
             raise ContractError("lockstep is only for evaluation, because ranks without a batch have no gradient; call engine.eval() first")
         if self.lockstep_open is not None:
             raise ContractError("lockstep was entered inside lockstep; use one block")
-        self._buffers.equalize_for_evaluation()
+        self._buffers.equalize_for_evaluation("lockstep")
         self._order.enter("lockstep", ", begin")
         self.lockstep_open = lockstep = Lockstep(self._adapter.device)
         try:
@@ -72,7 +72,7 @@ class Evaluation:
     def run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward or `generate` without a graph. Collective."""
         if self.lockstep_open is None:
-            self._buffers.equalize_for_evaluation()
+            self._buffers.equalize_for_evaluation(kind)
             self._order.enter(kind)
         elif self._adapter.forward_is_collective:
             self._take_turn(self.lockstep_open, kind, (args, kwargs))

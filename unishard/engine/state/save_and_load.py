@@ -62,7 +62,7 @@ class SaveAndLoad:
         group = process_group.host_group()
         self._background.wait()
         self._run.adapter.settle()
-        self._run.buffers.equalize()
+        self._run.buffers.equalize("save")
         snapshot = take_snapshot(self._run, state, group)
         if self._autosave is not None:
             self._autosave.saved()
@@ -132,7 +132,7 @@ class SaveAndLoad:
         self._run.order.require_boundary("export")
         self._run.order.meet("export", f", to {folder}, overwrite={overwrite}")
         self._run.adapter.settle()
-        self._run.buffers.equalize()
+        self._run.buffers.equalize("export")
         export(
             folder,
             self._run.adapter.module,
