@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,55 @@ def test_a_bare_checkout_offers_what_is_installed(group: str) -> None:
 def test_the_same_entry_point_seen_twice_is_one() -> None:
     twice = [point("fsdp", "unishard_fsdp:backend", "unishard") for _ in range(2)]
     assert list(registry.select(twice)) == ["fsdp"]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts distributions on the path, as pip does; a later one comes before an earlier one."""
+
+    def put(name: str, version: str, *points: str, group: str = registry.GROUP) -> None:
+        folder = tmp_path / f"{name}-{version}"
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        if points:
+            (info / "entry_points.txt").write_text("\n".join((f"[{group}]", *points)) + "\n")
+        monkeypatch.syspath_prepend(str(folder))
+
+    def forget() -> None:
+        registry.available.cache_clear()
+        registry._installed.cache_clear()
+
+    forget()
+    yield put
+    forget()
+
+
+def test_what_another_distribution_offers_is_found(install: Callable[..., None]) -> None:
+    install("Other_Engine", "1.0", "other = other_engine:backend")
+    install("other_format", "1.0", "other = other_format:FORMAT", group=registry.FORMATS)
+    install("unrelated", "1.0", "other = unrelated:main", group="console_scripts")
+    install("nothing", "1.0")
+    assert list(registry.available()) == ["deepspeed", "fsdp", "other"]
+    assert registry.available()["other"].value == "other_engine:backend"
+    formats = registry.available(registry.FORMATS)
+    assert formats["other"].value == "other_format:FORMAT"
+    assert len(formats) == 9
+
+
+@pytest.mark.parametrize(("group", "kind"), [(registry.GROUP, "backend"), (registry.FORMATS, "format")])
+def test_two_distributions_that_offer_one_name_are_refused(install: Callable[..., None], group: str, kind: str) -> None:
+    install("one", "1.0", "third = one:it", group=group)
+    install("two", "1.0", "third = two:it", group=group)
+    with pytest.raises(BackendError, match=f"{kind} 'third' is offered twice: two:it by two and one:it by one; uninstall one of the two"):
+        registry.available(group)
+
+
+def test_of_a_distribution_that_is_on_the_path_twice_the_first_counts(install: Callable[..., None]) -> None:
+    install("Other_Engine", "1.0", "other = other_engine.old:backend", "older = other_engine.old:older")
+    install("other_engine", "2.0", "other = other_engine:backend")
+    assert registry.available()["other"].value == "other_engine:backend"
+    assert "older" not in registry.available()
 
 
 def test_unknown_name() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, EntryPoints, distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from unishard.errors import BackendError
-from unishard.plugins.backend import Backend
+
+if TYPE_CHECKING:
+    from unishard.plugins.backend import Backend
 
 __all__ = ["FORMATS", "GROUP", "available", "get", "load", "missing", "select"]
 
@@ -32,15 +33,26 @@ def available(group: str = GROUP) -> dict[str, EntryPoint]:
     Raises:
         BackendError: Two distributions offer the same name.
     """
-    installed = _installed().select(group=group)
-    own = any(_distribution(point) == "unishard" for point in installed)
-    return select(installed if own else [*installed, *_checkout(group)])
+    installed = {name: points.select(group=group) for name, points in _installed().items()}
+    found = [point for points in installed.values() for point in points]
+    return select(found if installed.get("unishard") else [*found, *_checkout(group)])
 
 
 @cache
-def _installed() -> Any:
-    """Every entry point there is, read once for both groups; its class differs between versions of Python."""
-    return entry_points()
+def _installed() -> Mapping[str, EntryPoints]:
+    """The entry points of each distribution that offers a backend or a format.
+
+    `importlib.metadata.entry_points` would parse those of every distribution, and `EntryPoint.dist.name` parses a whole README at each
+    call: together several times as long.
+    """
+    offering = dict.fromkeys(one.name for one in distributions() if _offers(one))
+    # `distribution` returns the first one on the path, which is the one that is imported.
+    return {name: distribution(name).entry_points for name in offering}
+
+
+def _offers(one: Distribution) -> bool:
+    text = one.read_text("entry_points.txt") or ""
+    return any(group in text for group in _KINDS)
 
 
 def select(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
@@ -52,8 +64,8 @@ def select(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in points:
         other = found.setdefault(point.name, point)
-        # An editable install beside a wheel, or a duplicate path, yields the same entry point twice.
-        if (_distribution(other), other.value) != (_distribution(point), point.value):
+        # A distribution's own point is compared only with another one: asking for its name parses its metadata.
+        if other is not point and (_distribution(other), other.value) != (_distribution(point), point.value):
             raise BackendError(
                 f"{_KINDS[point.group]} {point.name!r} is offered twice: {other.value} by {_distribution(other)} and {point.value} by "
                 f"{_distribution(point)}; uninstall one of the two"
@@ -71,6 +83,8 @@ def _checkout(group: str) -> list[EntryPoint]:
     project = root / "pyproject.toml"
     if not project.is_file():
         return []
+    import tomllib  # only a checkout that is not installed needs it
+
     if str(root / "backends") not in sys.path:
         sys.path.append(str(root / "backends"))
     table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][group]
@@ -98,7 +112,7 @@ def get(name: str) -> Backend:
     Raises:
         BackendError: There is no such backend.
     """
-    return cast(Backend, load(GROUP, name))
+    return cast("Backend", load(GROUP, name))
 
 
 def missing(backend: Backend) -> str | None:
