@@ -52,6 +52,22 @@ def test_every_field_has_a_description_and_a_default() -> None:
                 sections.append(field.annotation)
 
 
+def test_sections_that_are_left_out_are_those_that_validation_builds() -> None:
+    """They are constructed without validators, which take longer to build than a translation."""
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            left_out, given = getattr(Config(), name), getattr(Config(**{name: {}}), name)
+            assert left_out == given == field.annotation()
+            assert left_out.model_fields_set == given.model_fields_set == set()
+
+
+def test_empty_defaults_are_not_shared() -> None:
+    one, other = Config(), Config()
+    for path, field in leaves(Config):
+        if isinstance(field.default, list | dict):
+            assert value_at(one, path) is not value_at(other, path), path
+
+
 def test_leaves_are_the_fields_that_hold_values() -> None:
     paths = [path for path, _ in leaves(Config)]
     assert paths[:3] == ["backend", "sharding.strategy", "sharding.group_size"]

@@ -51,11 +51,11 @@ class Config(Section):
 
     backend: Annotated[str, BeforeValidator(_lower)] = Field(default="fsdp")
     """The engine: `fsdp` (PyTorch), `deepspeed`, or any installed plugin. Changing this word changes nothing else."""
-    sharding: Sharding = Field(default_factory=Sharding)
+    sharding: Sharding = Field(default_factory=Sharding.model_construct)
     """What is sharded across the ranks."""
-    precision: Precision = Field(default_factory=Precision)
+    precision: Precision = Field(default_factory=Precision.model_construct)
     """Dtypes."""
-    offload: Offload = Field(default_factory=Offload)
+    offload: Offload = Field(default_factory=Offload.model_construct)
     """What is kept in host memory or on NVMe."""
     activation_checkpointing: ActivationCheckpointing = Field(default="none")
     """Which modules keep only their inputs and rerun their forward in backward. It saves memory and costs time.
@@ -64,21 +64,21 @@ class Config(Section):
     convolutions and of fused attention are kept, so only cheap operations are recomputed. A list of class names: the modules of these
     classes. The random state is restored before a recomputation, so losses do not change.
     """
-    training: Training = Field(default_factory=Training)
+    training: Training = Field(default_factory=Training.model_construct)
     """The loop."""
-    optimizer: Optimizer = Field(default_factory=Optimizer)
+    optimizer: Optimizer = Field(default_factory=Optimizer.model_construct)
     """The optimizer."""
-    scheduler: Scheduler = Field(default_factory=Scheduler)
+    scheduler: Scheduler = Field(default_factory=Scheduler.model_construct)
     """The learning rate schedule."""
-    communication: Communication = Field(default_factory=Communication)
+    communication: Communication = Field(default_factory=Communication.model_construct)
     """Bucket sizes, prefetch, overlap and checks of collectives."""
-    compile: Compile = Field(default_factory=Compile)
+    compile: Compile = Field(default_factory=Compile.model_construct)
     """`torch.compile`."""
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint.model_construct)
     """What is saved, when and where."""
     strict: bool = Field(default=False)
     """Whether an approximate translation is an error instead of a line in the report."""
-    native: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    native: dict[str, dict[str, Any]] = Field(default={})
     """Settings of one engine that have no field here, keyed by backend: `native: {deepspeed: {...}}`. Merged last into what that
     backend generates, validated by it, and listed in the report."""
 

@@ -66,7 +66,7 @@ def _default(field: str, otherwise: Any) -> Callable[[dict[str, Any]], Any]:
 class ParameterGroup(Section):
     """Parameters with their own learning rate or weight decay."""
 
-    params: list[Pattern] = Field(default_factory=list)
+    params: list[Pattern] = Field(default=[])
     """Which parameters: patterns as in `no_decay`. A parameter belongs to the first group with a matching pattern."""
     lr: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Their learning rate, before the schedule; `null` for `optimizer.lr`."""
@@ -106,10 +106,10 @@ class Optimizer(Section):
     """Whether SGD uses Nesterov momentum."""
     weight_decay: float = Field(default_factory=_default("weight_decay", 0.0), ge=0, allow_inf_nan=False)
     """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw`, else 0."""
-    no_decay: list[Pattern] = Field(default_factory=list)
+    no_decay: list[Pattern] = Field(default=[])
     """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`), such as
     `[bias, norm]`. One that matches no trainable parameter is an error."""
-    groups: list[ParameterGroup] = Field(default_factory=list)
+    groups: list[ParameterGroup] = Field(default=[])
     """Parameters with their own learning rate or weight decay: `[{params: [embed], lr: 1e-4}]`. The schedule multiplies the rate
     of each group."""
 

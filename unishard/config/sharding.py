@@ -72,7 +72,7 @@ class Sharding(Section):
     repeated blocks (`_no_split_modules` of a Hugging Face model)."""
     min_unit_params: int = Field(default=0, ge=0)
     """Modules with fewer parameters than this are not units."""
-    conditional_modules: list[str] = Field(default_factory=list)
+    conditional_modules: list[str] = Field(default=[])
     """Classes of modules that a rank may skip in a micro-batch, entirely or partly, such as experts behind a router or an image
     tower. Neither they nor modules inside them are units: they are gathered and reduced with the enclosing unit, or with the root
     if there is none. A rank that does not use one of their parameters contributes zeros to the average."""
