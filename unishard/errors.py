@@ -18,7 +18,7 @@ Each message says what is wrong, where, and what to do. The command line prints 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "BackendError",
@@ -41,8 +41,7 @@ class UnishardError(Exception):
     """Base of all exceptions of unishard."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One problem with a config: where, what, and what to write instead."""
 
     path: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +365,7 @@ def test_every_field_of_the_schema_gets_a_word(name: str, backend: str) -> None:
 
 
 def test_a_third_engine_is_refused() -> None:
-    reading = replace(read({"backend": "fsdp"}, "unishard"), config=Config(backend="megatron"))
+    reading = read({"backend": "fsdp"}, "unishard")._replace(config=Config(backend="megatron"))
     with pytest.raises(ConfigError, match="transformers runs fsdp and deepspeed, not megatron"):
         written(reading, Topology())
 

@@ -507,9 +507,7 @@ def test_what_fsdp_does_not_have_becomes_the_nearest_and_says_so(name: str, shar
 
 def test_a_backend_that_lightning_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = read({"strategy": "fsdp"})
-    other = ReadDocument(
-        **{name: getattr(reading, name) for name in reading.__slots__} | {"config": reading.config.model_copy(update={"backend": "third"})}
-    )
+    other = reading._replace(config=reading.config.model_copy(update={"backend": "third"}))
     found = FORMAT.write(other, Topology())
     assert found.document == {}
     assert found.fields["backend"].fit is Fit.UNSUPPORTED

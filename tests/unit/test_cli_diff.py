@@ -8,7 +8,7 @@ import typer
 from running import TINY, Terminal, plain, run
 
 from unishard.cli.diff import diff
-from unishard.formats import compare
+from unishard.formats.comparing import compare
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.loading import Origin, Origins
@@ -98,12 +98,10 @@ def test_what_the_script_decides_on_both_sides_is_the_same() -> None:
 
 
 def test_other_numbers_of_ranks_are_another_training() -> None:
-    import dataclasses
-
     from unishard import Topology
 
     one = reading(says("training.micro_batch_size", 4))
-    two, four = (dataclasses.replace(one, topology=Topology(ranks, ranks)) for ranks in (2, 4))
+    two, four = (one._replace(topology=Topology(ranks, ranks)) for ranks in (2, 4))
     assert [(at.path, at.a.value, at.b.value) for at in compare(two, four)] == [("ranks", 2, 4)]
     assert compare(one, four) == (), "the launcher says it where the file does not"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +49,7 @@ def translate(
     topology = topology_of(world_size, gpus_per_node)
     with collected() as notes:
         outcome = formats.translate(source, to, from_=from_, overrides=set_ or (), topology=topology)
-    outcome = replace(outcome, warnings=(*outcome.warnings, *notes))
+    outcome = outcome._replace(warnings=(*outcome.warnings, *notes))
     write_report(outcome, report, sys.stderr)
     status = outcome.status(strict=strict or outcome.reading.config.strict)
     if status:

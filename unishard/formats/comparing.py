@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.nested import flat
@@ -14,8 +13,7 @@ from unishard.mapping.entries import Entry
 __all__ = ["Difference", "Side", "compare"]
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """What one config says about one field."""
 
     value: Any
@@ -26,8 +24,7 @@ class Side:
     """Whether the config, its tool or an override decides the value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """One field that means something else in one config than in the other."""
 
     path: str

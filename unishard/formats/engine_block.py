@@ -6,8 +6,8 @@ A format that wraps an engine's arguments knows that engine by name; the rest of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from unishard.config.nested import Native, merge, nested
 from unishard.config.topology import Topology
@@ -18,8 +18,7 @@ from unishard.plugins import registry
 __all__ = ["EngineBlock", "Spot", "combined"]
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """Where a document says something."""
 
     path: Path
@@ -29,7 +28,7 @@ class Spot:
     fit: Fit = Fit.EXACT
     note: str = ""
     """How what the tool does differs from what the key says."""
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = {}
     """What it says beyond the arguments."""
 
 
@@ -105,4 +104,4 @@ def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) 
     silent = worst is Fit.IGNORED and not fields and not native
     kept = (repeats and silent) or (bool(found) and all(one.kept for one in found))
     entry = Entry(spot.path, spot.value, Meaning(worst, "; ".join(notes), fields, native, kept=kept), spot.assumed)
-    return replace(entry, meaning=Meaning(worst, entry.meaning.note, kept=kept)) if worst is Fit.UNSUPPORTED else entry
+    return entry._replace(meaning=Meaning(worst, entry.meaning.note, kept=kept)) if worst is Fit.UNSUPPORTED else entry

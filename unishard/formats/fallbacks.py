@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config, leaves, value_at
@@ -51,7 +50,7 @@ def copied(path: str, key: str, note: str = "", *, when: tuple[When, ...] = (), 
 
 def noted(notes: Mapping[str, str]) -> dict[str, Rule]:
     """Fallbacks with a note that names what the tool itself has for it."""
-    return {path: replace(FALLBACKS[path], note=note) for path, note in notes.items()}
+    return {path: FALLBACKS[path]._replace(note=note) for path, note in notes.items()}
 
 
 def rows(*own: Mapping[str, Rule], without: Collection[str] = ()) -> dict[str, Rule]:

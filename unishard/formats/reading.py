@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -29,8 +28,7 @@ _LEFT_OUT: Any = object()
 _FIELDS = dict(leaves(Config))
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDocument:
+class ReadDocument(NamedTuple):
     """What a document says, in the config's words."""
 
     format: str
@@ -94,7 +92,7 @@ def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:
             fields = {field: value for field, value in entry.meaning.fields.items() if field not in clashes}
             if not fields:
                 continue
-            entry = replace(entry, meaning=replace(entry.meaning, fields=fields, native={}))
+            entry = entry._replace(meaning=entry.meaning._replace(fields=fields, native={}))
         elif clashes := [name for name in clashes if not isinstance(said[name][1], Undecided) and not isinstance(sayings[name], Undecided)]:
             other = said[clashes[0]][0]
             found.append(entry.but(Fit.UNSUPPORTED, f"contradicts {other.key}, which is {shown(other.value)}; keep one of the two"))
@@ -179,7 +177,7 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
 
 def _yielded(entry: Entry, fault: str) -> Entry:
     note = f"the tool's default {_worded(fault)}; unishard's default is used"
-    return replace(entry, meaning=replace(entry.meaning, fit=Fit.APPROXIMATE, note=note, fields={}, native={}))
+    return entry._replace(meaning=entry.meaning._replace(fit=Fit.APPROXIMATE, note=note, fields={}, native={}))
 
 
 def _worded(fault: str) -> str:

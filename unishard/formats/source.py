@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
@@ -31,8 +29,7 @@ _LARGEST = 10**400
 _STRICT = "transformers 5.23 and Accelerate 1.15.0 refuse it (DeepSpeed 0.19.8 takes it: hjson)"
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """What a file says, before anyone knows which tool's it is."""
 
     name: str
@@ -139,6 +136,8 @@ def _toml(content: str, path: Path) -> dict[str, Any]:
     # The parser's time grows with the square of a key's length.
     if _DOTTED.search(content):
         raise _file_error(path, f"has a key of more than {_DEEPEST} names, which no config has; write it shorter")
+    import tomllib  # only a TOML file needs it
+
     try:
         return tomllib.loads(content)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
@@ -160,7 +159,7 @@ def _checked(source: Source) -> Source:
     data = _plain(source.data, (), source, problems)
     if problems:
         raise ConfigError(problems)
-    return replace(source, data=data)
+    return source._replace(data=data)
 
 
 def _plain(value: Any, keys: tuple[str | int, ...], source: Source, problems: list[Problem]) -> Any:

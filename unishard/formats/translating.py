@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
@@ -23,8 +22,7 @@ from unishard.mapping.rules import NO_KEY, Fit
 __all__ = ["Item", "Outcome", "read", "translate"]
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """What became of one key."""
 
     key: str
@@ -39,8 +37,7 @@ class Item:
     """Whether the document does not have the key, and its tool assumes this value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A translated document, and what became of each key."""
 
     reading: ReadDocument
@@ -149,7 +146,7 @@ def _without_refused(entry: Entry, reading: ReadDocument, expressed: Expressed) 
         for field, value in said.items()
     )
     fields = {field: value for field, value in entry.meaning.fields.items() if field not in said}
-    return replace(entry, meaning=replace(entry.meaning, fit=Fit.APPROXIMATE, note=note, fields=fields))
+    return entry._replace(meaning=entry.meaning._replace(fit=Fit.APPROXIMATE, note=note, fields=fields))
 
 
 def _kept_keys(reading: ReadDocument) -> Native:

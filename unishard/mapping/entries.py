@@ -7,7 +7,6 @@ from them. Engines describe their own arguments so (`Backend.keys`); formats tha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -41,15 +40,14 @@ class Undecided(NamedTuple):
     """Who decides it, such as `per_device_train_batch_size of the TrainingArguments`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
+class Meaning(NamedTuple):
     """The meaning of one key with one value."""
 
     fit: Fit = Fit.EXACT
     note: str = ""
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = {}
     """Values of config fields by dotted path; `Undecided` if the script decides."""
-    native: Mapping[str, Any] = field(default_factory=dict)
+    native: Mapping[str, Any] = {}
     """Settings that only one engine has, by dotted key that begins with the engine's name: those of the config's `native`. Exact where
     that engine runs; `fit` and `note` say what is lost where another one does."""
     kept: bool = False
@@ -79,8 +77,7 @@ NOTHING: Any = object()
 Read = Callable[[Any, Given], Meaning]
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """A key of a format."""
 
     read: Read
@@ -94,8 +91,7 @@ class Key:
     """The tool's default if the key is absent, if it must be written to keep the meaning."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One key of a document, with its value and meaning."""
 
     path: Path
@@ -111,13 +107,13 @@ class Entry:
 
     def at(self, *path: str) -> Entry:
         """The same in another place, for a document that wraps another."""
-        return replace(self, path=path)
+        return self._replace(path=path)
 
     def but(self, fit: Fit, note: str) -> Entry:
         """The same with another fit; if that is `unsupported`, it sets no fields."""
         refused = fit is Fit.UNSUPPORTED
         fields, native = ({}, {}) if refused else (self.meaning.fields, self.meaning.native)
-        return replace(self, meaning=replace(self.meaning, fit=fit, note=note, fields=fields, native=native))
+        return self._replace(meaning=self.meaning._replace(fit=fit, note=note, fields=fields, native=native))
 
 
 def interpret(
@@ -209,7 +205,7 @@ def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[An
             accepts(handed_on)
     except Unreadable as error:
         if value is None:
-            return replace(meaning, note=f"null is invalid for {tool} here, so the key is omitted", kept=False)
+            return meaning._replace(note=f"null is invalid for {tool} here, so the key is omitted", kept=False)
         return Meaning(Fit.UNSUPPORTED, str(error))
     return meaning
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from unishard.config import Config, value_at
 from unishard.config.nested import Native
@@ -16,8 +16,7 @@ from unishard.mapping.rules import Fit, Rule
 __all__ = ["Line", "Report", "Translation", "apply"]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """What became of one field."""
 
     path: str
@@ -41,8 +40,7 @@ class Report:
         return [line for line in self.lines if line.fit is fit]
 
 
-@dataclass(frozen=True, slots=True)
-class Translation:
+class Translation(NamedTuple):
     """A config in an engine's own words, and the report of how well it fits."""
 
     backend: str

@@ -7,8 +7,8 @@ the native config, the document, the report, `unishard explain`, MAPPING.md and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from unishard.config import Config
 from unishard.config.nested import Native
@@ -47,8 +47,7 @@ class Fit(StrEnum):
         return list(Fit).index(self)
 
 
-@dataclass(frozen=True, slots=True)
-class When:
+class When(NamedTuple):
     """A case in which a rule fits differently."""
 
     case: str
@@ -64,8 +63,7 @@ def unless(case: str, holds: Holds, note: str = "") -> When:
     return When(case, holds, Fit.EXACT, note)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """What one backend, or one format, makes of one field."""
 
     fit: Fit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
@@ -45,21 +44,21 @@ def only(key: Key, holds: Callable[[Given], bool], otherwise: str) -> Key:
         holds: Whether it is one of them.
         otherwise: Why nothing is lost in the others.
     """
-    return replace(key, read=lambda value, given: key.read(value, given) if holds(given) else dropped(otherwise))
+    return key._replace(read=lambda value, given: key.read(value, given) if holds(given) else dropped(otherwise))
 
 
 def unless_auto(key: Key, otherwise: str) -> Key:
     """A row for a key whose `"auto"` concerns time and memory alone."""
-    return replace(key, read=lambda value, given: dropped(otherwise) if value == AUTO else key.read(value, given))
+    return key._replace(read=lambda value, given: dropped(otherwise) if value == AUTO else key.read(value, given))
 
 
 def spelt(key: Key, name: str) -> Key:
     """A row for another spelling of a key, which is not repeated beside the one that is written (DeepSpeed refuses both)."""
 
     def read(value: Any, given: Given) -> Meaning:
-        return replace(key.read(value, given), kept=False)
+        return key.read(value, given)._replace(kept=False)
 
-    return replace(key, read=read, note=f"another spelling of {name}")
+    return key._replace(read=read, note=f"another spelling of {name}")
 
 
 def stage(given: Given) -> int:

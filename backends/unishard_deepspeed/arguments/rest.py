@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
@@ -32,7 +31,7 @@ def _own(key: str, row: Row) -> Key:
             return dropped("DeepSpeed's default stands, or what transformers computes; affects only time and memory")
         return dropped("as unishard has it") if convert(value) == usual else found.read(value, given)
 
-    return _limited(key, replace(found, read=read))
+    return _limited(key, found._replace(read=read))
 
 
 def _limited(key: str, row: Key) -> Key:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from unishard.mapping.entries import NOTHING
 from unishard_deepspeed.keys.values import ANY, Values
@@ -32,8 +31,7 @@ class Use(Enum):
     """Refused: a key of older versions, an error in DeepSpeed 0.19.8 even where it switches something off."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """What unishard knows of one key."""
 
     use: Use

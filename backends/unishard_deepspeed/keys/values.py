@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from unishard.config.describe import shown
 from unishard.mapping.entries import Unreadable
@@ -25,8 +24,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Values(NamedTuple):
     """The values of one key."""
 
     types: tuple[type, ...] = (object,)

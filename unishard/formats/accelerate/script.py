@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from unishard.config import Config
 from unishard.formats.fallbacks import FALLBACKS, noted, row, when_default
@@ -35,7 +34,7 @@ BY_SCRIPT: Mapping[str, Rule] = {
             "optimizer.name": "build the optimizer and pass it to Accelerator.prepare",
         }
     ),
-    **{path: replace(FALLBACKS[path], when=(when_default(path),)) for path in ("communication.overlap", "strict")},
+    **{path: FALLBACKS[path]._replace(when=(when_default(path),)) for path in ("communication.overlap", "strict")},
     **saved_by_script("accelerator.save_state(...)"),
 }
 """Rows by field."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -54,10 +53,10 @@ FORMAT = AxolotlFormat()
 def _entries(source: Source, topology: Topology | None) -> list[Entry]:
     named = {key: value for key, value in source.data.items() if isinstance(value, str) and _VARIABLE.fullmatch(value.strip())}
     foreign = {key: value for key, value in source.data.items() if key in _BACK and key not in KEYS and key not in named}
-    plain = replace(source, data={key: value for key, value in source.data.items() if key not in named and key not in foreign})
+    plain = source._replace(data={key: value for key, value in source.data.items() if key not in named and key not in foreign})
     data = plain.data
     keys = {NAMES.get(name, name): row for name, row in KEYS.items()}
-    keys |= {name: replace(row, silent=NOTHING) for name, row in keys.items() if _BACK.get(name, name) in named}
+    keys |= {name: row._replace(silent=NOTHING) for name, row in keys.items() if _BACK.get(name, name) in named}
     document = {NAMES.get(str(name), str(name)): value for name, value in data.items()}
     entries = [
         entry for entry in interpret(keys, document, tool=TOOL, ignores_unknown=True, topology=topology) if entry.path[0] not in ENGINES
@@ -74,7 +73,7 @@ def _entries(source: Source, topology: Topology | None) -> list[Entry]:
 
 def _back(entry: Entry) -> Entry:
     """The entry under axolotl's name."""
-    return replace(entry, path=(_BACK.get(entry.path[0], entry.path[0]), *entry.path[1:]))
+    return entry._replace(path=(_BACK.get(entry.path[0], entry.path[0]), *entry.path[1:]))
 
 
 def _foreign(key: str, value: Any) -> Entry:
@@ -102,4 +101,4 @@ def _shipped(entry: Entry) -> Entry:
     if entry.meaning.fit is not Fit.NEEDS_INPUT or not _SHIPPED.fullmatch(name):
         return entry
     note = f"ships with axolotl; run `axolotl fetch deepspeed_configs`, put it at {entry.value}"
-    return replace(entry, meaning=replace(entry.meaning, note=note))
+    return entry._replace(meaning=entry.meaning._replace(note=note))

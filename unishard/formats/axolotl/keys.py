@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.formats.axolotl.ignored_keys import IGNORED
@@ -109,7 +108,7 @@ def _schedule(value: Any, given: Given) -> Meaning:
     end = given.get("cosine_min_lr_ratio")
     if str(value or "cosine").lower() != "cosine" or not end:
         return meaning
-    return replace(meaning, fields={**meaning.fields, "scheduler.min_lr_ratio": number(0, 1)(end)})
+    return meaning._replace(fields={**meaning.fields, "scheduler.min_lr_ratio": number(0, 1)(end)})
 
 
 def _end(value: Any, given: Given) -> Meaning:
@@ -171,7 +170,7 @@ def _optional(row: Key) -> Key:
             return Meaning(Fit.IGNORED, "is not set", kept=True)
         return row.read(row.silent, given)
 
-    return replace(row, read=read)
+    return row._replace(read=read)
 
 
 def _engine(name: str) -> Key:
@@ -179,12 +178,12 @@ def _engine(name: str) -> Key:
 
 
 KEYS: Mapping[str, Key] = {
-    "micro_batch_size": _optional(replace(ARGUMENTS["per_device_train_batch_size"], silent=1)),
+    "micro_batch_size": _optional(ARGUMENTS["per_device_train_batch_size"]._replace(silent=1)),
     "num_epochs": _argument("num_epochs"),
     **{name: _argument(name) for name in _SAME},
     "batch_size": Key(_batch, "training.gradient_accumulation_steps"),
     "optimizer": Key(_optimizer, "optimizer.name", silent="adamw_torch_fused"),
-    "lr_scheduler": replace(_argument("lr_scheduler"), read=_schedule, silent="cosine"),
+    "lr_scheduler": _argument("lr_scheduler")._replace(read=_schedule, silent="cosine"),
     "cosine_min_lr_ratio": Key(_end, "scheduler.min_lr_ratio"),
     "cosine_constant_lr_ratio": Key(_still, "", Fit.UNSUPPORTED, _FALLS),
     "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=None),

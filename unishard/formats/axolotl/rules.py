@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
@@ -88,16 +87,14 @@ _OWN: Mapping[str, Rule] = {
         When("fp32 without an engine", lambda cfg: not cfg.precision.pure, Fit.APPROXIMATE, _LOADED),
         When("pure", lambda cfg: cfg.precision.pure, Fit.APPROXIMATE, _PURE),
     ),
-    "precision.reduce": replace(
-        ARGUMENTS["precision.reduce"],
+    "precision.reduce": ARGUMENTS["precision.reduce"]._replace(
         when=(
             unless("bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.reduce == "bf16"),
             When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
             *ARGUMENTS["precision.reduce"].when,
         ),
     ),
-    "precision.accumulate": replace(
-        ARGUMENTS["precision.accumulate"],
+    "precision.accumulate": ARGUMENTS["precision.accumulate"]._replace(
         when=(
             unless("bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.accumulate == "bf16"),
             When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
@@ -107,7 +104,7 @@ _OWN: Mapping[str, Rule] = {
     **SAVING,
 }
 
-RULES: Mapping[str, Rule] = {name: replace(row, key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}
+RULES: Mapping[str, Rule] = {name: row._replace(key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}
 """Rows of TrainingArguments under axolotl's names, and its own."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from unishard.config.topology import Topology
@@ -61,9 +60,9 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
     name = section_in(source.data)
     if name is None:
         return _entries(source, topology)
-    found = _entries(replace(source, data=source.data[name]), topology, section=True)
+    found = _entries(source._replace(data=source.data[name]), topology, section=True)
     # Written in its own format again, the arguments stand at the top, and what does not train is left out.
-    inner = [replace(entry, path=(name, *entry.path), meaning=replace(entry.meaning, kept=False)) for entry in found]
+    inner = [entry._replace(path=(name, *entry.path), meaning=entry.meaning._replace(kept=False)) for entry in found]
     return [*inner, *(Entry((str(key),), value, _BESIDE) for key, value in source.data.items() if key != name)]
 
 
@@ -77,7 +76,7 @@ def _entries(source: Source, topology: Topology | None, *, section: bool = False
     keys = {**with_script_defaults(keys, data), **around(data, keys, KEYS)} if more else keys
     whole = any(key in KEYS and key not in ENGINES for key in data)
     if not whole:
-        keys = {name: replace(row, silent=NOTHING) for name, row in keys.items()}
+        keys = {name: row._replace(silent=NOTHING) for name, row in keys.items()}
     entries = interpret(keys, data, tool="transformers 5.23", topology=topology, accepts=VALUES)
     entries = [entry for entry in entries if entry.path[0] not in ENGINES]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.switches import DEEPSPEED
@@ -48,7 +47,7 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
             return _ignored(entry, _THEIRS.format("optimizer"))
         fields = {field: value for field, value in entry.meaning.fields.items() if field != "optimizer.no_decay"}
         # DeepSpeed's optimizer gets one group of parameters, so nothing is exempt.
-        return [replace(entry, meaning=Meaning(Fit.EXACT, "", fields))]
+        return [entry._replace(meaning=Meaning(Fit.EXACT, "", fields))]
     if scheduler and entry.key in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps"):
         return _ignored(entry, _THEIRS.format("scheduler"))
     return [entry]
@@ -56,7 +55,7 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
 
 def _ignored(entry: Entry, note: str) -> list[Entry]:
     """Nothing where it is only assumed, which nobody would miss."""
-    return [] if entry.assumed else [replace(entry, meaning=Meaning(Fit.IGNORED, note, kept=_taken(entry)))]
+    return [] if entry.assumed else [entry._replace(meaning=Meaning(Fit.IGNORED, note, kept=_taken(entry)))]
 
 
 def _taken(entry: Entry) -> bool:
@@ -77,4 +76,4 @@ def _checkpointed(entries: Sequence[Entry]) -> list[Entry]:
 
 def _quiet(entry: Entry, field: str) -> Entry:
     fields = {name: value for name, value in entry.meaning.fields.items() if name != field}
-    return replace(entry, meaning=Meaning(Fit.IGNORED, "is on in another place", fields, kept=True))
+    return entry._replace(meaning=Meaning(Fit.IGNORED, "is on in another place", fields, kept=True))

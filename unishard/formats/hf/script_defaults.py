@@ -7,7 +7,6 @@ checkpointing.py, which checkpoints every layer unless it is told not to.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.mapping.entries import NOTHING, Key
@@ -31,7 +30,7 @@ _FULL_RATE, _ADAPTER_RATE = 1e-5, 1e-4
 def with_script_defaults(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Mapping[str, Key]:
     """The rows with what the file's script assumes; those that the script says nothing about stay."""
     silent = _silent(data)
-    return {name: replace(row, silent=silent[name]) if name in silent else row for name, row in keys.items()}
+    return {name: row._replace(silent=silent[name]) if name in silent else row for name, row in keys.items()}
 
 
 def _silent(data: Mapping[str, Any]) -> Mapping[str, Any]:

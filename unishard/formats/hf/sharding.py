@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from unishard.config.describe import shown
@@ -141,7 +140,7 @@ def _read(
 
 def _without_null(entry: Entry) -> Entry:
     """Null, which transformers refuses for many keys, is not repeated."""
-    return entry if entry.value is not None else replace(entry, meaning=replace(entry.meaning, kept=False))
+    return entry if entry.value is not None else entry._replace(meaning=entry.meaning._replace(kept=False))
 
 
 def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from unishard.config.describe import shown
@@ -59,7 +59,7 @@ class LightningDocument:
         """The same, no more kept if it is an argument of the strategy's class, which another one would not take."""
         depth = len(self.shape.strategy)
         inside = entry.path[:depth] == self.shape.strategy and entry.path[depth : depth + 1] in (("init_args",), ("dict_kwargs",))
-        return replace(entry, meaning=replace(entry.meaning, kept=False)) if inside else entry
+        return entry._replace(meaning=entry.meaning._replace(kept=False)) if inside else entry
 
     # The strategy.
 
@@ -95,7 +95,7 @@ class LightningDocument:
         try:
             return strategy_of(found, self._value(), fabric="fabric" in self.shape.trainer), []
         except Unreadable as error:
-            named = replace(self._named(found), meaning=Meaning(Fit.UNSUPPORTED, str(error)))
+            named = self._named(found)._replace(meaning=Meaning(Fit.UNSUPPORTED, str(error)))
             lost = Meaning(Fit.IGNORED, "belongs to the strategy that is refused")
             arguments = found.arguments if found else {}
             return None, [named, *(Entry(self._place(found, name), item, lost) for name, item in arguments.items())]
@@ -220,7 +220,7 @@ def _clipped_once(strategy: list[Entry], trainer: list[Entry]) -> list[Entry]:
     clips = ("gradient_clip_val", "gradient_clip_algorithm")
     overruled = Meaning(Fit.IGNORED, _OVERRULED)
     others = [entry for entry in trainer if entry.path[-1] not in clips or not entry.assumed]
-    return [*strategy, *(replace(entry, meaning=overruled) if entry.path[-1] in clips else entry for entry in others)]
+    return [*strategy, *(entry._replace(meaning=overruled) if entry.path[-1] in clips else entry for entry in others)]
 
 
 def _topology(trainer: Mapping[str, Any]) -> Topology | None:

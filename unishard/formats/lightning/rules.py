@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
@@ -187,8 +186,8 @@ _OWN: Mapping[str, Rule] = {
         ),
         to=_recomputation,
     ),
-    "training.gradient_clipping": replace(
-        TRAINING["training.gradient_clipping"], when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING))
+    "training.gradient_clipping": TRAINING["training.gradient_clipping"]._replace(
+        when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING))
     ),
     "training.buffers": replace(
         BUFFERS,

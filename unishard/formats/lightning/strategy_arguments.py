@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
@@ -26,8 +25,7 @@ _NO_EFFECT = "has no effect with the other arguments"
 _REPLACED = "not used: config replaces every DeepSpeed argument"
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyArguments:
+class StrategyArguments(NamedTuple):
     """A strategy's arguments, and what stands around them."""
 
     strategy: Strategy
@@ -41,7 +39,7 @@ class StrategyArguments:
     folder: FilePath | None
     precision: Entry | None = None
     """The Trainer's precision where the engine takes it as arguments of its own."""
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = {}
 
     def place(self, argument: str) -> Path:
         """Where an argument stands."""
@@ -63,7 +61,7 @@ def _table(keys: Mapping[str, Key], given: StrategyArguments, names: Iterable[st
     rows = {**dict.fromkeys(known, _ELSEWHERE), **keys}
     for entry in interpret(rows, {name: _as_one_value(value) for name, value in written.items()}, tool=TOOL, topology=given.topology):
         name = entry.path[0]
-        yield replace(entry, path=(*given.place(name), *entry.path[1:]), value=written.get(name, entry.value))
+        yield entry._replace(path=(*given.place(name), *entry.path[1:]), value=written.get(name, entry.value))
 
 
 def _as_one_value(value: Any) -> Any:
@@ -75,12 +73,12 @@ _ELSEWHERE = Key(lambda value, given: UNSET)
 
 
 def _ddp(given: StrategyArguments) -> Iterator[Entry]:
-    yield replace(given.named, meaning=Meaning(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
+    yield given.named._replace(meaning=Meaning(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
     yield from _table(DDP, given, given.arguments)
 
 
 def _model_parallel(given: StrategyArguments) -> Iterator[Entry]:
-    yield replace(given.named, meaning=Meaning(fields={"backend": "fsdp"}))
+    yield given.named._replace(meaning=Meaning(fields={"backend": "fsdp"}))
     yield from _table(MODEL_PARALLEL, given, given.arguments)
 
 
@@ -152,12 +150,12 @@ def _configured(given: StrategyArguments) -> Iterator[Entry]:
         config = _config(given.arguments["config"], given.folder)
     except (ConfigError, Unreadable) as error:
         note = f"cannot be read: {error}; put the file beside this one, or write its keys here"
-        yield replace(given.named, meaning=Meaning(fields={"backend": "deepspeed"}))
+        yield given.named._replace(meaning=Meaning(fields={"backend": "deepspeed"}))
         yield given.of("config", Meaning(Fit.UNSUPPORTED, " ".join(note.split())))
         yield from _precision_entry(given, ())
         yield from _unused(given, {"config"}, _REPLACED)
         return
-    given = replace(given, arguments={**given.arguments, "config": config})
+    given = given._replace(arguments={**given.arguments, "config": config})
     block = EngineBlock("deepspeed", place, native=dict(config))
     scaling = _add_precision(given, block)
     parsed = block.parsed(defaults=_unclipped(given), topology=given.topology)
@@ -223,16 +221,16 @@ def _precision_entry(given: StrategyArguments, parsed: Iterable[Entry]) -> Itera
     try:
         word = word_of(given.precision.value)
     except Unreadable as error:
-        yield replace(given.precision, meaning=Meaning(Fit.UNSUPPORTED, str(error)))
+        yield given.precision._replace(meaning=Meaning(Fit.UNSUPPORTED, str(error)))
         return
     if not ours and word != "32-true":
         note = "the block in the DeepSpeed config decides; Lightning only casts the inputs"
-        yield replace(given.precision, meaning=Meaning(Fit.IGNORED, note))
+        yield given.precision._replace(meaning=Meaning(Fit.IGNORED, note))
         return
     if not ours:
         config = given.arguments.get("config")
         plain = not (isinstance(config, Mapping) and any(key in config for key in ("fp16", "bf16", "bfloat16", "torch_autocast")))
-        yield replace(given.precision, meaning=Meaning(fields={"precision.compute": "fp32"} if plain else {}))
+        yield given.precision._replace(meaning=Meaning(fields={"precision.compute": "fp32"} if plain else {}))
         return
     if word.endswith("true"):
         ours.append(Meaning(Fit.EQUIVALENT, f"{word} also rounds the initial weights; DeepSpeed still keeps fp32 master weights"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config, leaves
@@ -45,7 +44,7 @@ def _launch(topology: Topology) -> Native:
 def _decided_rows(reading: ReadDocument, rows: Mapping[str, Rule]) -> Mapping[str, Rule]:
     """The rows of what the source decides; the others write nothing, so that Lightning's own defaults hold."""
     return {
-        path: row if path in reading.decided or path.partition(".")[0] in _ALWAYS else replace(row, to=lambda cfg, topology: {})
+        path: row if path in reading.decided or path.partition(".")[0] in _ALWAYS else row._replace(to=lambda cfg, topology: {})
         for path, row in rows.items()
     }
 

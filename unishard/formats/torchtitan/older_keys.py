@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.mapping.entries import Entry
@@ -44,4 +43,4 @@ def placed(entry: Entry, moved: Mapping[str, str]) -> Entry:
     if old is None:
         return entry
     table, _, key = old.partition(".")
-    return replace(entry, path=(table, key), meaning=replace(entry.meaning, kept=False))
+    return entry._replace(path=(table, key), meaning=entry.meaning._replace(kept=False))

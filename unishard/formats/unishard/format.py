@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -45,7 +44,7 @@ class UnishardFormat(Format):
         """
         if source.repeats:
             raise ConfigError(source.repeats)
-        source = replace(source, data=current_names(source.data, source.origins))
+        source = source._replace(data=current_names(source.data, source.origins))
         undecided = dict(_placeholders(source.data))
         config = _checked(source, undecided)
         written = list(_written(source.data, config, undecided))
