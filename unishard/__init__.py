@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.engine.results import Placement, Resumed, Step
 from unishard.errors import (
     BackendError,
     CheckpointError,
@@ -27,7 +26,6 @@ from unishard.errors import (
 from unishard.loading import load
 from unishard.mapping.report import Report, Translation
 from unishard.mapping.rules import Fit, Rule
-from unishard.plugins.backend import Backend, OptimizerFactory
 from unishard.plugins.registry import available
 from unishard.plugins.translate import translate
 from unishard.version import __version__ as __version__
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from unishard.engine.model.from_pretrained import from_pretrained
     from unishard.engine.model.init import init
     from unishard.engine.prepare import prepare
+    from unishard.engine.results import Placement, Resumed, Step
+    from unishard.plugins.backend import Backend, OptimizerFactory
 
 __all__ = [
     "Backend",
@@ -74,8 +74,13 @@ __all__ = [
     "translate",
 ]
 
-_NEEDS_TORCH = {
+_ON_FIRST_USE = {
+    "Backend": "unishard.plugins.backend",
     "Engine": "unishard.engine.engine",
+    "OptimizerFactory": "unishard.plugins.backend",
+    "Placement": "unishard.engine.results",
+    "Resumed": "unishard.engine.results",
+    "Step": "unishard.engine.results",
     "dataloader": "unishard.data",
     "from_pretrained": "unishard.engine.model.from_pretrained",
     "init": "unishard.engine.model.init",
@@ -85,11 +90,11 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name that needs torch on first use."""
-    if name not in _NEEDS_TORCH:
+    """Load a name on first use: those that need torch, and types that the command line does not need."""
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'unishard' has no attribute {name!r}")
     try:
-        value = globals()[name] = getattr(import_module(_NEEDS_TORCH[name]), name)
+        value = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
     except ModuleNotFoundError as error:
         raise BackendError(f"unishard.{name} needs {error.name}, which is not installed; pip install 'unishard[torch]'") from error
     return value

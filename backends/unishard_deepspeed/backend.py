@@ -12,11 +12,9 @@ from unishard.errors import ConfigError, Problem
 from unishard.mapping.entries import Entry
 from unishard.mapping.express import Expressed
 from unishard.mapping.report import Line, Report, Translation, apply
-from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import arguments
 from unishard_deepspeed.keys import CONSTANTS
 from unishard_deepspeed.native import check, fit
-from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.rules import RULES
 
 if TYPE_CHECKING:
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from unishard.checkpoint.formats import CheckpointFormat
     from unishard.engine.adapter import InferenceAdapter
     from unishard.engine.model.units import ModelUnits
+    from unishard.patches import Patch
+    from unishard.plugins.backend import OptimizerBuilder
 
 __all__ = ["DeepSpeedBackend"]
 
@@ -35,11 +35,17 @@ class DeepSpeedBackend:
     name = "deepspeed"
     requires: Mapping[str, str] = {"torch": "torch", "deepspeed": "deepspeed"}
     tested: Mapping[str, Sequence[str]] = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
-    patches = PATCHES
     rules = RULES
     constants = CONSTANTS
     keys = arguments.KEYS
     script_rules = arguments.SCRIPT_RULES
+
+    @property
+    def patches(self) -> Mapping[str, Patch]:
+        """The private names of the engine that rare cases need."""
+        from unishard_deepspeed.patches import PATCHES
+
+        return PATCHES
 
     def translate(self, cfg: Config, topology: Topology) -> Translation:
         """The JSON for `deepspeed.initialize` and the report. Pure.

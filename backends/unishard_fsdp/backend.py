@@ -1,4 +1,7 @@
-"""The backend object. Stateless; only `prepare` imports torch."""
+"""The backend object. Stateless; only `prepare` imports torch.
+
+The models of the native config are imported when one is made: what another tool's FSDP arguments say is read without them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from unishard.config.topology import Topology
 from unishard.mapping.entries import Entry
 from unishard.mapping.express import Expressed
 from unishard.mapping.report import Line, Report, Translation, apply
-from unishard.plugins.backend import OptimizerBuilder
-from unishard_fsdp import arguments, native, options
+from unishard_fsdp import arguments
 from unishard_fsdp.keys import KEYS
-from unishard_fsdp.patches import PATCHES
 from unishard_fsdp.rules import RULES
 from unishard_fsdp.script_rules import SCRIPT_RULES
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from unishard.checkpoint.formats import CheckpointFormat
     from unishard.engine.adapter import InferenceAdapter
     from unishard.engine.model.units import ModelUnits
+    from unishard.patches import Patch
+    from unishard.plugins.backend import OptimizerBuilder
 
 __all__ = ["FSDPBackend"]
 
@@ -36,11 +39,23 @@ class FSDPBackend:
     name = "fsdp"
     requires: Mapping[str, str] = {"torch": "torch"}
     tested: Mapping[str, Sequence[str]] = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15")}
-    patches = PATCHES
     rules = RULES
-    constants = options.CONSTANTS
     keys = KEYS
     script_rules = SCRIPT_RULES
+
+    @property
+    def constants(self) -> Mapping[str, tuple[Any, str]]:
+        """Arguments that are written whatever the config says."""
+        from unishard_fsdp.options import CONSTANTS
+
+        return CONSTANTS
+
+    @property
+    def patches(self) -> Mapping[str, Patch]:
+        """The private names of the engine that rare cases need."""
+        from unishard_fsdp.patches import PATCHES
+
+        return PATCHES
 
     def translate(self, cfg: Config, topology: Topology) -> Translation:
         """The arguments of `fully_shard`, `replicate` or DistributedDataParallel as data, and the report. Pure.
@@ -48,6 +63,8 @@ class FSDPBackend:
         Raises:
             ConfigError: `native.fsdp` has a key that does not exist, does not apply to this form, or is set by a config field.
         """
+        from unishard_fsdp import native, options
+
         decided, report = apply(RULES, cfg, topology)
         written = merge(decided, options.constants_of(decided["data_parallel"]))
         overrides = native.check(cfg, written)
@@ -91,6 +108,6 @@ class FSDPBackend:
         Raises:
             ModelError: torch cannot shard this model.
         """
-        from unishard_fsdp import build
+        from unishard_fsdp import build, options
 
         return build.build(model, cfg, options.parse(translation.native), topology, units, optimizer)

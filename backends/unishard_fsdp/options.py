@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -157,8 +158,6 @@ CONSTANTS: Mapping[str, tuple[Any, str]] = {
 }
 """Dotted keys that are always written, in the forms that have them: `(value, why)`."""
 
-_PARSER: TypeAdapter[Options] = TypeAdapter(Annotated[Options, Field(discriminator="data_parallel")], config=ConfigDict(defer_build=True))
-
 
 def constants_of(form: str) -> Native:
     """The constants of a form, nested."""
@@ -176,4 +175,9 @@ def parse(native: Native) -> Options:
     Raises:
         pydantic.ValidationError: It is invalid; `native.check` reports this to the user earlier.
     """
-    return _PARSER.validate_python(native)
+    return _parser().validate_python(native)
+
+
+@cache
+def _parser() -> TypeAdapter[Options]:
+    return TypeAdapter(Annotated[Options, Field(discriminator="data_parallel")])

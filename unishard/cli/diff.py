@@ -34,9 +34,10 @@ def diff(
     read.
     """
     from unishard import formats
+    from unishard.formats.comparing import compare
 
     readings = [formats.read(a, from_a), formats.read(b, from_b)]
-    found = formats.compare(*readings)
+    found = compare(*readings)
     for reading in readings:
         refused = [entry for entry in reading.entries if entry.meaning.fit == "unsupported"]
         for entry in refused:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from unishard.formats.catalog import NAMES
 from unishard.formats.checking import check
-from unishard.formats.comparing import Difference, compare
 from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Item, Outcome, read, translate
 
-__all__ = ["NAMES", "Difference", "Item", "Outcome", "ReadDocument", "check", "compare", "read", "translate"]
+__all__ = ["NAMES", "Item", "Outcome", "ReadDocument", "check", "read", "translate"]

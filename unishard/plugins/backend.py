@@ -11,7 +11,6 @@ from unishard.mapping.entries import Entry, Key
 from unishard.mapping.express import Expressed
 from unishard.mapping.report import Translation
 from unishard.mapping.rules import Rule
-from unishard.patches import Patch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from unishard.checkpoint.formats import CheckpointFormat
     from unishard.engine.adapter import InferenceAdapter
     from unishard.engine.model.units import ModelUnits
+    from unishard.patches import Patch
 
 __all__ = ["Backend", "OptimizerBuilder", "OptimizerFactory"]
 
