@@ -6,7 +6,6 @@ Sources: accelerate 1.15.0, utils/dataclasses.py and utils/fsdp_utils.py. What t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
@@ -197,8 +196,7 @@ _LOOP: Mapping[str, Rule] = {
         "torch steps with infinite or NaN gradients; check what clip_grad_norm_ returns",
         When("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.APPROXIMATE, "GradScaler skips it without an error"),
     ),
-    "training.buffers": replace(
-        BUFFERS,
+    "training.buffers": BUFFERS._replace(
         when=(
             When(
                 "local with no_shard",

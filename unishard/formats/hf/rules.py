@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from unishard.config import Config
 from unishard.config.nested import Native, merge
@@ -95,8 +94,7 @@ _OWN: Mapping[str, Rule] = {
             "Trainer steps with a partial window at an epoch's end; cut the dataset to full ones",
         ),
     ),
-    "training.buffers": replace(
-        BUFFERS,
+    "training.buffers": BUFFERS._replace(
         key="ddp_broadcast_buffers",
         to=_sent,
         when=(*BUFFERS.when, When("rank0 with no_shard on torch", without, Fit.EQUIVALENT, BEFORE_EACH_FORWARD)),

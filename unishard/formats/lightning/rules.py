@@ -189,8 +189,7 @@ _OWN: Mapping[str, Rule] = {
     "training.gradient_clipping": TRAINING["training.gradient_clipping"]._replace(
         when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING))
     ),
-    "training.buffers": replace(
-        BUFFERS,
+    "training.buffers": BUFFERS._replace(
         key="broadcast_buffers of DDPStrategy",
         to=_sent,
         when=(*BUFFERS.when, When("rank0 with no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, BEFORE_EACH_FORWARD)),
