@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from unishard.engine.model.init import init
     from unishard.engine.prepare import prepare
     from unishard.engine.results import Placement, Resumed, Step
+    from unishard.engine.state.moving_average import MovingAverage
     from unishard.plugins.backend import Backend, OptimizerFactory
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "EngineMismatchError",
     "Fit",
     "ModelError",
+    "MovingAverage",
     "NonFiniteError",
     "OptimizerFactory",
     "Placement",
@@ -77,6 +79,7 @@ __all__ = [
 _ON_FIRST_USE = {
     "Backend": "unishard.plugins.backend",
     "Engine": "unishard.engine.engine",
+    "MovingAverage": "unishard.engine.state.moving_average",
     "OptimizerFactory": "unishard.plugins.backend",
     "Placement": "unishard.engine.results",
     "Resumed": "unishard.engine.results",

@@ -161,8 +161,13 @@ class DeepSpeedAdapter(EngineAdapter):
     def loaded(self) -> None:
         """Update every copy of the master weights, and let DeepSpeed find the optimizer state. Collective."""
         self.drop_gradients()
-        copy_masters(self.optimizer, self._inner, self._kind)
+        self.weights_written()
         relink_states(self.optimizer, self._kind)
+
+    @torch.no_grad()
+    def weights_written(self) -> None:
+        """Update every copy of the master weights. Collective."""
+        copy_masters(self.optimizer, self._inner, self._kind)
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""

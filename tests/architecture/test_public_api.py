@@ -22,6 +22,7 @@ PUBLIC = [
     "EngineMismatchError",
     "Fit",
     "ModelError",
+    "MovingAverage",
     "NonFiniteError",
     "OptimizerFactory",
     "Placement",
@@ -96,6 +97,7 @@ def test_what_an_engine_is() -> None:
         "train",
         "windows",
         *("save", "load", "on_save", "wait", "export"),
+        *("ema", "is_main", "print", "rank", "world_size"),
     }
     assert Resumed._fields == ("path", "step", "epoch", "state", "notes")
     assert Step._fields == ("updated", "grad_norm", "lr", "skipped")

@@ -26,7 +26,7 @@ ONE = optimizer()
     ("scheduler", "message"),
     [
         (3, r"is a int; pass a torch\.optim\.lr_scheduler\.LRScheduler, or a function that builds one"),
-        (ReduceLROnPlateau(ONE), r"ReduceLROnPlateau needs a metric, which is not available in an update; remove it and set group\['lr'\]"),
+        (ReduceLROnPlateau(ONE), r"ReduceLROnPlateau needs a metric, which is not available in an update; build it on engine.optimizer"),
         (
             StepLR(optimizer(), 1),
             "StepLR belongs to an optimizer that was not passed to prepare; pass that optimizer too, or",

@@ -161,7 +161,9 @@ def compiled(backend, mode, inner):
     cfg = config(backend, "full_shard", compile={"mode": mode, "backend": inner})
     with prepare(cfg) as engine:
         curve = train(engine, own_share(2))
-        seen = [*engine.module.state_dict(), *(name for name, _ in engine.module.named_modules()), *engine.placement().units]
+        with engine._guarded.lifted():
+            held = engine.module.state_dict()
+        seen = [*held, *(name for name, _ in engine.module.named_modules()), *engine.placement().units]
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], curve, [name for name in seen if "_orig_mod" in name]
 
 

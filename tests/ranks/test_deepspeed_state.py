@@ -207,7 +207,7 @@ def resumed(strategy, precision, variety):
         begin(engine)
         uninterrupted = train(engine, BEFORE, BEFORE + AFTER)
     with prepared(3, strategy, precision, variety) as engine:
-        kind = type(engine.optimizer).__name__
+        kind = type(engine._adapter.optimizer).__name__
         begin(engine)
         parts = parts_of(engine)
         specs = specs_of(engine, parts[1])
@@ -316,7 +316,7 @@ def whole(strategy, precision):
                 moments[name] = torch.equal(stretch, part.values.to(engine.device))
         return {
             "entries": entries,
-            "masters": len(master_tensors(engine.optimizer, engine._adapter._inner, kind_of(engine._cfg))),
+            "masters": len(master_tensors(engine._adapter.optimizer, engine._adapter._inner, kind_of(engine._cfg))),
             "shared": len(steps) - len({step.data_ptr() for step in steps}),
             "moments": moments,
             "losses": (read, train(engine, BEFORE, BEFORE + AFTER)),

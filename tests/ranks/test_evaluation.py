@@ -253,7 +253,7 @@ MISUSE = {
     lockstep_in_training: "ContractError: lockstep is only for evaluation",
     nested_lockstep: "ContractError: lockstep was entered inside lockstep",
     training_in_lockstep: "ContractError: the model was put in training mode inside engine.lockstep()",
-    backward_in_evaluation: "ContractError: backward was called without a forward of the engine; compute the loss with",
+    backward_in_evaluation: "ContractError: backward was called in evaluation mode, where engine(...) builds no graph; call engine.train()",
     generate_without: "ContractError: the model has no method generate",
     other_structure: "rank 1 is in engine.gather_for_metrics (update 1, micro-batch 1 of 1, logits: float32[*, 4])",
     not_one_row_a_sample: "ContractError: gather_for_metrics cannot drop the samples that fill up",

@@ -99,7 +99,7 @@ def held(backend, strategy):
 
 MASTERS = {
     "fsdp": lambda engine: engine.module.parameters(),
-    "deepspeed": lambda engine: master_tensors(engine.optimizer, engine._adapter._inner, kind_of(engine._cfg)),
+    "deepspeed": lambda engine: master_tensors(engine._adapter.optimizer, engine._adapter._inner, kind_of(engine._cfg)),
 }
 
 

@@ -82,7 +82,11 @@ def own(backend, place, name):
 
     with unishard.prepare(mlp(), offloaded(backend, place, optimizer=None), optimizer=build) as engine:
         found = curve(train(engine, own_share(MICRO_BATCHES)))
-        inner = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else engine.optimizer.optimizer
+        inner = (
+            engine._adapter.optimizer
+            if isinstance(engine._adapter.optimizer, torch.optim.Optimizer)
+            else engine._adapter.optimizer.optimizer
+        )
         state = [value for entry in inner.state.values() for value in entry.values() if torch.is_tensor(value) and value.dim()]
         return {
             "curve": found,
@@ -118,9 +122,9 @@ def held(backend, place, precision):
     with unishard.prepare(mlp(), offloaded(backend, place, precision)) as engine:
         train(engine, own_share(ACCUMULATION))
         if backend == "deepspeed":
-            masters = master_tensors(engine.optimizer, engine._adapter._inner, kind_of(engine._cfg))
+            masters = master_tensors(engine._adapter.optimizer, engine._adapter._inner, kind_of(engine._cfg))
             return {"masters": {(each.device.type, each.dtype) for each in masters}, "numel": sum(each.numel() for each in masters)}
-        stepped = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+        stepped = [parameter for group in engine._adapter.optimizer.param_groups for parameter in group["params"]]
         parts = [each.to_local() if isinstance(each, DTensor) else each for each in stepped]
         models = {id(parameter) for parameter in engine.module.parameters()}
         return {

@@ -72,7 +72,9 @@ def config_of(backend, option, precision):
 def with_option(backend, option, precision):
     with prepare(config_of(backend, option, precision)) as engine:
         found = curve(train(engine, own_share(MICRO_BATCHES)))
-        return {"curve": found, "units": engine.placement().units, "optimizer": type(engine.optimizer).__name__} | SEEN[backend](engine)
+        return {"curve": found, "units": engine.placement().units, "optimizer": type(engine._adapter.optimizer).__name__} | SEEN[backend](
+            engine
+        )
 
 
 def seen_in_fsdp(engine):
@@ -81,13 +83,13 @@ def seen_in_fsdp(engine):
         group for part in engine.module.modules() if isinstance(part, FSDPModule) for group in part._get_fsdp_state()._fsdp_param_groups
     ]
     on_host = {parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params}
-    inner = getattr(engine.optimizer, "optim", engine.optimizer)
+    inner = getattr(engine._adapter.optimizer, "optim", engine._adapter.optimizer)
     return {"on host": {"params", "optimizer"} if on_host == {True} else set(on_host - {False})} | stepping(inner)
 
 
 def seen_in_deepspeed(engine):
     """Read off DeepSpeed's engine and its optimizer, which have acted on their config."""
-    zero = engine.optimizer
+    zero = engine._adapter.optimizer
     on_host = {
         "params": getattr(zero, "offload_param", False),
         "optimizer": getattr(zero, "offload_optimizer", getattr(zero, "cpu_offload", False)),

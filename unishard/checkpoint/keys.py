@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["OPTIMIZER", "PARAMETERS", "RANDOM", "STATE", "of_optimizer", "optimizer_part", "parameter_of"]
+__all__ = ["AVERAGES", "OPTIMIZER", "PARAMETERS", "RANDOM", "STATE", "of_optimizer", "optimizer_part", "parameter_of"]
 
 PARAMETERS = "model."
 """Prefix of the names of parameters and persistent buffers."""
 OPTIMIZER = "optim.state."
 """Prefix of a parameter's name and an optimizer state key, as torch flattens an optimizer's state (torch 2.13, state_dict.py)."""
+AVERAGES = "ema."
+"""Prefix of the name of a parameter of which a moving average is kept."""
 RANDOM = "rng."
 """Prefix of a rank and a random number generator."""
 STATE = "state."

@@ -138,4 +138,5 @@ def _kind(name: str, manifest: Manifest) -> str:
         return "buffers" if parameter in manifest.buffers else "frozen" if parameter in manifest.frozen else "parameters"
     if (part := keys.optimizer_part(name)) is not None:
         return part[1]
-    return next((kind for kind, prefix in (("random numbers", keys.RANDOM), ("state", keys.STATE)) if name.startswith(prefix)), "other")
+    kinds = {keys.AVERAGES: "moving averages", keys.RANDOM: "random numbers", keys.STATE: "state"}
+    return next((kind for prefix, kind in kinds.items() if name.startswith(prefix)), "other")

@@ -77,6 +77,10 @@ class InferenceAdapter(ABC):
     def loaded(self) -> None:  # noqa: B027 (nothing to do if there is one copy)
         """Update every copy after master weights, frozen parameters and optimizer state were written in place. Collective."""
 
+    def weights_written(self) -> None:
+        """Update every copy after master weights were written in place, between two updates. Collective."""
+        self.loaded()
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """A block in which no parameter requires a gradient."""

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.data.batches import Window
-from unishard.engine.prepared_model import PreparedModel
+from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
 from unishard.errors import ContractError
 
 __all__ = ["Engine"]
 
 
-class Engine(PreparedModel):
+class Engine(ParametersByName):
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
     Every method except `on_save` and `close` is collective: call it on all ranks. A call on a closed engine, or a training call on a

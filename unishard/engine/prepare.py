@@ -16,11 +16,12 @@ from unishard.distributed import collective_check, devices, process_group
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.engine import Engine
 from unishard.engine.inference import ReplicaAdapter
+from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.units import ModelUnits, Unit, units_of
-from unishard.engine.optim import optimizers
+from unishard.engine.optim import optimizers, stepping
 from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.verify import verify
@@ -59,7 +60,7 @@ def prepare(
 
     Args:
         model: Any module, on any device, in fp32, bf16 or fp16: full, or as `unishard.init` or `unishard.from_pretrained` leaves it.
-            It is sharded in place, after its trainable parameters are cast to `precision.master`.
+            It is sharded in place, after its trainable parameters are cast to `precision.master`, and put in training mode.
         cfg: What to run.
         optimizer: By default, the config's `optimizer` section is used; if this is given, the config must have no such section.
             Either an optimizer that was made from the model's parameters and has not stepped yet: it keeps its groups and options
@@ -99,6 +100,8 @@ def prepare(
     activation_checkpointing.apply(plan.recomputed, selective=cfg.activation_checkpointing == "selective")
     compilation.apply(plan.compiled, cfg.compile)
     if train:
+        stepping.mark(model)
+        put_in_training_mode(model, topology.rank)
         batch_norm.name_synchronized(model, topology, process_group.device_of(topology))
         devices.use_host_cores(cfg.offload, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
@@ -106,7 +109,7 @@ def prepare(
     setup = plan.setup
     if setup is None:  # keep the random state: inference must not affect another model's training
         return Engine(cfg, adapter, model_class=model_class)
-    engine = Engine(cfg, adapter, model_class=model_class, group_names=setup.groups, scheduler=setup.scheduler)
+    engine = Engine(cfg, adapter, model_class=model_class, group_names=setup.groups, optimizer=setup.optimizer, scheduler=setup.scheduler)
     torch.manual_seed(cfg.training.seed + topology.rank)
     if cfg.checkpoint.dir is not None and cfg.checkpoint.on_existing == "resume":
         _resume(engine)

@@ -1,14 +1,13 @@
-"""A prepared model outside the loop: properties, parameters and gradients by name, checkpoints and exports."""
+"""A prepared model outside the loop: its parts, properties, checkpoints and exports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
@@ -19,10 +18,13 @@ from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.evaluation import Evaluation
+from unishard.engine.loop.guarded_module import GuardedModule
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.optim.loss_scale import LossScale
+from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
+from unishard.engine.process import Process
 from unishard.engine.results import Placement, Resumed
 from unishard.engine.state.parameter_access import GradientAccess, ParameterAccess
 from unishard.engine.state.run import Run
@@ -33,7 +35,7 @@ from unishard.errors import ContractError
 __all__ = ["PreparedModel"]
 
 
-class PreparedModel:
+class PreparedModel(Process):
     """The part of `Engine` outside the loop. Delegates each call to the module of `unishard.engine` that does it."""
 
     def __init__(
@@ -43,6 +45,7 @@ class PreparedModel:
         *,
         model_class: str,
         group_names: Sequence[Sequence[str]] = (),
+        optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | None = None,
     ) -> None:
         """Set up the parts of the engine around an adapter. Collective.
@@ -52,6 +55,7 @@ class PreparedModel:
             adapter: The sharded model; an `EngineAdapter` for training.
             model_class: Class of the model before it was sharded.
             group_names: Names of the parameters in each optimizer group.
+            optimizer: What was passed to `prepare` or built for it, which the user may hold; None for the adapter's own.
             scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
         """
         training = adapter.training
@@ -70,10 +74,22 @@ class PreparedModel:
         else:
             groups = training.optimizer.param_groups
             schedule = Schedule(cfg.scheduler, groups) if scheduler is None else TorchSchedule(scheduler, groups)
-            self._accumulation = Accumulation(cfg, training, order, schedule)
+            calls = OptimizerCalls(
+                training, training.torch_optimizer if optimizer is None else optimizer, model_class, order.require_no_gradients
+            )
+            self._accumulation = Accumulation(cfg, training, order, schedule, calls)
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
+        self._tensors = tensors
         run = Run(cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names)
         self._checkpoints = SaveAndLoad(run)
+        self._guarded = GuardedModule(
+            adapter.module,
+            cfg,
+            adapter.device,
+            class_name=model_class,
+            trains=training is not None,
+            require_no_gradients=order.require_no_gradients,
+        )
 
     # -- what it is -------------------------------------------------------------------------------------------------------
 
@@ -88,9 +104,13 @@ class PreparedModel:
         return self._adapter.device
 
     @property
-    def optimizer(self) -> Any:
-        """The optimizer; its `param_groups` hold the live learning rates."""
-        return self._training("optimizer").adapter.optimizer
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; its `param_groups` hold the live learning rates.
+
+        Only the engine steps, zeroes, saves and loads it: other calls raise `ContractError` and say what to call instead. Schedulers can be
+        built on it, such as `ReduceLROnPlateau`, if the engine's own schedule is constant.
+        """
+        return self._training("optimizer").optimizer.public
 
     @property
     def lr(self) -> float:
@@ -110,111 +130,6 @@ class PreparedModel:
     def placement(self) -> Placement:
         """What the engine holds, read from its live tensors."""
         return self._adapter.placement()
-
-    # -- parameters and gradients -----------------------------------------------------------------------------------------
-
-    def parameter(self, name: str) -> Tensor:
-        """Read a master weight, at any time. Collective.
-
-        Args:
-            name: Name in `module.named_parameters()`; for a tied parameter any of its names.
-
-        Returns:
-            A full fp32 copy on `device`; for a frozen parameter a copy of what the engine keeps, which may be rounded to
-            `precision.compute`.
-
-        Raises:
-            ContractError: There is no such parameter, or the engine is closed.
-        """
-        return self._parameters.parameter(name)
-
-    def set_parameter(self, name: str, value: Tensor) -> None:
-        """Replace a master weight and every copy that the engine computes with. Collective.
-
-        Args:
-            name: Name in `module.named_parameters()`.
-            value: The full tensor, any floating dtype and device. Rank 0's value is used; every rank must pass one.
-
-        Raises:
-            ContractError: There is no such parameter, `value` does not fit it, a forward waits for its backward, or the engine
-                is closed.
-        """
-        self._parameters.set_parameter(name, value)
-
-    def gathered(self, names: Iterable[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """Edit several master weights: on exit the tensors are written back, as with `set_parameter`. Collective.
-
-        Rank 0's edits are used. After an exception inside the block, nothing is written.
-
-        Args:
-            names: Names in `module.named_parameters()`. All these parameters are gathered at once, in fp32, on every rank.
-
-        Yields:
-            Full fp32 tensors by name, on `device`; tied names share one tensor. Edit them in place.
-
-        Raises:
-            ContractError: There is no such parameter, a tensor was replaced by one that does not fit, a forward waits for its
-                backward, or the engine is closed.
-        """
-        return self._parameters.gathered(names)
-
-    def parameter_norms(self) -> dict[str, float]:
-        """L2 norm of each master weight, frozen ones too, at any time. Collective: one all-reduce, as `grad_norms`.
-
-        Returns:
-            Norms by name, fp32 accuracy, the same on every rank; a tied parameter under its first name.
-
-        Raises:
-            ContractError: The engine is closed.
-        """
-        self._order.require_open("parameter_norms")
-        return self._parameters.parameter_norms()
-
-    def grad(self, name: str) -> Tensor | None:
-        """Read the gradient that the coming update will use: averaged over the window and the ranks, before clipping. Collective.
-
-        Call it between the backward of a window's last micro-batch and `step`.
-
-        Args:
-            name: Name in `module.named_parameters()`; a tied parameter has one gradient under all its names.
-
-        Returns:
-            A full fp32 copy on `device`; None for a frozen parameter and for one that no rank used.
-
-        Raises:
-            ContractError: There is no such parameter, the window is not at its end, or the engine is closed.
-        """
-        self._training("grad")
-        return self._gradients.grad(name)
-
-    def set_grad(self, name: str, value: Tensor) -> None:
-        """Replace the gradient that the coming update will use, before its norm is computed and it is clipped. Collective.
-
-        Args:
-            name: Name in `module.named_parameters()`, of a trainable parameter.
-            value: The full gradient in the units of `grad`, any floating dtype and device. Rank 0's is used; every rank must pass one.
-
-        Raises:
-            ContractError: There is no such parameter, it is frozen, `value` does not fit it, the window is not at its end, or
-                the engine is closed.
-        """
-        self._training("set_grad")
-        self._gradients.set_grad(name, value)
-
-    def grad_norms(self) -> dict[str, float]:
-        """L2 norm of each trainable parameter's gradient before clipping; the norm of these norms is `Step.grad_norm`.
-
-        Collective: one all-reduce of one number per parameter; nothing is gathered. Call it where `grad` can be called.
-
-        Returns:
-            Norms by name with fp32 accuracy, the same on every rank; a tied parameter has its first name, and parameters without a
-            gradient are omitted.
-
-        Raises:
-            ContractError: The window is not at its end, or the engine is closed.
-        """
-        self._training("grad_norms")
-        return self._gradients.grad_norms()
 
     # -- checkpoints and export -------------------------------------------------------------------------------------------
 
@@ -342,6 +257,9 @@ class PreparedModel:
         process_group.ended_by(why)
         self._order.close(why)
         try:
+            self._guarded.close()
+            if self._accumulation is not None:
+                self._accumulation.close()
             self._checkpoints.close()
         finally:
             self._adapter.close()

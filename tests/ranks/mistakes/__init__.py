@@ -6,6 +6,7 @@ from mistakes.checkpoints import CHECKPOINTS
 from mistakes.configs import CONFIGS
 from mistakes.damage import DAMAGE
 from mistakes.data import DATA
+from mistakes.habits import HABITS
 from mistakes.loop import LOOP
 
-SUBJECTS = (CONFIGS, LOOP, DATA, CHECKPOINTS, DAMAGE)
+SUBJECTS = (CONFIGS, LOOP, HABITS, DATA, CHECKPOINTS, DAMAGE)

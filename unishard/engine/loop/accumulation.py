@@ -6,18 +6,23 @@ Decides the division by the window, clipping, loss scale, schedule and their ord
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Config
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.loop.divided_loss import warn_if_divided
+from unishard.engine.loop.edited_gradients import EditedGradients
 from unishard.engine.loop.foreign_backward import ForeignBackwardCheck
 from unishard.engine.loop.items import Items
 from unishard.engine.optim.loss_scale import LossScale
+from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
 from unishard.engine.results import Step
@@ -29,20 +34,31 @@ __all__ = ["Accumulation"]
 class Accumulation:
     """Runs accumulation windows. The methods implement those of `Engine` with the same names."""
 
-    def __init__(self, cfg: Config, adapter: EngineAdapter, order: CallOrder, schedule: Schedule | TorchSchedule) -> None:
+    def __init__(
+        self, cfg: Config, adapter: EngineAdapter, order: CallOrder, schedule: Schedule | TorchSchedule, optimizer: OptimizerCalls
+    ) -> None:
         self._training = cfg.training
         self.adapter = adapter
         self._order = order
         self._items = Items(adapter.device)
         self._foreign = ForeignBackwardCheck(adapter)
+        self._edited = EditedGradients(adapter.module, order)
+        self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
         self.schedule = schedule
+        self.optimizer = optimizer
         self.loss_scale = LossScale(cfg.precision)
+        self.after_update: Callable[[], None] = _nothing
+        """Called after each update that was not skipped."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""
         order = self._order
+        if order.averaged:
+            raise ContractError(
+                "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after the block"
+            )
         order.enter("forward")
         if order.before_update is not None:
             order.before_update()
@@ -58,14 +74,19 @@ class Accumulation:
     def backward(self, loss: Tensor, num_items: int | Tensor | None) -> None:
         """Run the backward of one micro-batch."""
         order = self._order
-        _require_backward(order, loss)
+        _require_backward(order, loss, training=self.adapter.module.training)
         order.enter("backward", "" if num_items is None else ", with num_items")
         self._items.add(num_items)
         if order.progress is not None:
             order.progress.record_loss(loss.detach() / (1 if num_items is None else max(1, num_items)))
+        if self._looks_for_division and num_items is None:
+            self._looks_for_division = False
+            warn_if_divided(loss, self._training.gradient_accumulation_steps)
+        self._edited.compare()
         divided = loss if order.window == 1 or num_items is not None else loss / order.window
         with self._foreign.own_backward():
             self.adapter.backward(self.loss_scale.scale(divided))
+        self._edited.keep()
         order.phase, order.graph = Phase.BACKWARD_DONE, False
 
     def step(self, clip_grad_norm: float | EllipsisType | None) -> Step:
@@ -76,8 +97,12 @@ class Accumulation:
         max_norm = self._training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
             raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
+        self._edited.compare()
         if order.last:  # inside a window there is no collective, and the next forward notices a missing step
-            order.enter("step", "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}")
+            clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
+            order.enter("step", f"{clip}, with gradients that were changed since backward" if self._edited.found else clip)
+            if self._edited.found:
+                self._edited.refuse()
         order.phase, order.graph = Phase.OPEN, False
         order.micro_batch += 1
         inside = order.micro_batch < order.window
@@ -91,12 +116,19 @@ class Accumulation:
         order = self._order
         if not (order.inside_window or order.graph):
             return
-        self.adapter.drop_gradients()
+        with self.optimizer.own():
+            self.adapter.drop_gradients()
         self._items.clear()
         if order.progress is not None:
             order.progress.drop_window()
         order.discard_window()
+        self._edited.clear()
         self._finished = None
+
+    def close(self) -> None:
+        """Give the user's optimizer and scheduler back."""
+        self.optimizer.close()
+        self.schedule.close()
 
     def finish_gradients(self) -> float:
         """Finish the gradients at the end of a window, once. Collective.
@@ -104,6 +136,7 @@ class Accumulation:
         Returns:
             The divisor that the update will use.
         """
+        self._edited.compare()
         if self._finished is None:
             self.adapter.finish_gradients()
             self._finished = self._divisor()
@@ -114,6 +147,7 @@ class Accumulation:
 
     def _end_window(self, max_norm: float | None) -> Step:
         lr = self.schedule.lr
+        self.optimizer.require_one_schedule(writes=self.schedule.writes)
         try:
             divisor = self._divisor()
         except ContractError:
@@ -121,7 +155,7 @@ class Accumulation:
             self.discard()  # otherwise the next window would add to this one
             raise
         try:
-            with self._order.awaiting():
+            with self._order.awaiting(), self.optimizer.own():
                 norm, updated = self.adapter.update(max_norm, divisor, finished=self._finished is not None)
         finally:
             self._order.end_window()
@@ -129,7 +163,9 @@ class Accumulation:
             self._finished = None
         lowered = self.loss_scale.end_window(skipped=not updated)
         if updated:
+            self.optimizer.updated()
             self.schedule.advance()
+            self.after_update()
         elif self._training.nonfinite == "raise" and not lowered:
             raise NonFiniteError(
                 "a gradient is infinite or NaN on at least one rank; nothing was updated; check this window's batches and loss, "
@@ -139,10 +175,18 @@ class Accumulation:
         return Step(updated=updated, grad_norm=norm if math.isfinite(norm) else math.inf, lr=lr, skipped=not updated)
 
 
-def _require_backward(order: CallOrder, loss: Any) -> None:
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _require_backward(order: CallOrder, loss: Any, *, training: bool) -> None:
     """Raise ContractError unless a backward of this loss is allowed now."""
     if order.phase is Phase.BACKWARD_DONE:
         raise ContractError("backward was called twice for one micro-batch; call engine.step() after every backward")
+    if order.phase is Phase.OPEN and not training:
+        raise ContractError(
+            "backward was called in evaluation mode, where engine(...) builds no graph; call engine.train() before the forward"
+        )
     if order.phase is Phase.OPEN:
         raise ContractError(
             "backward was called without a forward of the engine; compute the loss with engine(...) in training mode, not engine.module"

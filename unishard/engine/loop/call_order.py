@@ -53,6 +53,8 @@ class CallOrder:
         """Whether the window was discarded."""
         self.frozen = False
         """Whether `engine.frozen()` is open."""
+        self.averaged = False
+        """Whether the model has averaged weights, inside `ema.weights()`."""
         self.progress: Progress | None = None
         """The progress bar of the current loop."""
         self.before_update: Callable[[], None] | None = None
@@ -142,6 +144,8 @@ class CallOrder:
         self.require_open(call)
         if self.frozen:
             raise ContractError(f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block")
+        if self.averaged and call != "export":
+            raise ContractError(f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block")
         if self.inside_window:
             raise ContractError(f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true")
 
@@ -155,9 +159,20 @@ class CallOrder:
                 "call it between the last backward of a window and engine.step()"
             )
 
+    def require_no_gradients(self, call: str) -> None:
+        """Raise ContractError inside an accumulation window, whose gradients a call such as `zero_grad()` would drop."""
+        if self.phase is not Phase.CLOSED and self.inside_window:
+            done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
+            raise ContractError(
+                f"{call} was called after {done} of {self.window} backward calls of the accumulation window, and would drop their "
+                "gradients; remove the call: engine.step() zeroes gradients after each update, and engine.discard() drops a window"
+            )
+
     def require_no_graph(self, call: str) -> None:
         """Raise ContractError while the graph of a forward waits for its backward."""
         self.require_open(call)
+        if self.averaged:
+            raise ContractError(f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block")
         if self.graph:
             raise ContractError(
                 f"{call} would change a parameter that the backward of an earlier forward still needs; call it after backward, or drop the "

@@ -47,11 +47,14 @@ class OptimizerSetup:
         self._scheduler = scheduler
         self.scheduler: LRScheduler | None = scheduler if isinstance(scheduler, LRScheduler) else None
         """The caller's scheduler, once the optimizer is built."""
+        self.optimizer: torch.optim.Optimizer | None = None
+        """What was built, or the caller's own object."""
 
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         """The optimizer over these trainable parameters."""
         pairs = list(named)
         optimizer: torch.optim.Optimizer = self._build(pairs)
+        self.optimizer = optimizer
         names = {id(parameter): name for name, parameter in pairs}
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:

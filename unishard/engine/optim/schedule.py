@@ -46,10 +46,18 @@ class Schedule:
         """Learning rate of the first parameter group for the next update."""
         return float(self._groups[0]["lr"])
 
+    @property
+    def writes(self) -> bool:
+        """Whether updates change the learning rates."""
+        return not self._constant
+
     def advance(self) -> None:
         """Move on by one update."""
         self._updates += 1
         self._write()
+
+    def close(self) -> None:
+        """Do nothing: the groups keep their rates."""
 
     def facts(self) -> dict[str, Any]:
         """State for a checkpoint: the number of updates, and each group's peak learning rate."""

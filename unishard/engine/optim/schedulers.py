@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.checkpoint.user_state import pack, unpack
-from unishard.errors import CheckpointError, ConfigError, Problem
+from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
 
 __all__ = ["SchedulerFactory", "TorchSchedule", "build_scheduler", "check"]
 
@@ -59,8 +59,8 @@ def build_scheduler(build: SchedulerFactory, optimizer: Optimizer) -> LRSchedule
 def _check_kind(scheduler: LRScheduler) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         _refuse(
-            "ReduceLROnPlateau needs a metric, which is not available in an update; remove it and set group['lr'] of each group in "
-            "engine.optimizer.param_groups where you compute the metric; a constant schedule keeps what you set"
+            "ReduceLROnPlateau needs a metric, which is not available in an update; build it on engine.optimizer after prepare, leave the "
+            "config's schedule constant, and call its step(metric) where you compute the metric"
         )
 
 
@@ -77,19 +77,31 @@ class TorchSchedule:
         self._scheduler = scheduler
         self._groups = param_groups
         self._updates = 0
+        self._own_class, self._step = type(scheduler), scheduler.step
+        # Not an attribute of the scheduler, which torch would save with its state.
+        scheduler.__class__ = type(self._own_class.__name__, (self._own_class,), {"step": _refuse_step})
 
     @property
     def lr(self) -> float:
         """Learning rate of the first parameter group in the next update."""
         return float(self._groups[0]["lr"])
 
+    @property
+    def writes(self) -> bool:
+        """Whether updates change the learning rates."""
+        return True
+
     def advance(self) -> None:
         """Step the scheduler after an update."""
         self._updates += 1
-        self._scheduler.step()
+        self._step()
         for group in self._groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].item()
+
+    def close(self) -> None:
+        """Give the scheduler its own `step` again."""
+        self._scheduler.__class__ = self._own_class
 
     def facts(self) -> dict[str, Any]:
         """State for a checkpoint: the number of updates, and the scheduler's own state.
@@ -142,6 +154,13 @@ _CYCLED = ("momentum", "betas")
 def _cycles(scheduler: Any) -> bool:
     """Whether this scheduler, or one that it combines, writes those options."""
     return getattr(scheduler, "cycle_momentum", False) or any(map(_cycles, getattr(scheduler, "_schedulers", ())))
+
+
+def _refuse_step(scheduler: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ContractError(
+        f"{type(scheduler).__name__}.step() was called, but the engine steps this scheduler; remove the call: engine.step() moves the "
+        "learning rate once after each update that was not skipped"
+    )
 
 
 def _no_tensor(name: str) -> Tensor:

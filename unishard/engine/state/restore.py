@@ -25,6 +25,7 @@ from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.optim.optimizer_state import StateSpec, keys_of
 from unishard.engine.results import Resumed
+from unishard.engine.state.moving_average import resume_average
 from unishard.engine.state.resume import resume
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
@@ -58,6 +59,8 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     on_all(group, reader.fill)
     run.adapter.loaded()
     notes = [*reader.notes, *resume(run, manifest, tensors, group)]
+    if run.accumulation is not None:
+        notes += on_all(group, lambda: [*resume_average(run.tensors.average, tensors)])
     positions = on_all(group, lambda: [unpack(each, tensors.full) for each in manifest.data])
     positions = positions if data else []
     run.batching.resume(positions, manifest.world_size)
@@ -144,7 +147,8 @@ class CheckpointReader:
             CheckpointError: A tensor differs from what was saved.
         """
         recorded, device = self._manifest.tensors, self._run.adapter.device
-        held = {name: shard for name, shard in self._held().items() if recorded[name].dtype == name_of(shard.values.dtype)}
+        averages = {name: shard for name, shard in self._run.tensors.average_shards().items() if name in recorded}
+        held = {name: shard for name, shard in (self._held() | averages).items() if recorded[name].dtype == name_of(shard.values.dtype)}
         wrong = [name for name, value in hashes(held, device).items() if hexadecimal(value) != recorded[name].hash]
         if wrong:
             raise CheckpointError(

@@ -44,7 +44,7 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     else:
         own |= user_tensors
     state_of_optimizer = on_all(group, tensors.optimizer_shards)
-    shards = model | state_of_optimizer | {name: Shard(value.shape, value) for name, value in own.items()}
+    shards = model | state_of_optimizer | tensors.average_shards() | {name: Shard(value.shape, value) for name, value in own.items()}
     return Snapshot(
         step=run.order.updates,
         stretches={name: lazy_shard_of(shard) for name, shard in shards.items() if shard.shape.numel()},

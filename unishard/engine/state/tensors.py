@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -11,6 +12,9 @@ from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter, InferenceAdapter
 from unishard.export.sources import persistent_buffers
+
+if TYPE_CHECKING:
+    from unishard.engine.state.moving_average import AverageShards
 
 __all__ = ["StateTensors"]
 
@@ -30,6 +34,8 @@ class StateTensors:
         self._module = adapter.module
         self.named = dict(adapter.module.named_parameters(remove_duplicate=False))
         """The engine's parameters by the user's names; a tied parameter under each of its names."""
+        self.average: AverageShards | None = None
+        """The moving average of the weights, if the user keeps one."""
         self._prepared = {name for name, parameter in self.each() if parameter.requires_grad}
 
     def each(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -61,6 +67,10 @@ class StateTensors:
     def optimizer_shards_of(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """The optimizer's state of one parameter, by the optimizer's own keys."""
         return {} if self._training is None else self._training.optimizer_shards(parameter)
+
+    def average_shards(self) -> dict[str, Shard]:
+        """The moving average, by checkpoint name."""
+        return {} if self.average is None else self.average.to_save()
 
     def to_export(self) -> dict[str, LazyShard]:
         """Parameters and persistent buffers, by name in the module."""

@@ -117,7 +117,7 @@ _TRAINING_CALLBACKS = {
     "GradientAccumulationScheduler": "the length of windows: engine.windows(loader, lengths=...)",
     "StochasticWeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.parameter(...)",
     "WeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.parameter(...)",
-    "EMAWeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.parameter(...)",
+    "EMAWeightAveraging": "the averaged weights: engine.ema(decay)",
     "EarlyStopping": "when to stop",
     "LearningRateFinder": "the learning rate; write what it found as optimizer.lr",
     "BatchSizeFinder": "the batch size; write what it found as training.micro_batch_size",

@@ -1,0 +1,246 @@
+"""`engine.ema`: the average of plain torch, on every engine, number of ranks and strategy, in evaluation, checkpoints and exports."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from playing import config, error, everyones, own_share, play, prepare, refused, train, values
+from safetensors.torch import load_file
+
+from unishard.testing import oracle
+from unishard.testing.cells import BACKENDS
+from unishard.testing.models import mlp
+
+DECAY = 0.8
+UPDATES = 3
+ADAMW = {"name": "adamw", "lr": 1e-2}
+MIXED, PURE = "bf16", "pure bf16"
+SPANNING = (
+    ("no_shard", "fp32"),
+    ("no_shard", MIXED),
+    ("shard_optimizer", MIXED),
+    ("shard_grad_op", "fp32"),
+    ("shard_grad_op", "offload"),
+    ("full_shard", MIXED),
+    ("full_shard", PURE),
+    ("full_shard", "offload"),
+)
+
+
+def configured(backend, strategy, how="fp32", **sections):
+    precision = {"compute": "bf16", "master": "bf16"} if how == PURE else MIXED if how == MIXED else "fp32"
+    offload = {"optimizer": "cpu"} if how == "offload" else "none"
+    return config(backend, strategy, precision=precision, offload=offload, optimizer=ADAMW, **sections)
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors]).tolist()
+
+
+def read(engine, ema):
+    return flat(ema.parameter(name) for name, _ in engine.module.named_parameters())
+
+
+def masters(engine):
+    return flat(engine.parameter(name) for name, _ in engine.module.named_parameters())
+
+
+def averaged(backend, strategy, how):
+    """The average, that of the weights that a user reads after each update, and both in evaluation."""
+    batches = own_share(UPDATES + 2)
+    with prepare(configured(backend, strategy, how)) as engine:
+        ema = engine.ema(DECAY)
+        wanted = torch.tensor(masters(engine))
+        for batch in batches[:UPDATES]:
+            train(engine, [batch])
+            wanted = wanted.lerp(torch.tensor(masters(engine)), 1 - DECAY)
+        before, own = read(engine, ema), masters(engine)
+        with ema.weights():
+            inside = masters(engine), engine.mean(engine.eval()(**batches[0]).loss)
+        untouched = masters(engine) == own and read(engine, ema) == before
+        went_on = [engine.mean(loss) for loss, _ in train(engine.train(), batches[UPDATES:])]
+    with prepare(configured(backend, strategy, how)) as engine:
+        train(engine, batches[:UPDATES])
+        straight = [engine.mean(loss) for loss, _ in train(engine, batches[UPDATES:])]
+    return {
+        "average": before,
+        "wanted": wanted.tolist(),
+        "inside": inside,
+        "loss": plain_loss(inside[0], batches[0], how),
+        "untouched": untouched,
+        "went on": (went_on, straight),
+    }
+
+
+def plain_loss(weights, batch, how):
+    """The loss of a plain model with these weights."""
+    model = mlp()
+    torch.nn.utils.vector_to_parameters(torch.tensor(weights), model.parameters())
+    if how in (MIXED, PURE):
+        batch = {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    return model(**batch).loss.item()
+
+
+def of_plain_torch(world):
+    """The average that plain torch keeps."""
+    model = mlp()
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def update(turn, model):
+        for kept, parameter in zip(average, model.parameters(), strict=True):
+            kept.lerp_(parameter.detach(), 1 - DECAY)
+
+    windows = [everyones(turn, turn + 1, world=world) for turn in range(UPDATES)]
+    oracle.train(model, windows, configured("fsdp", "full_shard"), world=world, after_update=update)
+    return flat(average)
+
+
+def on_ranks(world):
+    cells = SPANNING if world == 2 else ()
+    return tuple((averaged, (backend, *cell)) for backend in BACKENDS for cell in (("full_shard", "fp32"), *cells))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_average_is_that_of_plain_torch(backend, world):
+    wanted = values(play(((of_plain_torch, (world,)),), 1)[of_plain_torch, (world,)])[0]
+    for found in values(play(on_ranks(world), world)[averaged, (backend, "full_shard", "fp32")]):
+        assert found["average"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("cell", [(2, *cell) for cell in (("full_shard", "fp32"), *SPANNING)], ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(backend, cell):
+    world, strategy, how = cell
+    outcomes = values(play(on_ranks(world), world)[averaged, (backend, strategy, how)])
+    for found in outcomes:
+        assert found["average"] == pytest.approx(found["wanted"], rel=1e-6, abs=1e-7)
+        rounded = torch.tensor(found["average"]).bfloat16().tolist() if how == PURE else found["average"]
+        assert found["inside"][0] == rounded
+        assert found["untouched"]
+        assert found["went on"][0] == found["went on"][1]
+    mean = sum(found["loss"] for found in outcomes) / world
+    assert outcomes[0]["inside"][1] == pytest.approx(mean, rel=1e-5 if how in ("fp32", "offload") else 1e-2)
+
+
+# -- checkpoints and exports ----------------------------------------------------------------------------------------------------------
+
+
+def saved(backend, strategy, folder):
+    """What is saved after two updates, and the average after the third."""
+    with prepare(configured(backend, strategy, checkpoint={"dir": f"{folder}/run"})) as engine:
+        ema = engine.ema(DECAY)
+        train(engine, own_share(UPDATES))
+        engine.save()
+        with ema.weights():
+            engine.export(f"{folder}/averages")
+        return read(engine, ema)
+
+
+def resumed(backend, strategy, folder, keeps):
+    """The average after a load, and what the log says."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("unishard").addHandler(handler)
+    try:
+        with prepare(configured(backend, strategy, checkpoint={"dir": f"{folder}/run"})) as engine:
+            ema = engine.ema(DECAY) if keeps else None
+            engine.load(verify="bits")
+            found = read(engine, ema) if ema else masters(engine)
+            train(engine, own_share(1))
+            return found, masters(engine) != found, [line for line in lines if "moving average" in line]
+    finally:
+        logging.getLogger("unishard").removeHandler(handler)
+
+
+def saved_without(backend, folder):
+    with prepare(configured(backend, "full_shard", checkpoint={"dir": f"{folder}/run"})) as engine:
+        train(engine, own_share(1))
+        engine.save()
+        return masters(engine)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "world"),
+    [
+        (("fsdp", "full_shard"), ("deepspeed", "shard_grad_op"), 1),
+        (("deepspeed", "full_shard"), ("fsdp", "shard_optimizer"), 1),
+        (("deepspeed", "shard_optimizer"), ("deepspeed", "full_shard"), 2),
+        (("fsdp", "no_shard"), ("fsdp", "full_shard"), 2),
+    ],
+)
+def test_a_checkpoint_and_an_export_hold_the_average_for_any_engine(there, here, world, tmp_path):
+    scenario = (saved, (*there, str(tmp_path)))
+    wanted = values(play((scenario,))[scenario])[0]
+    exported = load_file(tmp_path / "averages/model.safetensors")
+    assert flat(exported[name] for name, _ in mlp().named_parameters()) == wanted
+    again = (resumed, (*here, str(tmp_path), True))
+    without = (resumed, (*here, str(tmp_path), False))
+    played = play((again, without), world)
+    for found, trained, said in values(played[again]):
+        assert (found, trained, said) == (wanted, True, [])
+    said = [lines for _, _, lines in values(played[without])]
+    assert [len(lines) for lines in said] == [1] + [0] * (world - 1)
+    assert said[0][0].endswith("is not loaded; to resume it, call engine.ema(decay) before engine.load")
+
+
+def test_a_checkpoint_without_an_average_starts_one_at_its_weights(tmp_path):
+    scenario, again = (saved_without, ("fsdp", str(tmp_path))), (resumed, ("deepspeed", "full_shard", str(tmp_path), True))
+    wanted = values(play((scenario,))[scenario])[0]
+    found, _, said = values(play((again,), 1)[again])[0]
+    assert found == wanted
+    assert [line.partition(": ")[2] for line in said] == ["it lacks a moving average of the weights; they start at the loaded weights"]
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------------------------
+
+MISUSE = {
+    "decay": "ContractError: ema: decay must be a number from 0 to 1, such as 0.999, got 1.5",
+    "twice": "ContractError: ema was called before; keep what it returned",
+    "in a window": "ContractError: ema was called inside an accumulation window...",
+    "save inside": "ContractError: save was called inside ema.weights(), where the model has averaged weights; call it after the block",
+    "edit inside": "ContractError: set_parameter was called inside ema.weights()...",
+    "train inside": "ContractError: forward was called in training mode inside ema.weights(); call engine.eval() first, or train...",
+    "no such name": "ContractError: ema.parameter: 'nothing' is not the first name of a parameter that was trainable in prepare",
+}
+
+
+def misused(backend):
+    """What each misuse raises."""
+    with prepare(configured(backend, "full_shard", training={"gradient_accumulation_steps": 2})) as engine:
+        said = {"decay": refused(engine.ema, 1.5)}
+        engine.backward(engine(**own_share(1)[0]).loss)
+        said["in a window"] = refused(engine.ema, 0.5)
+        engine.discard()
+        ema = engine.ema(0.5)
+        said |= {"twice": refused(engine.ema, 0.5), "no such name": refused(ema.parameter, "nothing")}
+        with ema.weights():
+            said["save inside"] = refused(engine.save, "nowhere")
+            said["edit inside"] = refused(engine.set_parameter, "head.bias", torch.zeros(11))
+            said["train inside"] = refused(engine, **own_share(1)[0])
+        return said
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_misuse_is_one_clear_error(backend):
+    for said in values(play(tuple((misused, (each,)) for each in BACKENDS))[misused, (backend,)]):
+        for name, wanted in MISUSE.items():
+            assert said[name].startswith(wanted.partition("...")[0]), name
+
+
+def inference(backend):
+    with prepare(configured(backend, "full_shard")) as engine:
+        engine.close()
+        engine.ema()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_closed_engine_keeps_no_average(backend):
+    assert error(play(tuple((inference, (each,)) for each in BACKENDS))[inference, (backend,)]) == (
+        "ContractError: ema was called on a closed engine; build a new model and prepare it"
+    )

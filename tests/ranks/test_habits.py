@@ -1,0 +1,135 @@
+"""Habits from torch and Accelerate that end in a warning, or that only one engine can see."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from mistakes.habits import ACCUMULATION, clip_each_micro_batch
+from playing import config, error, own_share, play, prepare, train, values
+
+import unishard
+from unishard.testing.cells import BACKENDS
+from unishard.testing.models import mlp
+
+SEEN = (("fsdp", "shard_grad_op"), ("fsdp", "full_shard"))
+UNSEEN = (("deepspeed", "shard_grad_op"), ("deepspeed", "full_shard"))
+
+
+def clipped(backend, strategy):
+    with prepare(config(backend, strategy, training=ACCUMULATION)) as engine:
+        return clip_each_micro_batch(engine)
+
+
+def edited_by_the_engine(backend, strategy):
+    """What the engine itself does to gradients is no habit."""
+    with prepare(config(backend, strategy, training=ACCUMULATION)) as engine:
+        for index, batch in enumerate(engine.batches(own_share(6))):
+            engine.backward(engine(**batch).loss)
+            if index % 2:
+                engine.set_grad("head.weight", torch.zeros_like(engine.grad("head.weight")))
+            step = engine.step(clip_grad_norm=1e-3)
+        engine.backward(engine(**own_share(1)[0]).loss)
+        engine.discard()
+        train(engine, own_share(2))
+        return step.updated
+
+
+CLIPPED = tuple((clipped, cell) for cell in SEEN + UNSEEN)
+EDITED = tuple((edited_by_the_engine, (backend, strategy)) for backend in BACKENDS for strategy in ("no_shard", "full_shard"))
+
+
+@pytest.mark.parametrize("cell", SEEN, ids="-".join)
+def test_clipping_by_hand_is_refused_where_parameters_hold_gradients(cell):
+    said = error(play(CLIPPED + EDITED)[clipped, cell])
+    assert said.startswith("ContractError: gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad")
+
+
+@pytest.mark.parametrize("cell", UNSEEN, ids="-".join)
+def test_clipping_by_hand_finds_no_gradients_at_the_later_stages_of_deepspeed(cell):
+    for said in values(play(CLIPPED + EDITED)[clipped, cell]):
+        assert [norm for norm, _ in said] == [0.0, 0.0]
+        assert said[1][1] > 1.0
+
+
+@pytest.mark.parametrize("cell", EDITED, ids=lambda cell: "-".join(cell[1]))
+def test_what_the_engine_does_to_gradients_is_not_refused(cell):
+    assert values(play(CLIPPED + EDITED)[cell]) == [True, True]
+
+
+# -- a division by hand ---------------------------------------------------------------------------------------------------------------
+
+DIVIDED = {
+    "divided": lambda loss: loss / 4,
+    "in place": lambda loss: loss.clone().div_(4),
+    "by a tensor": lambda loss: loss / torch.tensor(4.0),
+    "multiplied": lambda loss: loss * 0.25,
+    "not": lambda loss: loss,
+    "by another number": lambda loss: loss / 3,
+    "inside": lambda loss: (loss / 4) * 2,
+    "by a loss": lambda loss: loss / loss.detach(),
+    "by zero": lambda loss: loss * 0.0,
+}
+
+
+def divided(backend, how):
+    """What is logged in two windows."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("unishard")
+    logger.addHandler(handler)
+    try:
+        with prepare(config(backend, training={"gradient_accumulation_steps": 4})) as engine:
+            for batch in engine.batches(own_share(8)):
+                engine.backward(DIVIDED[how](engine(**batch).loss))
+                engine.step()
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in lines if "division" in line]
+
+
+WARNING = (
+    "the loss that was passed to engine.backward ends in a division by 4, which is training.gradient_accumulation_steps; engine.backward "
+    "divides by the accumulation window itself: pass the undivided loss, or the gradients are 4 times too small (ignore this if the "
+    "division has another purpose)"
+)
+
+
+@pytest.mark.parametrize("how", DIVIDED)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loss_that_is_divided_by_hand_is_named_once(backend, how):
+    scenarios = tuple((divided, (each, way)) for each in BACKENDS for way in DIVIDED)
+    wanted = [WARNING] if how in ("divided", "in place", "by a tensor", "multiplied") else []
+    assert values(play(scenarios)[divided, (backend, how)]) == [wanted, []]
+
+
+# -- after the engine -----------------------------------------------------------------------------------------------------------------
+
+
+def closed(backend):
+    """What a user gets back, and what stays refused: the weights stay sharded."""
+    model = mlp()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(own, 1)
+    kinds = type(own), type(scheduler)
+    with unishard.prepare(model, config(backend, optimizer=None), own, scheduler) as engine:
+        train(engine, own_share(2))
+        named = type(scheduler).__name__
+    own.zero_grad()
+    rate = scheduler.get_last_lr()
+    scheduler.step()
+    model.to("cpu").zero_grad()
+    try:
+        model.state_dict()
+    except unishard.ContractError as refused:
+        said = str(refused)
+    return kinds == (type(own), type(scheduler)), named, math.isclose(rate[0], scheduler.get_last_lr()[0] * 10), said.partition(",")[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_closed_engine_gives_optimizer_and_scheduler_back(backend):
+    wanted = (True, "StepLR", True, "state_dict() was called on a prepared Mlp")
+    assert values(play(tuple((closed, (each,)) for each in BACKENDS))[closed, (backend,)]) == [wanted] * 2

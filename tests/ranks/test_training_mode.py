@@ -1,0 +1,119 @@
+"""What is trained is in training mode from the first step on, as `prepare` says; and the engine knows its rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+
+import pytest
+import torch
+from playing import config, play, values
+from torch import nn
+
+import unishard
+from unishard.testing.cells import BACKENDS
+
+
+class Body(nn.Module):
+    """Two dropouts and a normalization with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5))
+
+    def forward(self, x):
+        """Return a loss."""
+        return self.second(self.norm(self.first(x))).square().mean()
+
+
+class Lines(logging.Handler):
+    """Collects what unishard logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record):
+        """Keep a line with its level."""
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+def modes(backend, which):
+    """Modules in evaluation mode after `prepare`, and the lines that it logs."""
+    model = Body()
+    {"none": lambda: None, "all": model.eval, "parts": lambda: [part.eval() for part in (model.first, model.norm)]}[which]()
+    handler, logger = Lines(), logging.getLogger("unishard")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with unishard.prepare(model, config(backend)) as engine:
+            left = [name for name, part in engine.module.named_modules() if not part.training]
+            engine.backward(engine(torch.ones(2, 4)))
+            return left, [line for line in handler.lines if "mode" in line[1]], engine.step().updated
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def frozen_statistics(backend):
+    """A part put in evaluation mode after `prepare` stays there while the model trains."""
+    torch.manual_seed(0)
+    model = Body()
+    with unishard.prepare(model, config(backend)) as engine:
+        engine.module.norm.eval()
+        before = engine.module.norm.running_mean.clone()
+        engine.backward(engine(torch.randn(2, 4)))
+        engine.step()
+        return torch.equal(engine.module.norm.running_mean, before), engine.module.first.training
+
+
+def ranks(backend):
+    """What the engine says of its rank, and what it prints with a progress bar and without."""
+    printed = io.StringIO()
+    with unishard.prepare(Body(), config(backend)) as engine, contextlib.redirect_stdout(printed):
+        engine.print("loss", 1, sep="=")
+        for batch in engine.batches([torch.ones(2, 4)], progress=True):
+            engine.backward(engine(batch))
+            engine.step()
+            engine.print("one update")
+        return engine.rank, engine.world_size, engine.is_main, printed.getvalue()
+
+
+WHICH = ("none", "all", "parts")
+SAID = {
+    "none": [],
+    "all": [("INFO", "Body was in evaluation mode; prepare has put it in training mode")],
+    "parts": [
+        (
+            "WARNING",
+            "4 of 8 modules of Body were in evaluation mode, such as first; prepare has put them in training mode; call .eval() on a part "
+            "after prepare to keep it in evaluation mode, such as a frozen BatchNorm",
+        )
+    ],
+}
+SCENARIOS = tuple((modes, (backend, which)) for backend in BACKENDS for which in WHICH)
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prepare_puts_what_is_trained_in_training_mode_and_says_so_on_one_rank(backend, which):
+    first, second = values(play(SCENARIOS)[modes, (backend, which)])
+    assert first == ([], SAID[which], True)
+    assert second == ([], [], True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_part_put_in_evaluation_mode_after_prepare_stays_there(backend):
+    assert values(play(tuple((frozen_statistics, (each,)) for each in BACKENDS))[frozen_statistics, (backend,)]) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_knows_its_rank_and_prints_once(backend):
+    assert values(play(tuple((ranks, (each,)) for each in BACKENDS))[ranks, (backend,)]) == [
+        (0, 2, True, "loss=1\none update\n"),
+        (1, 2, False, ""),
+    ]

@@ -1,0 +1,144 @@
+"""Make a prepared module refuse what plain torch loops do to it and what would act differently on each engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from unishard.config import Config
+from unishard.distributed.dtypes import DTYPES
+from unishard.errors import ContractError
+
+__all__ = ["GuardedModule", "holds_full_weights"]
+
+_CASTS = ("to", "half", "float", "double", "bfloat16", "type", "cuda", "cpu")
+"""Methods that a module and a tensor both have, and that change dtype or device."""
+
+
+def holds_full_weights(cfg: Config, *, trains: bool) -> bool:
+    """Whether the module's own parameters are its weights, in full, on every rank and every engine."""
+    if not trains:
+        return cfg.sharding.strategy not in ("full_shard", "hybrid_shard")
+    return cfg.sharding.strategy == "no_shard" and cfg.precision.compute == cfg.precision.master == "fp32"
+
+
+class GuardedModule:
+    """Refuses to read or replace weights past the engine, and to cast, move or zero them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cfg: Config,
+        device: torch.device,
+        *,
+        class_name: str,
+        trains: bool,
+        require_no_gradients: Callable[[str], None],
+    ) -> None:
+        """From now on refuse.
+
+        Args:
+            module: A prepared model.
+            cfg: The config.
+            device: Where this rank computes.
+            class_name: The model's class before it was sharded.
+            trains: Whether the engine has an optimizer.
+            require_no_gradients: Raises if the engine holds gradients that the named call would drop.
+        """
+        self._module = module
+        self._name = class_name
+        self._dtypes = {DTYPES[cfg.precision.compute], *([DTYPES[cfg.precision.master]] if trains else [])}
+        self._devices = {device, *([torch.device("cpu")] if cfg.offload.params != "none" else [])}
+        full = holds_full_weights(cfg, trains=trains)
+        methods: dict[str, Callable[..., Any]] = {name: self._unless_nothing_changes(name) for name in (*_CASTS, "to_empty")}
+        methods["zero_grad"] = lambda set_to_none=True: require_no_gradients("model.zero_grad()")
+        self._while_open = methods if trains or not full else {}
+        self._for_good: dict[str, Callable[..., Any]] = {}
+        if trains or not full:
+            self._for_good = {"__deepcopy__": self._copy if full else self._refuse_copy, "__reduce_ex__": self._refuse_pickle}
+        self._lifted = False
+        if not full:
+            parts: list[Any] = [*module.modules()]  # torch has no types for these methods
+            for part in parts:
+                part.register_state_dict_pre_hook(self._before_state_dict)
+                part.register_load_state_dict_pre_hook(self._before_load_state_dict)
+        vars(module).update(self._while_open | self._for_good)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """A block in which the module refuses nothing."""
+        own = vars(self._module)
+        removed = {name: own.pop(name) for name in (*self._while_open, *self._for_good) if name in own}
+        self._lifted = True
+        try:
+            yield
+        finally:
+            self._lifted = False
+            own.update(removed)
+
+    def close(self) -> None:
+        """Refuse only what stays wrong: the weights stay sharded."""
+        for name in self._while_open:
+            vars(self._module).pop(name, None)
+        self._while_open = {}
+
+    def _unless_nothing_changes(self, name: str) -> Callable[..., nn.Module]:
+        """A method that returns the module if it would change neither dtype nor device on any engine."""
+
+        def call(*args: Any, **kwargs: Any) -> nn.Module:
+            if name == "to_empty" or any(_changes(each, name, args, kwargs) for each in self._examples()):
+                raise ContractError(
+                    f"model.{name}() would change the dtype or the device of a prepared {self._name}, which engines ignore or break on; "
+                    "remove the call: the engine has put the model on engine.device, and its dtypes are those of `precision` in the config"
+                )
+            return self._module
+
+        return call
+
+    def _examples(self) -> Iterator[torch.Tensor]:
+        """An empty tensor of each dtype and device that some engine holds the model in."""
+        buffers = {buffer.dtype for buffer in self._module.buffers() if buffer.is_floating_point()}
+        for dtype in self._dtypes | buffers:
+            for device in self._devices:
+                yield torch.empty(0, dtype=dtype, device=device)
+
+    def _copy(self, memo: dict[int, Any]) -> nn.Module:
+        with self.lifted():
+            return copy.deepcopy(self._module, memo)
+
+    def _refuse_copy(self, memo: dict[int, Any]) -> NoReturn:
+        raise ContractError(
+            f"a prepared {self._name} cannot be copied: this rank holds only shards or rounded copies of its weights; read them with "
+            "engine.parameter(name), average them with engine.ema(decay), or write them with engine.export(folder)"
+        )
+
+    def _refuse_pickle(self, protocol: object) -> NoReturn:
+        raise ContractError(
+            f"a prepared {self._name} cannot be pickled, as by torch.save(model): it holds the engine's hooks, and on this rank only "
+            "shards or rounded copies of its weights; write them with engine.save(folder) or engine.export(folder)"
+        )
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._lifted:
+            raise ContractError(
+                f"state_dict() was called on a prepared {self._name}, of whose weights this rank holds only shards or rounded copies; "
+                "write a checkpoint with engine.save(folder), write the weights in Hugging Face's layout with engine.export(folder), or "
+                "read one with engine.parameter(name)"
+            )
+
+    def _before_load_state_dict(self, module: nn.Module, *state: Any) -> None:
+        if not self._lifted:
+            raise ContractError(
+                f"load_state_dict() was called on a prepared {self._name}, and would not reach the engine's shards; load the weights "
+                "before unishard.prepare, or load a checkpoint with engine.load(folder), or set one with engine.set_parameter(name, value)"
+            )
+
+
+def _changes(example: torch.Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    cast: torch.Tensor = getattr(example, name)(*args, **kwargs)
+    return cast.dtype != example.dtype or cast.device != example.device

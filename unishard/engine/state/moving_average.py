@@ -1,0 +1,172 @@
+"""An exponential moving average of the master weights, in the shards of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from unishard.checkpoint import keys
+from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
+from unishard.distributed.shards import Shard, full_tensor
+from unishard.engine.adapter import EngineAdapter
+from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.state.tensors import StateTensors
+from unishard.errors import ContractError
+
+__all__ = ["AverageShards", "MovingAverage", "begin_average", "resume_average"]
+
+
+def begin_average(
+    decay: float, adapter: EngineAdapter, tensors: StateTensors, order: CallOrder
+) -> tuple[MovingAverage, Callable[[], None]]:
+    """Begin a moving average of the weights that train. Collective.
+
+    Args:
+        decay: As in `Engine.ema`.
+        adapter: The sharded model and its optimizer.
+        tensors: This rank's tensors, which the average joins.
+        order: The engine's position in the loop.
+
+    Returns:
+        The average, and what to call after each update.
+
+    Raises:
+        ContractError: As in `Engine.ema`.
+    """
+    order.require_boundary("ema")
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        raise ContractError(f"ema: decay must be a number from 0 to 1, such as 0.999, got {decay!r}")
+    if tensors.average is not None:
+        raise ContractError("ema was called before; keep what it returned")
+    order.meet("ema", f", {decay}")
+    adapter.settle()
+    tensors.average = shards = AverageShards(decay, adapter, tensors)
+    return MovingAverage(decay, shards, adapter, order), shards.update
+
+
+class AverageShards:
+    """This rank's shards of a moving average, in fp32."""
+
+    @torch.no_grad()
+    def __init__(self, decay: float, adapter: EngineAdapter, tensors: StateTensors) -> None:
+        """Start at the current master weights."""
+        live = {name: adapter.master_shard(parameter) for name, parameter in tensors.trained().items()}
+        self._rest = 1 - decay
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self.live = [shard.values for shard in live.values()]
+        """The master weights."""
+        self.averages = [torch.empty_like(values, dtype=torch.float32).copy_(values) for values in self.live]
+        """Their averages, in the same order."""
+        self.by_name = {name: shard._replace(values=average) for (name, shard), average in zip(live.items(), self.averages, strict=True)}
+        """The averages, by the first names of the parameters."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Average in the master weights after an update. Not collective."""
+        if all(values.dtype == torch.float32 for values in self.live):
+            self._average(self.averages, self.live, 0)
+            return
+        for average, values in zip(self.averages, self.live, strict=True):
+            average.lerp_(values.float(), self._rest)
+
+    def to_save(self) -> dict[str, Shard]:
+        """By checkpoint name."""
+        return {keys.AVERAGES + name: shard for name, shard in self.by_name.items()}
+
+    @torch.no_grad()
+    def read(self, tensors: Tensors) -> int:
+        """Read the averages of a checkpoint; those that it lacks start at the current master weights.
+
+        Returns:
+            How many it lacks.
+        """
+        for average, values in zip(self.averages, self.live, strict=True):
+            average.copy_(values)
+        found = {name: shard for name, shard in self.to_save().items() if name in tensors}
+        tensors.read(ReadRequest(name, 0 if shard.group is None else shard.start, shard.values.view(-1)) for name, shard in found.items())
+        return len(self.by_name) - len(found)
+
+
+class MovingAverage:
+    """An exponential moving average of the weights that train. Created by `Engine.ema`; the engine updates, saves and loads it."""
+
+    def __init__(self, decay: float, shards: AverageShards, adapter: EngineAdapter, order: CallOrder) -> None:
+        """Called by `Engine.ema`."""
+        self.decay = decay
+        """The part of the average that an update keeps."""
+        self._shards = shards
+        self._adapter = adapter
+        self._order = order
+
+    @torch.no_grad()
+    def parameter(self, name: str) -> Tensor:
+        """Read the average of a parameter, at any time. Collective.
+
+        Args:
+            name: Name in `module.named_parameters()` of a parameter that was trainable in `prepare`.
+
+        Returns:
+            A full fp32 copy on `engine.device`.
+
+        Raises:
+            ContractError: There is no such parameter, or the engine is closed.
+        """
+        self._order.require_open("ema.parameter")
+        if name not in self._shards.by_name:
+            raise ContractError(f"ema.parameter: {name!r} is not the first name of a parameter that was trainable in prepare")
+        self._order.enter("ema.parameter", f", {name}")
+        return full_tensor(self._shards.by_name[name], self._adapter.device)
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Use the averages as the model's weights inside the block, to evaluate, generate, or export them. Collective.
+
+        Frozen parameters and buffers stay those of the model. On exit the master weights are put back, bit for bit; until then a copy
+        of this rank's shards of them is kept.
+
+        Raises:
+            ContractError: Inside an accumulation window, while a forward waits for its backward, inside `frozen` or another such block,
+                or on a closed engine. Inside the block: a forward in training mode, and calls that save, load or edit weights.
+        """
+        order = self._order
+        order.require_boundary("ema.weights")
+        order.require_no_graph("ema.weights")
+        order.meet("ema.weights")
+        kept = [values.clone() for values in self._shards.live]
+        self._write(self._shards.averages)
+        order.averaged = True
+        try:
+            yield
+        finally:
+            order.averaged = False
+            if order.phase is not Phase.CLOSED:
+                order.meet("ema.weights", ", at the end of the block")
+                self._write(kept)
+
+    @torch.no_grad()
+    def _write(self, weights: list[Tensor]) -> None:
+        self._adapter.settle()
+        for values, written in zip(self._shards.live, weights, strict=True):
+            values.copy_(written)
+        self._adapter.weights_written()
+
+
+def resume_average(average: AverageShards | None, tensors: Tensors) -> Iterator[str]:
+    """Resume the moving average of a checkpoint.
+
+    Yields:
+        Notes about what differs.
+    """
+    saved = any(name.startswith(keys.AVERAGES) for name in tensors)
+    if average is None:
+        if saved:
+            yield "it has a moving average of the weights, which is not loaded; to resume it, call engine.ema(decay) before engine.load"
+        return
+    lacking = average.read(tensors)
+    if lacking:
+        which = f"moving averages of {lacking} parameters" if saved else "a moving average of the weights"
+        yield f"it lacks {which}; they start at the loaded weights"
