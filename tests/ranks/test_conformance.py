@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from unishard.testing import conformance
-from unishard.testing.cells import BACKENDS, CLIP, STRATEGIES
-from unishard.testing.conformance import Cell, Curve
+from unishard.testing.cells import BACKENDS, CLIP, STEPS, STRATEGIES
+from unishard.testing.conformance import Curve
 from unishard.testing.features import AREAS, area_of
 
-QUICK = [Cell("mlp", strategy, 3, CLIP, "fp32", 2) for strategy in STRATEGIES]
+PLAIN = [cell for cell in conformance.suite() if cell.feature == "plain"]
+QUICK = [cell for cell in PLAIN if (cell.model, cell.clip, cell.precision, cell.world) == ("mlp", CLIP, "fp32", 2)]
 """What `make quick` runs of the suite; they share processes."""
 
 
@@ -28,8 +30,14 @@ def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_p
     assert conformance.check(backend, cell) == []
 
 
-def test_the_suite_holds_what_make_quick_runs():
-    assert set(QUICK) < set(conformance.suite())
+def test_make_quick_runs_every_strategy():
+    assert {cell.strategy for cell in QUICK} == set(STRATEGIES)
+
+
+def test_a_shorter_cell_is_the_beginning_of_the_whole_one():
+    for short in PLAIN[:1]:
+        whole, begun = conformance.expected(replace(short, steps=STEPS)), conformance.expected(short)
+        assert [field[: short.steps] for field in whole] == list(begun)
 
 
 @pytest.mark.parametrize("area", AREAS)
@@ -60,7 +68,7 @@ def test_the_subset_at_other_worlds_has_every_strategy_with_either_precision_mod
 
 
 def test_clipping_always_acts_where_a_cell_asks_for_it():
-    clipped = [cell for cell in conformance.plain_cells() if cell.clip]
+    clipped = [cell for cell in PLAIN if cell.clip]
     assert clipped
     assert all(min(conformance.expected(cell).norms) > cell.clip for cell in clipped)
 
@@ -78,7 +86,7 @@ def test_every_declared_gap_is_still_there():
     """Else it must go from the table: upstream has closed it."""
     for gap in conformance.GAPS:
         common = conformance.TOLERANCES[gap.precision].first_losses
-        inside = [cell for cell in conformance.plain_cells() if (cell.model, cell.strategy, cell.precision) == gap[1:4] and cell.world == 2]
+        inside = [cell for cell in PLAIN if (cell.model, cell.strategy, cell.precision) == gap[1:4] and cell.world == 2]
         assert inside
         found = [conformance.compare(conformance.measure(gap.backend, cell), conformance.expected(cell)).first_losses for cell in inside]
         assert max(found) > common, found
@@ -107,7 +115,7 @@ def test_a_curve_that_deviates_is_seen(curve, field, value):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_check_says_what_is_wrong_when_an_engine_trains_something_else(backend, monkeypatch):
-    cell = Cell("mlp", "full_shard", 1, 0.5, "fp32", 2)
-    wrong = conformance.expected(Cell("mlp", "full_shard", 1, None, "fp32", 2))
+    curve = conformance.expected(QUICK[0])
+    wrong = curve._replace(losses=tuple(loss * 1.01 for loss in curve.losses), norms=(*curve.norms[:-1], curve.norms[-1] * 2))
     monkeypatch.setattr(conformance, "measure", lambda *_: wrong)
-    assert [line.split(" differ")[0] for line in conformance.check(backend, cell)] == ["first losses", "losses", "norms"]
+    assert [line.split(" differ")[0] for line in conformance.check(backend, QUICK[0])] == ["first losses", "losses", "norms"]

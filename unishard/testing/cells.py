@@ -42,7 +42,7 @@ __all__ = [
 BACKENDS = ("fsdp", "deepspeed")
 """The engines that come with unishard."""
 STEPS = 20
-"""Optimizer steps of a cell."""
+"""Optimizer steps of a cell; schedules are of this length also in a cell that ends earlier."""
 MICRO_BATCH = 2
 """Samples of a micro-batch."""
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
@@ -71,6 +71,8 @@ class Cell:
     """Number of ranks."""
     feature: str = "plain"
     """A name in `unishard.testing.features.FEATURES`."""
+    steps: int = STEPS
+    """Optimizer steps."""
 
     def __str__(self) -> str:
         feature = "" if self.feature == "plain" else f"{self.feature}-"
@@ -104,12 +106,12 @@ def config_of(backend: str, cell: Cell, sections: Mapping[str, Any]) -> Config:
 
 def _samples(cell: Cell, rank: int) -> Iterator[int]:
     """First sample of each micro-batch of a rank: the global order is assigned to the ranks round-robin."""
-    for turn in range(STEPS * cell.accumulation):
+    for turn in range(cell.steps * cell.accumulation):
         yield (turn * cell.world + rank) * MICRO_BATCH
 
 
 def micro_batches(model: TestModel, cell: Cell, rank: int) -> list[dict[str, Any]]:
-    """All micro-batches of a rank: `STEPS` accumulation windows of equal length."""
+    """All micro-batches of a rank: `cell.steps` accumulation windows of equal length."""
     return [batch_of(model, first, MICRO_BATCH) for first in _samples(cell, rank)]
 
 
@@ -199,6 +201,8 @@ class Feature:
     """World sizes at which every combination is measured. If they include 2, there are also a few cells at 1 and 4."""
     accumulation: int = 2
     clip: float | None = CLIP
+    steps_in_suite: int = 8
+    """Optimizer steps in `conformance.suite`; more where something happens later."""
     prepare: Callable[[nn.Module, Config], unishard.Engine] = plain_prepare
     loop: Callable[[unishard.Engine, list[dict[str, Any]], Cell], Curve] = plain_loop
     reference: Callable[[nn.Module, list[list[dict[str, Any]]], Config, Cell], Curve] = plain_reference

@@ -58,14 +58,14 @@ def cells() -> list[Cell]:
 
 
 def suite() -> list[Cell]:
-    """The subset of cells that a test suite runs; `make parity` runs all of `cells()`.
+    """The subset of cells that a test suite runs, with their first optimizer steps; `make parity` runs all of `cells()`.
 
     For each area: every strategy of its features, with their models in turn, in the first dtype and at 2 ranks. Each feature has one
     strategy; the first has those that are left, and its last strategy in every dtype. For the plain loop at 2 ranks: long windows with
     clipping and windows of one micro-batch without, in every combination of strategy and dtype, each with one or both models; all of its
     cells at 1 rank; at 4 ranks one of each strategy, with both models, dtypes and windows.
     """
-    return [cell for cell in cells() if _in_suite(cell)]
+    return [replace(cell, steps=FEATURES[cell.feature].steps_in_suite) for cell in cells() if _in_suite(cell)]
 
 
 def _in_suite(cell: Cell) -> bool:
@@ -196,12 +196,22 @@ def measure(backend: str, cell: Cell) -> Curve | Refusal:
 def _group_of(cell: Cell) -> str:
     """The group of a cell, whose cells share processes: an area, or for the plain loop a model and a precision."""
     group = f"{cell.model} {cell.precision}" if cell.feature == "plain" else area_of(cell.feature)
-    return group if _in_suite(cell) else f"{group}, beyond the suite"
+    return f"{group}, suite" if cell in _suite() else group
+
+
+@cache
+def _suite() -> frozenset[Cell]:
+    return frozenset(suite())
+
+
+def _members(group: str, world: int) -> list[Cell]:
+    every = dict.fromkeys((*suite(), *cells()))
+    return [cell for cell in every if (_group_of(cell), cell.world) == (group, world)]
 
 
 @cache
 def _measure_group(backend: str, group: str, world: int) -> list[dict[Cell, Any]]:
-    members = [cell for cell in cells() if (_group_of(cell), cell.world) == (group, world)]
+    members = _members(group, world)
     return run_ranks(world, _run_group, backend, members, timeout=60.0 + 30.0 * len(members))
 
 
@@ -225,7 +235,7 @@ def expected(cell: Cell) -> Curve:
 
 @cache
 def _oracle_group(group: str, world: int) -> dict[Cell, Curve]:
-    members = {_with_first_strategy(cell) for cell in cells() if (_group_of(cell), cell.world) == (group, world)}
+    members = {_with_first_strategy(cell) for cell in _members(group, world)}
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < world else None  # as the engines' ranks
     curves: dict[Cell, Curve] = run_ranks(1, _run_oracle, sorted(members, key=str), timeout=60.0 + 30.0 * len(members), env=on_cpu)[0]
     return curves

@@ -171,6 +171,7 @@ FEATURES = (
         "windows are discarded after a micro-batch, after a forward, at the end, or after reading a gradient; `engine.discard`",
         loop=_dropping_loop,
         reference=_dropping_reference,
+        steps_in_suite=20,
     ),
     Feature(
         "discarded_windows_offloaded",
@@ -180,5 +181,6 @@ FEATURES = (
         precisions=("bf16",),
         loop=_dropping_loop,
         reference=_dropping_reference,
+        steps_in_suite=20,
     ),
 )

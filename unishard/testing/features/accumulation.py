@@ -12,7 +12,7 @@ from torch.nn import functional
 import unishard
 from unishard.config import Config
 from unishard.testing import oracle
-from unishard.testing.cells import STEPS, Cell, Feature, Recorder
+from unishard.testing.cells import Cell, Feature, Recorder
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
 
@@ -71,13 +71,14 @@ def _weighted_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg:
     return oracle.train(model, uneven, cfg, world=cell.world, summed=oracle.Summed(_loss, lambda batch: int(_count(batch["labels"]))))
 
 
-LENGTHS = tuple(1 + update % 3 for update in range(STEPS))
-"""Micro-batches of each rank in each window."""
+def _lengths(cell: Cell) -> list[int]:
+    """Micro-batches of each rank in each window."""
+    return [1 + update % 3 for update in range(cell.steps)]
 
 
 def _changing_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
     recorder = Recorder()
-    for window in engine.windows(data, lengths=LENGTHS):
+    for window in engine.windows(data, lengths=_lengths(cell)):
         for batch in window:
             loss = engine(**batch).loss
             engine.backward(loss)
@@ -86,14 +87,14 @@ def _changing_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: Ce
 
 
 def _changing_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
-    return oracle.train(model, list(_cut([batch for window in data for batch in window], cell.world)), cfg, world=cell.world)
+    return oracle.train(model, list(_cut([batch for window in data for batch in window], cell)), cfg, world=cell.world)
 
 
-def _cut(batches: list[dict[str, Any]], world: int) -> Iterator[list[dict[str, Any]]]:
+def _cut(batches: list[dict[str, Any]], cell: Cell) -> Iterator[list[dict[str, Any]]]:
     start = 0
-    for length in LENGTHS:
-        yield batches[start : start + length * world]
-        start += length * world
+    for length in _lengths(cell):
+        yield batches[start : start + length * cell.world]
+        start += length * cell.world
 
 
 FEATURES = (

@@ -129,6 +129,7 @@ FEATURES = (
         sections=_ADAMW,
         loop=_unfreezing,
         reference=_unfreezing_reference,
+        steps_in_suite=20,
     ),
     Feature(
         "unfreezing_offload",
@@ -138,6 +139,7 @@ FEATURES = (
         precisions=("bf16",),
         loop=_unfreezing,
         reference=_unfreezing_reference,
+        steps_in_suite=20,
     ),
     Feature(
         "unused",

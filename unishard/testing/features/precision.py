@@ -30,6 +30,7 @@ FEATURES = (
         {"precision": {"initial_loss_scale": 2.0**21, "loss_scale_growth_interval": 5}},
         models=MODELS,
         precisions=("fp16",),
+        steps_in_suite=20,
     ),
     Feature(
         "fp16_static_scale", "fp16 with a constant loss scale", {"precision": {"loss_scale": 128}}, precisions=("fp16",), accumulation=1
