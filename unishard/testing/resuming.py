@@ -111,17 +111,22 @@ def spanning_pairs() -> list[Pair]:
     return list(dict.fromkeys(pairs))
 
 
-def measure(pairs: Sequence[Pair]) -> dict[Pair, Resumption]:
-    """Train, save, load and train on. Each source runs once, and all runs of a world size share processes."""
+def measure(pairs: Sequence[Pair], after: int = AFTER) -> dict[Pair, Resumption]:
+    """Train, save, load and train on. Each source runs once, and all runs of a world size share processes.
+
+    Args:
+        pairs: Which runs resume which.
+        after: Optimizer steps after the checkpoint, at most `AFTER`; the first ones are the same for any number.
+    """
     with tempfile.TemporaryDirectory(prefix="resuming-") as folder:
         expected: dict[ResumedRun, _Rest] = {}
         for world, runs in _by_world(dict.fromkeys(pair.saved for pair in pairs)).items():
-            answers = run_ranks(world, _save_all, runs, folder, timeout=60 + 20 * len(runs))
+            answers = run_ranks(world, _save_all, runs, folder, after, timeout=60 + 20 * len(runs))
             expected |= dict(zip(runs, answers[0], strict=True))
         found: dict[Pair, _Rest] = {}
         for world, resumed in _by_world(dict.fromkeys(pair.resumed for pair in pairs)).items():
             here = [pair for pair in pairs if pair.resumed in resumed]
-            answers = run_ranks(world, _resume_all, here, folder, timeout=60 + 20 * len(here))
+            answers = run_ranks(world, _resume_all, here, folder, after, timeout=60 + 20 * len(here))
             found |= dict(zip(here, answers[0], strict=True))
     return {pair: _compare(expected[pair.saved], found[pair]) for pair in pairs}
 
@@ -199,8 +204,8 @@ def _updates(engine: unishard.Engine, loader: Any) -> Iterator[float]:
                 window = []
 
 
-def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path) -> _Rest:
-    losses = tuple(islice(updates, AFTER))
+def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path, after: int) -> _Rest:
+    losses = tuple(islice(updates, after))
     digest = hashlib.sha256()
     for name, _ in engine.module.named_parameters():
         digest.update(engine.parameter(name).cpu().numpy().tobytes())
@@ -209,7 +214,7 @@ def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path) -> _R
     return _Rest(losses, digest.hexdigest(), tuple(kept))
 
 
-def _save_all(runs: Sequence[ResumedRun], root: str) -> list[_Rest]:
+def _save_all(runs: Sequence[ResumedRun], root: str, after: int) -> list[_Rest]:
     answers = []
     for run in runs:
         with _prepare(run, seed=7) as engine:
@@ -217,11 +222,11 @@ def _save_all(runs: Sequence[ResumedRun], root: str) -> list[_Rest]:
             for _ in islice(updates, BEFORE):
                 pass
             folder = engine.save(Path(root) / str(run))
-            answers.append(_rest(engine, updates, folder))
+            answers.append(_rest(engine, updates, folder, after))
     return answers
 
 
-def _resume_all(pairs: Sequence[Pair], root: str) -> list[_Rest]:
+def _resume_all(pairs: Sequence[Pair], root: str, after: int) -> list[_Rest]:
     answers = []
     for pair in pairs:
         with _prepare(pair.resumed, seed=8) as engine:
@@ -229,5 +234,5 @@ def _resume_all(pairs: Sequence[Pair], root: str) -> list[_Rest]:
             assert resumed is not None
             assert resumed.step == BEFORE
             again = engine.save(Path(root) / f"{pair}-again")
-            answers.append(_rest(engine, _updates(engine, unishard.dataloader(_dataset(), _config(pair.resumed))), again))
+            answers.append(_rest(engine, _updates(engine, unishard.dataloader(_dataset(), _config(pair.resumed))), again, after))
     return answers

@@ -6,14 +6,14 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from unishard.errors import UnishardError
 from unishard.testing import conformance, run_ranks
-from unishard.testing.cells import BACKENDS, CLIP, Cell, windows
+from unishard.testing.cells import BACKENDS, CLIP, STEPS, Cell, windows
 from unishard.testing.conformance import Refusal
 from unishard.testing.features import AREAS, FEATURES
 
@@ -28,7 +28,10 @@ def spanning() -> list[Cell]:
     plain = [cell for cell in conformance.plain_cells() if cell.world == 2 and lengths[cell.model] == (cell.accumulation, cell.clip)]
     hybrid = [cell for cell in FEATURES["hybrid"].cells() if cell.precision == "fp32"]
     firsts = [features[0] for area, features in AREAS.items() if area not in ("plain", "sharding")]
-    others = [next(c for c in suite if (c.feature, c.strategy, c.world) == (each.name, each.strategies[-1], 2)) for each in firsts]
+    others = [
+        replace(next(c for c in suite if (c.feature, c.strategy, c.world) == (each.name, each.strategies[-1], 2)), steps=STEPS)
+        for each in firsts
+    ]
     return [*plain, *hybrid, *others]
 
 
