@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.distributed.broadcast import broadcast
+from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.process_group import device_of
 from unishard.engine.adapter import InferenceAdapter
@@ -72,6 +72,7 @@ def build(
     else:
         materialization.materialize([*model.parameters(), *model.buffers()], device)
         broadcast([*model.parameters(), *model.buffers()])
+        make_dense(model.parameters())  # DeepSpeed broadcasts their memory again, without a look at strides
         inner = InnerOptimizer(optimizer(named))
         # DeepSpeed replaces the parameters' data by 16-bit tensors and rounds the master weights; these are the fp32 tensors, not copies.
         originals = [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []

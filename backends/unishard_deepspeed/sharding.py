@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.config import Config
-from unishard.distributed.broadcast import broadcast
+from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import materialize
@@ -61,9 +61,7 @@ def partition(
         for parameter in parameters:
             materialize([parameter], device)
             broadcast([parameter])
-            if 0 in parameter.stride():  # a placeholder; `contiguous` keeps strides of a single element, and DeepSpeed sends bytes
-                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-            parameter.data = parameter.data.contiguous()
+            make_dense([parameter])  # DeepSpeed sends its bytes; a placeholder is expanded
             if not train:
                 cast_to_compute([parameter], cfg.precision)
             full = parameter.data.view(-1)

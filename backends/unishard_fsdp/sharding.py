@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unishard.config import Precision
-from unishard.distributed.broadcast import broadcast
+from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import materialize
@@ -53,6 +53,8 @@ def load(
         broadcast(own)
         if frozen is not None:
             cast_to_compute(own, frozen)
+        if apply is not None:
+            make_dense(tensor for tensor in own if isinstance(tensor, nn.Parameter))  # `fully_shard` refuses others
         del own[:]
         if apply is not None:
             _keep_attributes(apply, module)

@@ -15,7 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 import unishard
 from unishard.checkpoint import finding, manifest
+from unishard.checkpoint.comparing import compare
+from unishard.checkpoint.converting import convert
+from unishard.checkpoint.hashing import hash_of
+from unishard.checkpoint.verifying import damaged, hashes_of
 from unishard.engine.state import snapshot
+from unishard.export.offline import export_checkpoint
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 
@@ -169,6 +174,108 @@ def empty(backend, root):
 def test_a_saved_tensor_without_elements_comes_back(backend, root):
     for state in played(empty, backend, root):
         assert (state["none"].shape, state["none"].dtype, state["raw"]) == ((3, 0), torch.int16, b"")
+
+
+def odd_tensors(seed):
+    """Dtypes and layouts that an optimizer does not train, but that models and users keep."""
+    made = torch.Generator().manual_seed(seed)
+    plain = torch.randn(6, 8, generator=made)
+    complex_ = torch.complex(plain, plain.flip(0))
+    return {
+        "wide": plain.double() / 3,
+        "count": torch.tensor(seed / 3, dtype=torch.float64),
+        "eight": plain.to(torch.float8_e4m3fn),
+        "scale": plain.abs().to(torch.float8_e8m0fnu),
+        "strided": plain[:, ::2],
+        "rows": plain[:, :3],
+        "turned": plain.T,
+        "expanded": plain[:1, :1].expand(4, 5),
+        "conjugate": complex_.conj(),
+        "negated": complex_.clone().conj().imag,
+    }
+
+
+class Collection(nn.Module):
+    """Keeps all of them as buffers, and those that both engines shard on a CPU also as frozen parameters."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = mlp(seed)
+        frozen = odd_tensors(seed + 100)
+        self.frozen = nn.ParameterDict({name: nn.Parameter(frozen[name], requires_grad=False) for name in FROZEN})
+        for name, value in odd_tensors(seed).items():
+            self.register_buffer(name, value)
+
+    def forward(self, **batch):
+        return self.inner(**batch)
+
+
+DRIFTED = ("count", "eight", "conjugate")
+"""Buffers that differ between ranks until the save, which stores the mean, or rank 0's where there is none."""
+FROZEN = ("wide", "strided", "rows", "turned", "expanded", "conjugate", "negated")
+
+
+def odd(backend, root):
+    """Saved by one engine, in its model and in the user's state, loaded by the other, exported by it, from the checkpoint and a copy."""
+    with unishard.prepare(Collection(1), config(backend)) as engine:
+        train(engine, own_share(1))
+        for name in DRIFTED if my_rank() else ():
+            getattr(engine.module, name).copy_(torch.zeros(()))
+        folder = engine.save(f"{root}/{backend}-odd-tensors", state=odd_tensors(7))
+        engine.export(f"{root}/{backend}-odd-online", dtype="fp32")
+    with unishard.prepare(Collection(2), config(OTHER[backend])) as engine:
+        resumed = engine.load(folder, verify="bits")
+        expected = odd_tensors(1)
+        expected |= {name: (expected[name].to(torch.float64) / 2).to(expected[name].dtype) for name in ("count", "eight")}
+        expected |= {f"frozen.{name}": value for name, value in odd_tensors(101).items() if name in FROZEN}
+        buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers() if name in expected}
+        shards = {name: engine.parameter(name).cpu() for name in expected if name.startswith("frozen.") and "conj" not in name}
+    wrong = [name for name, value in buffers.items() if hash_of(value) != hash_of(expected[name])]
+    wrong += [name for name, value in shards.items() if not torch.equal(value, expected[name].float())]
+    wrong += [name for name, value in odd_tensors(7).items() if hash_of(resumed.state[name]) != hash_of(value)]
+    return wrong, resumed.notes, str(folder)
+
+
+@everywhere
+def test_every_dtype_and_layout_is_saved_loaded_exported_and_converted(backend, root, tmp_path):
+    assert [(wrong, notes) for wrong, notes, _ in played(odd, backend, root)] == [([], ())] * 2
+    folder = Path(played(odd, backend, root)[0][2])
+    facts = manifest.read(folder)
+    assert damaged(folder, facts) == hashes_of(folder, facts) == []
+    assert not compare(folder, folder).values
+    convert(folder, tmp_path / "copy")
+    names = [name for name in facts.tensors if name.startswith(("model.", "optim."))]
+    assert manifest.read(tmp_path / "copy").tensors == {name: facts.tensors[name] for name in names}
+    export_checkpoint(tmp_path / "copy", tmp_path / "exported", "fp32")
+    files = [Path(root) / f"{backend}-odd-online" / "model.safetensors", tmp_path / "exported" / "model.safetensors"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+class Quarters(torch.optim.SGD):
+    """Keeps state that torch cannot copy."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["quarters"] = torch.empty(parameter.shape, dtype=torch.uint4)
+
+
+def strange_state(backend, root):
+    """A state of the user's or the optimizer's own that cannot be saved is named at the call, not when it is written."""
+    cfg = config(backend, "no_shard", optimizer=None)
+    with unishard.prepare(mlp(), cfg, lambda found: Quarters(found, lr=0.1)) as engine:
+        told = [refused(engine.save, f"{root}/{backend}-strange", state={"mask": torch.eye(2).to_sparse()})]
+        train(engine, own_share(1))
+        return [*told, refused(engine.save, f"{root}/{backend}-strange")]
+
+
+@everywhere
+def test_state_that_cannot_be_saved_is_named_at_the_call(backend, root):
+    for mask, quarters in played(strange_state, backend, root):
+        assert "state.mask is torch.sparse_coo" in mask
+        assert "quarters is torch.uint4, which cannot be saved" in quarters
+    assert not (Path(root) / f"{backend}-strange").exists()
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.distributed.shards import Shard
+from unishard.distributed.shards import Shard, flat
 
 __all__ = ["MASK", "hash_of", "hashes", "hexadecimal"]
 
@@ -47,10 +47,10 @@ def hash_of(values: Tensor, start: int = 0) -> int:
     """What a shard adds to the hash of its tensor, modulo 2^64.
 
     Args:
-        values: A flat, contiguous shard of any dtype on any device.
+        values: A shard, or a full tensor of any layout; of any dtype on any device.
         start: Its first element in the flattened tensor.
     """
-    bytes_ = values.detach().reshape(-1).view(torch.uint8)
+    bytes_ = flat(values).view(torch.uint8)
     begin = start * values.element_size()
     if not bytes_.numel():
         return 0

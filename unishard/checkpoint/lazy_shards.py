@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unishard.distributed.shards import Shard
+from unishard.distributed.shards import Shard, flat
 
 __all__ = ["LazyShard", "lazy_shard_of"]
 
@@ -28,7 +28,7 @@ class LazyShard(NamedTuple):
 
 
 def lazy_shard_of(part: Shard) -> LazyShard:
-    """This rank's shard of a live tensor. Its memory is read when it is written to a file, not now."""
-    flat = part.values.detach().reshape(-1)
+    """This rank's shard of a live tensor. Its memory is read when it is written to a file, not now, unless it is not contiguous."""
+    values = flat(part.values)
     start = 0 if part.group is None else part.start
-    return LazyShard(part.shape, flat.dtype, start, start + flat.numel(), lambda begin, end: flat[begin - start : end - start])
+    return LazyShard(part.shape, values.dtype, start, start + values.numel(), lambda begin, end: values[begin - start : end - start])

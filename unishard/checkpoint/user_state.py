@@ -10,6 +10,7 @@
 | `bytes` | `{"$bytes": name}` |
 | tensor | `{"$tensor": name}` |
 | numpy array | `{"$array": name}` |
+| what lies deeper than 60 levels of the above | `{"$json": "..."}`, the JSON in a string: many readers refuse deep JSON |
 
 A name is that of a tensor in the checkpoint; an empty tensor is not stored, but written as `[dtype, shape]`. The decoded state equals the
 original, except that subclasses of `dict` become plain dicts, numpy scalars become Python numbers, and tensors have no autograd graph and
@@ -18,6 +19,7 @@ are on the reader's device.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from unishard.checkpoint import keys
 from unishard.distributed.dtypes import dtype_named, name_of
+from unishard.distributed.storable import STORABLE, obstacle
 from unishard.errors import CheckpointError
 
 __all__ = ["pack", "unpack"]
@@ -37,6 +40,8 @@ _EXACT = 2**53
 """JSON readers that only know doubles round larger integers."""
 _DEEPEST = 100
 """Maximum nesting depth."""
+_SHALLOW = 60
+"""JSON levels before the rest is put into a string; pydantic reads 200 (jiter 0.16)."""
 
 
 def pack(state: Any, prefix: str = keys.STATE) -> tuple[Any, dict[str, Tensor]]:
@@ -53,7 +58,26 @@ def pack(state: Any, prefix: str = keys.STATE) -> tuple[Any, dict[str, Tensor]]:
         CheckpointError: A value has another type. Says where, and what to save instead.
     """
     packer = _Packer(prefix)
-    return packer.pack(state, ()), packer.tensors
+    return _shallow(packer.pack(state, ()), _SHALLOW), packer.tensors
+
+
+def _shallow(value: Any, levels: int) -> Any:
+    """Packed JSON of at most about so many levels, below which values are in strings."""
+    if not isinstance(value, dict | list):
+        return value
+    if levels <= 0:
+        return {"$json": json.dumps(value)}
+    if isinstance(value, list):
+        return [_shallow(item, levels - 1) for item in value]
+    if "$tuple" in value:
+        return {"$tuple": [_shallow(item, levels - 2) for item in value["$tuple"]]}
+    if "$items" in value:
+        return {"$items": [[_shallow(part, levels - 3) for part in item] for item in value["$items"]]}
+    return value if _is_marker(value) else {key: _shallow(item, levels - 1) for key, item in value.items()}
+
+
+def _is_marker(packed: dict[str, Any]) -> bool:
+    return next(iter(packed), "").startswith("$")
 
 
 def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:
@@ -70,12 +94,14 @@ def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:
         return [unpack(item, read) for item in json_value]
     if not isinstance(json_value, dict):
         return json_value
-    marker = next(iter(json_value), "")
-    if not marker.startswith("$"):
+    if not _is_marker(json_value):
         return {key: unpack(value, read) for key, value in json_value.items()}
     try:
-        return _MARKERS[marker](json_value[marker], read)
-    except (KeyError, TypeError, ValueError) as problem:
+        marker, packed = next(iter(json_value.items()))
+        return _MARKERS[marker](packed, read)
+    except (KeyError, TypeError, ValueError, RuntimeError) as problem:  # RuntimeError: torch's, and RecursionError
+        if isinstance(problem, CheckpointError):
+            raise
         raise CheckpointError(
             f"the saved state holds {json_value!r:.80}, which this version cannot decode ({type(problem).__name__}: {problem}); "
             "load it with the version of unishard that wrote it"
@@ -87,6 +113,7 @@ _MARKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$tuple": lambda items, read: tuple(unpack(item, read) for item in items),
     "$int": lambda text, read: int(text, 16),
     "$float": lambda text, read: float(text),
+    "$json": lambda text, read: unpack(json.loads(text), read),
     "$bytes": lambda name, read: _tensor(name, read).cpu().numpy().tobytes(),
     "$tensor": lambda name, read: _tensor(name, read),
     "$array": lambda name, read: _tensor(name, read).cpu().numpy(),
@@ -147,11 +174,14 @@ class _Packer:
     def _tensor(self, value: Tensor, path: _Path) -> dict[str, Any]:
         if isinstance(value, DTensor):
             raise _refusal(path, value, "its full_tensor(), called on all ranks")
-        if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-            raise _refusal(path, value, "a dense tensor on a CPU or GPU", f"is {value.layout} on {value.device}, of type")
+        problem = obstacle(value) or ("is on the meta device" if value.device.type == "meta" else None)
+        if problem is not None:
+            raise CheckpointError(f"state.{_dotted(path)} {problem}, which cannot be saved; save a dense tensor of another dtype instead")
         return {"$tensor": self._name(value.detach(), path)}
 
     def _array(self, value: np.ndarray[Any, Any], path: _Path) -> dict[str, Any]:
+        if isinstance(value, np.ma.MaskedArray):
+            raise _refusal(path, value, "its data and its mask")
         try:
             tensor = torch.from_numpy(np.array(value))  # a copy: torch rejects negative strides and warns about read-only memory
         except (TypeError, ValueError) as problem:
@@ -185,8 +215,10 @@ class _Packer:
 def _tensor(name: str | list[Any], read: Callable[[str], Tensor]) -> Tensor:
     if isinstance(name, str):
         return read(name)
-    dtype, shape = name
-    return torch.empty(shape, dtype=dtype_named(dtype))
+    dtype, shape = dtype_named(name[0]), torch.Size(name[1])
+    if shape.numel() or dtype not in STORABLE:
+        raise ValueError("a tensor without elements was expected")
+    return torch.empty(shape, dtype=dtype)
 
 
 def _string(value: str, path: _Path) -> str:

@@ -44,6 +44,7 @@ from unishard.checkpoint.metadata import FILE
 from unishard.checkpoint.records import envelope_of
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.interrupts import share
+from unishard.distributed.shards import norm_of
 from unishard.errors import CheckpointError
 
 __all__ = ["Written", "write"]
@@ -63,7 +64,7 @@ class Written(NamedTuple):
     hashes: dict[str, int]
     """Hash of each tensor."""
     squares: dict[str, float]
-    """Sum of squares of each floating-point tensor, computed in fp32."""
+    """Sum of squares of each floating-point tensor, computed in fp32, or in fp64 of fp64."""
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
 
@@ -240,7 +241,7 @@ class _Writer(FileSystemWriter):
             file.write(block.view(torch.uint8).numpy().data)
             self.hashes[name] += hash_of(block, start)
             if block.is_floating_point():
-                self.squares[name] += float(torch.linalg.vector_norm(block, dtype=torch.float32)) ** 2
+                self.squares[name] += float(norm_of(block)) ** 2
             start += block.numel()
             self._advance(block.nbytes)
         file.write(after)

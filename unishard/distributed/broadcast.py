@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["average", "broadcast"]
+from unishard.distributed.shards import flat
+
+__all__ = ["average", "broadcast", "make_dense"]
 
 _BUCKET_BYTES = 8 * 2**20
 _LARGE_BYTES = 2**20
@@ -23,23 +25,21 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
     Args:
         tensors: The same shapes, dtypes, order and device on every rank. Costs up to 8 MiB beside them.
     """
+    tensors = list(tensors)
+    make_dense(tensor for tensor in tensors if 0 in tensor.stride())  # expanded: several elements in one place, which cannot be written
     if dist.get_world_size() == 1:
         return
-    tensors = list(tensors)
     with torch.no_grad():
-        for tensor in tensors:
-            if tensor.nbytes >= _LARGE_BYTES or 0 in tensor.stride():
-                # Expanded: several elements in one place, which cannot be written. Otherwise strided: cannot be sent as it is.
-                tensor.data = tensor.data.contiguous()
+        make_dense(tensor for tensor in tensors if tensor.nbytes >= _LARGE_BYTES)
         large = [tensor for tensor in tensors if tensor.nbytes >= _LARGE_BYTES]
         for tensor in large:
             dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
         for bucket in _buckets(tensor for tensor in tensors if tensor.nbytes < _LARGE_BYTES):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-            dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: a backend need not know the dtype
+            joined = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            dist.broadcast(joined.view(torch.uint8), src=0)  # as bytes: a backend need not know the dtype
             if dist.get_rank() == 0:
                 continue
-            for tensor, piece in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+            for tensor, piece in zip(bucket, torch.split(joined, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.detach().copy_(piece.view(tensor.shape))
 
 
@@ -53,12 +53,24 @@ def average(tensors: Iterable[Tensor]) -> None:
         return
     with torch.no_grad():
         for bucket in _buckets(tensors):
-            wide = torch.promote_types(bucket[0].dtype, torch.float32)
-            flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            for tensor, piece in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+            wide = torch.float64 if bucket[0].dtype == torch.float64 else torch.float32
+            joined = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
+            dist.all_reduce(joined)
+            joined /= dist.get_world_size()
+            for tensor, piece in zip(bucket, torch.split(joined, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.detach().copy_(piece.view(tensor.shape))
+
+
+def make_dense(tensors: Iterable[Tensor]) -> None:
+    """Lay elements out in order, each in a place of its own: engines send the memory of a tensor as it is.
+
+    Args:
+        tensors: Keep their memory if they are like that already; else they get their own.
+    """
+    for tensor in tensors:
+        in_order = tensor.is_contiguous() and tensor.stride()[-1:] in ((), (1,))
+        if not in_order or tensor.is_conj() or tensor.is_neg():
+            tensor.data = flat(tensor.data).view(tensor.shape)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

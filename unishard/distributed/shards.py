@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Shard", "full_tensor", "shard_norms", "write_shard"]
+__all__ = ["Shard", "flat", "full_tensor", "norm_of", "shard_norms", "write_shard"]
 
 
 class Shard(NamedTuple):
@@ -23,6 +23,24 @@ class Shard(NamedTuple):
     """Start of the interval in the flattened full tensor."""
     group: dist.ProcessGroup | None = None
     """The ranks whose shards make the full tensor, without overlap; None if this rank holds all of it."""
+
+
+def flat(values: Tensor) -> Tensor:
+    """The elements in a row, contiguous, of a tensor of any layout: transposed, strided, expanded, conjugate or negated on demand.
+
+    Shares memory with the tensor if it is contiguous.
+    """
+    row = values.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # `contiguous` keeps the stride of a single element, with which torch does not view it as bytes (torch 2.13).
+    return row if row.stride() == (1,) else row.clone(memory_format=torch.contiguous_format)
+
+
+def norm_of(values: Tensor) -> Tensor:
+    """L2 norm of a floating-point tensor, taken in fp64 if it is fp64, else in fp32."""
+    if values.dtype.itemsize == 1:  # float8, which torch promotes to no other dtype (torch 2.13)
+        values = values.float()
+    norm: Tensor = torch.linalg.vector_norm(values, 2, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
+    return norm
 
 
 def full_tensor(shard: Shard, device: torch.device) -> Tensor:
@@ -46,7 +64,7 @@ def write_shard(shard: Shard, value: Tensor) -> None:
 
 
 def shard_norms(shards: Mapping[str, Shard], device: torch.device) -> dict[str, float]:
-    """L2 norm of each full tensor, taken in fp32 and summed in fp64: one all-reduce per process group. Collective."""
+    """L2 norm of each full tensor, taken in fp32 (fp64 of fp64) and summed in fp64: one all-reduce per process group. Collective."""
     values = [shard.values for shard in shards.values()]
     squares = torch.zeros(len(shards), dtype=torch.float64, device=device)
     on: dict[torch.device, list[int]] = {}
@@ -56,8 +74,7 @@ def shard_norms(shards: Mapping[str, Shard], device: torch.device) -> dict[str, 
         if shard.group is not None and dist.get_world_size(shard.group) > 1:
             across.setdefault(shard.group, []).append(index)
     for indices in on.values():
-        found = [torch.linalg.vector_norm(values[index], 2, dtype=torch.float32) for index in indices]
-        squares[indices] = torch.stack(found).double().square().to(device)
+        squares[indices] = torch.stack([norm_of(values[index]) for index in indices]).double().square().to(device)
     for group, indices in across.items():
         group_squares = squares[indices]
         dist.all_reduce(group_squares, group=group)

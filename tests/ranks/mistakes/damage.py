@@ -9,10 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+import torch
 from playing import config, prepare
+from torch import nn
 
+import unishard
 from mistakes.mistake import Mistakes
 from unishard.checkpoint import finding, shared_folder
+from unishard.testing.models import mlp
 
 DAMAGE = Mistakes("Files and disks")
 
@@ -63,6 +67,34 @@ def export_to_a_disk_of_each_node(backend):
     with own_disk() as disk, prepare(config(backend)) as engine:
         try:
             engine.export("/proc/self/cwd/out")
+        finally:
+            assert list(disk.iterdir()) == []
+
+
+@DAMAGE.raises(
+    "a sparse buffer, or one of a dtype that torch cannot copy, such as `uint4`",
+    "ModelError: mask of Mlp is torch.sparse_coo, which can be neither sent to other ranks nor saved; make it a dense tensor of another "
+    "dtype, or keep it as a plain attribute of its module",
+    "sparse",
+)
+@DAMAGE.raises("`nn.Parameter(codes_in_uint4, requires_grad=False)`", "ModelError: mask of Mlp is torch.uint4, which can be...", "uint4")
+def model_that_cannot_be_saved(backend, kind):
+    model = mlp()
+    if kind == "sparse":
+        model.register_buffer("mask", torch.eye(3).to_sparse())
+    else:
+        model.mask = nn.Parameter(torch.empty(3, dtype=torch.uint4), requires_grad=False)
+    unishard.prepare(model, config(backend))
+
+
+@DAMAGE.raises(
+    '`engine.save(state={"mask": sparse})`',
+    "CheckpointError: rank 0: state.mask is torch.sparse_coo, which cannot be saved; save a dense tensor of another dtype instead...",
+)
+def state_that_cannot_be_saved(backend):
+    with own_disk() as disk, prepare(config(backend)) as engine:
+        try:
+            engine.save(OWN_DISK, state={"mask": torch.eye(3).to_sparse()})
         finally:
             assert list(disk.iterdir()) == []
 

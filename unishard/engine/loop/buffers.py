@@ -13,6 +13,7 @@ from torch import Tensor
 from unishard.checkpoint.hashing import hash_of
 from unishard.config import Config
 from unishard.distributed.broadcast import average, broadcast
+from unishard.distributed.shards import flat
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.call_order import CallOrder
 from unishard.export.sources import persistent_buffers
@@ -53,7 +54,9 @@ class Buffers:
             different = [buffer.data for buffer in _different(held, self._adapter.device)]
             means = [buffer for buffer in different if self._how == "sync" and buffer.is_floating_point()]
             average(means)
-            sent = [(buffer, buffer.contiguous()) for buffer in different if self._how == "rank0" or not buffer.is_floating_point()]
+            sent = [
+                (buffer, flat(buffer).view(buffer.shape)) for buffer in different if self._how == "rank0" or not buffer.is_floating_point()
+            ]
             broadcast(values for _, values in sent)
             for buffer, values in sent:
                 buffer.copy_(values)

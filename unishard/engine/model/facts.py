@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unishard.config import Sharding
+from unishard.distributed.storable import obstacle
 from unishard.errors import ModelError
 
 __all__ = ["ModelFacts", "description_of", "facts_of"]
@@ -56,7 +57,7 @@ def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True) -> Mod
 
     Raises:
         ModelError: It cannot be sharded as configured: it has nothing to train, is already sharded, or has parameters without
-            data, with a dtype that no engine trains, or with hooks that sharding would lose.
+            data, with a dtype that no engine trains, in a layout that cannot be saved, or with hooks that sharding would lose.
     """
     problem = next(_problems(model, sharding, train=train), None)
     if problem:
@@ -87,6 +88,12 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[
             yield f"module {name} of {kind} is in torch's checkpoint_wrapper; use the original module and set activation_checkpointing"
     for name, parameter in named.items():
         yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter, sharding))
+    for name, tensor in (*named.items(), *model.named_buffers()):
+        if not isinstance(tensor, UninitializedBuffer) and (problem := obstacle(tensor)) is not None:
+            yield (
+                f"{name} of {kind} {problem}, which can be neither sent to other ranks nor saved; make it a dense tensor of another dtype, "
+                "or keep it as a plain attribute of its module"
+            )
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad and train}
     if train and not trainable:
         yield f"all {len(named)} parameters of {kind} are frozen; unfreeze the ones to train, or prepare it with train=False"

@@ -13,14 +13,14 @@ from torch import nn
 
 from unishard.checkpoint import keys, metadata
 from unishard.checkpoint import manifest as manifests
-from unishard.checkpoint.hashing import hashes, hexadecimal
+from unishard.checkpoint.hashing import hash_of, hashes, hexadecimal
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.matching import Wanted, fit
 from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
 from unishard.checkpoint.user_state import unpack
 from unishard.checkpoint.verifying import damaged
 from unishard.data import position
-from unishard.distributed.dtypes import DTYPES, name_of
+from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.optim.optimizer_state import StateSpec, keys_of
@@ -134,11 +134,16 @@ class CheckpointReader:
             values = shard.values.detach()
             flat = values.view(-1) if values.is_contiguous() else torch.empty(values.numel(), dtype=values.dtype, device=values.device)
             if not values.is_contiguous():
-                strided.append((values, flat))
+                strided.append((name, values, flat))
             requests.append(ReadRequest(name, 0 if shard.group is None else shard.start, flat))
         self._tensors.read(requests)
-        for values, flat in strided:
+        for name, values, flat in strided:
             values.copy_(flat.view(values.shape))
+            if hash_of(values) != hash_of(flat):
+                raise CheckpointError(
+                    f"{name.removeprefix(keys.PARAMETERS)}: has several elements in one place, but the checkpoint has different values for "
+                    "them; give it memory of its own in the model, with .clone()"
+                )
 
     def compare_bits(self) -> None:
         """Hash the restored tensors of all ranks, and compare with the manifest. Collective.
@@ -159,7 +164,7 @@ class CheckpointReader:
     def norms(self) -> dict[str, float]:
         """L2 norm of all parameters together, and of each kind of optimizer state that this rank knows completely. Collective."""
         held = self._held()
-        counted = {name: shard for name, shard in held.items() if shard.values.dtype in DTYPES.values()}
+        counted = {name: shard for name, shard in held.items() if shard.values.is_floating_point()}
         squares: dict[str, float] = {}
         for name, norm in shard_norms(counted, self._run.adapter.device).items():
             state = keys.optimizer_part(name)

@@ -16,9 +16,11 @@ from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard
+from unishard.distributed.storable import obstacle
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.state import random_state
 from unishard.engine.state.run import Run
+from unishard.errors import CheckpointError
 from unishard.export.models import assets_of
 from unishard.plugins import registry
 from unishard.version import __version__
@@ -30,7 +32,7 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     """Take a snapshot of a run. Collective.
 
     Raises:
-        CheckpointError: On every rank: `state` or a loader's position contains something that cannot be saved.
+        CheckpointError: On every rank: `state`, the optimizer or a loader's position contains something that cannot be saved.
     """
     rank, tensors = dist.get_rank(), run.tensors
     user, user_tensors = on_all(group, lambda: pack(state))
@@ -43,7 +45,7 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
         model = {name: shard for name, shard in model.items() if keys.parameter_of(name) not in buffers}
     else:
         own |= user_tensors
-    state_of_optimizer = on_all(group, tensors.optimizer_shards)
+    state_of_optimizer = on_all(group, lambda: _storable(tensors.optimizer_shards()))
     shards = model | state_of_optimizer | tensors.average_shards() | {name: Shard(value.shape, value) for name, value in own.items()}
     return Snapshot(
         step=run.order.updates,
@@ -52,6 +54,15 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
         facts=on_all(group, lambda: _facts(run)) | {"data": _gathered(data, group), "state": user},
         assets=assets,
     )
+
+
+def _storable(shards: dict[str, Shard]) -> dict[str, Shard]:
+    """The shards, none of which is of a kind that cannot be saved; those of the model were checked by `prepare`."""
+    for name, shard in shards.items():
+        problem = obstacle(shard.values)
+        if problem is not None:
+            raise CheckpointError(f"{name} {problem}, which cannot be saved; choose another dtype or another optimizer")
+    return shards
 
 
 def _facts(run: Run) -> dict[str, Any]:
