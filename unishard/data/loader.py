@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from multiprocessing.context import BaseContext
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ _DECIDED = {
     "sampler": "is set by unishard, so that every rank gets its share",
     "batch_sampler": "is set by unishard, so that every rank gets its share",
     "in_order": "is always true, so that the position tells which samples were read",
+    "pin_memory_device": "is that of the current accelerator; torch has deprecated the option",
 }
 
 
@@ -136,7 +138,13 @@ def dataloader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool | None = None,
-    **options: Any,
+    timeout: float = 0,
+    worker_init_fn: Callable[[int], None] | None = None,
+    multiprocessing_context: str | BaseContext | None = None,
+    generator: torch.Generator | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    **refused: Never,
 ) -> ShareLoader:
     """Create a torch `DataLoader` over this rank's share of a dataset, in micro-batches of the config's size.
 
@@ -155,17 +163,26 @@ def dataloader(
         drop_last: Drop the samples at the end of an epoch that do not give each rank a full micro-batch. By default the ranks are
             filled up with samples from the beginning of the order, as torch's `DistributedSampler` does.
         collate_fn: Makes a batch of a list of samples; default: torch's.
-        num_workers: Worker processes; 0 loads in this process.
+        num_workers: Worker processes of each rank; 0 loads in this process.
         pin_memory: Whether batches are in pinned memory, which speeds up copies to a GPU; default: if CUDA is available.
-        options: Any other option of torch's `DataLoader`.
+        timeout: Seconds to wait for a batch of a worker before an error; 0 waits forever.
+        worker_init_fn: Called in each worker with its number, after it is seeded.
+        multiprocessing_context: How workers start: `fork`, `spawn`, `forkserver`, or a context; default: Python's.
+        generator: Seeds the workers instead of `training.seed`, the epoch, the position and the rank. It does not affect the order.
+        prefetch_factor: Batches that each worker loads in advance; default: torch's.
+        persistent_workers: Keep the workers between epochs.
+        refused: Nothing: torch's other options are set by the config or by unishard.
 
     Raises:
         DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is set by the config.
+        TypeError: There is no such option.
+        ValueError: torch refuses the options, such as `prefetch_factor` without workers.
     """
     expect_config(cfg)
-    for name, why in _DECIDED.items():
-        if name in options:
-            raise DataError(f"dataloader does not accept {name}: it {why}; remove it, or pass your own loader to engine.batches()")
+    for name in refused:
+        if name not in _DECIDED:
+            raise TypeError(f"dataloader() got an unexpected keyword argument {name!r}")
+        raise DataError(f"dataloader does not accept {name}: it {_DECIDED[name]}; remove it, or pass your own loader to engine.batches()")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"dataloader cannot shard {type(dataset).__name__}: it has no __len__ or no __getitem__; split it by rank yourself "
@@ -187,7 +204,12 @@ def dataloader(
         num_workers=num_workers,
         collate_fn=collate_fn,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-        **options,
+        timeout=timeout,
+        worker_init_fn=worker_init_fn,
+        multiprocessing_context=multiprocessing_context,
+        generator=generator,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
     )
 
 
