@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from playing import STRATEGIES, config, curve, error, everyones, own_share, play, prepare, train, values
+from playing import STRATEGIES, config, curve, error, everyones, own_share, play, prepare, share, train, values
 
 import unishard
 from unishard.testing import conformance, oracle
@@ -243,7 +243,7 @@ def different_lengths(backend):
 def loaders(backend):
     """What is said about torch's own loader and about ours, and the size of the window after a short one was left at its end."""
     cfg = config(backend, training={"gradient_accumulation_steps": 3})
-    data = [{name: value[0] for name, value in batch.items()} for batch in own_share(4)]
+    data = [{name: value[0] for name, value in batch.items()} for batch in share(4, rank=0, world=2)]  # the same on both ranks
     said = []
     with prepare(cfg) as engine:
         for loader in (torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), unishard.dataloader(data, cfg)):

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from itertools import islice
-from types import NoneType
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset
 
 from unishard.distributed import process_group
 from unishard.errors import ContractError
 
-__all__ = ["Window", "length_of", "to_device", "warn_of_same_samples", "windows"]
+__all__ = ["Window", "length_of", "to_device", "windows"]
 
 Enter = Callable[[str, str], None]
 """Called before each comparison between ranks, with the name of the call and a detail."""
@@ -31,6 +29,11 @@ class Window(Sequence[Any]):
         self._batches = batches
         self._device = device
         self._watch = watch
+
+    @property
+    def unmoved(self) -> Sequence[Any]:
+        """The batches as the loader has yielded them."""
+        return self._batches
 
     def watched_by(self, watch: Callable[[Any], None]) -> Window:
         """The same window, which calls `watch` with each batch that is accessed."""
@@ -57,7 +60,13 @@ def _ignore(call: str, detail: str) -> None:
 
 
 def windows(
-    loader: Iterable[Any], lengths: Iterable[int], device: torch.device, *, drop: bool, enter: Enter | None = _ignore
+    loader: Iterable[Any],
+    lengths: Iterable[int],
+    device: torch.device,
+    *,
+    drop: bool,
+    enter: Enter | None = _ignore,
+    begin: Callable[[], None] | None = None,
 ) -> Iterator[Window]:
     """Group a loader's batches into accumulation windows. The last one may be shorter. Collective.
 
@@ -70,6 +79,7 @@ def windows(
         device: Where this rank computes.
         drop: Whether to drop an incomplete last window.
         enter: Called before each comparison between ranks; None disables the comparison.
+        begin: Called before the first batch is read, after the comparison.
 
     Raises:
         ContractError: A length is not positive.
@@ -79,6 +89,8 @@ def windows(
     if enter is not None:
         enter("batches", "")
         process_group.agree({"len(loader)": total}, "numbers of batches")
+    if begin is not None:
+        begin()
     rest = iter(loader)
     yielded = 0
     for length in lengths:
@@ -115,19 +127,6 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)
     except TypeError:  # a DataLoader has __len__ even if its sampler does not
         return None
-
-
-def warn_of_same_samples(loader: Iterable[Any]) -> None:
-    """Warn if every rank reads the entire dataset, the default of torch's DataLoader."""
-    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    torchs_own = type(sampler) in (SequentialSampler, RandomSampler) and type(batch_sampler) in (BatchSampler, NoneType)
-    if torchs_own and dist.get_world_size() > 1:
-        warnings.warn(
-            f"each of the {dist.get_world_size()} ranks reads the entire dataset through {type(sampler).__name__}, not its own share; "
-            "use unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from unishard.data.digest import of_dataset
 from unishard.data.loader import Cursor, ShareLoader
 
-__all__ = ["Epochs"]
+__all__ = ["Epochs", "Orders"]
 
 
 class _Read(NamedTuple):
@@ -65,6 +65,21 @@ class Epochs:
                 UserWarning,
                 stacklevel=3,
             )
+
+
+class Orders:
+    """The orders in which one engine has read datasets through loaders that do not count epochs themselves."""
+
+    def __init__(self) -> None:
+        self._read: list[tuple[Callable[[], Any], Hashable, int]] = []
+
+    def repeats(self, dataset: Any, order: Hashable, updates: int) -> bool:
+        """Whether the last pass over this dataset had this order, and updates were made in it."""
+        same = [read for read in self._read if read[0]() is dataset]
+        dataset_, weak = _reference(dataset)
+        self._read = [read for read in self._read if read[0]() not in (None, dataset) and (weak or isinstance(read[0], weakref.ref))]
+        self._read.append((dataset_, order, updates))
+        return any(read[1] == order and read[2] < updates for read in same)
 
 
 def _reference(dataset: Any) -> tuple[Callable[[], Any], bool]:

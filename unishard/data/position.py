@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -13,7 +13,7 @@ from unishard.data.batches import length_of
 from unishard.data.loader import ShareLoader
 from unishard.errors import DataError
 
-__all__ = ["LoaderPass", "Position", "StatefulLoader", "epoch_of", "of_rank", "resume"]
+__all__ = ["LoaderPass", "Position", "StatefulLoader", "epoch_of", "is_stateful", "of_rank", "resume"]
 
 Position = dict[str, Any]
 """The kind of loader, the number of batches read in its epoch (0 after the last one), and the loader's own state."""
@@ -35,6 +35,11 @@ class StatefulLoader(Protocol):
     def load_state_dict(self, state: Any, /) -> None:
         """Make the next iteration begin at this position."""
         ...
+
+
+def is_stateful(loader: Iterable[Any]) -> TypeGuard[StatefulLoader]:
+    """Whether a loader has a position. Accelerate's have the methods, but without `use_stateful_dataloader` they raise (1.15)."""
+    return isinstance(loader, StatefulLoader) and bool(getattr(loader, "use_stateful_dataloader", True))
 
 
 class LoaderPass(Iterable[Any]):

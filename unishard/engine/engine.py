@@ -118,6 +118,8 @@ class Engine(ParametersByName):
 
         Raises:
             ContractError: A batch was not followed by backward and step, or an earlier loop stopped inside a window.
+            DataError: The loaders read the same share on two ranks, shard the data twice, repeat samples in each update, or have a batch
+                size that contradicts `training.global_batch_size` (docs/data.md); also a checkpoint's position does not fit the loader.
             RankMismatchError: The ranks' loaders have different lengths.
         """
         return self._batching.batches(loader, progress=progress)
@@ -138,6 +140,7 @@ class Engine(ParametersByName):
 
         Raises:
             ContractError: As in `batches`; or a length is not positive.
+            DataError: As in `batches`.
             RankMismatchError: The ranks' loaders have different lengths.
         """
         return self._batching.windows(loader, lengths=lengths, progress=progress)

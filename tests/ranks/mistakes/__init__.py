@@ -5,8 +5,8 @@ from __future__ import annotations
 from mistakes.checkpoints import CHECKPOINTS
 from mistakes.configs import CONFIGS
 from mistakes.damage import DAMAGE
-from mistakes.data import DATA
 from mistakes.habits import HABITS
 from mistakes.loop import LOOP
+from mistakes.own_loaders import DATA
 
 SUBJECTS = (CONFIGS, LOOP, HABITS, DATA, CHECKPOINTS, DAMAGE)

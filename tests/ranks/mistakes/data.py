@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 
-from playing import config, prepare
+from playing import config, my_rank, prepare
 
 import unishard
 from mistakes.mistake import Mistakes
@@ -62,20 +62,20 @@ def unreadable_launcher(backend, launcher):
 # -- unishard.dataloader ---------------------------------------------------------------------------------------------------
 
 
-def _dataset(samples):
+def samples(count):
     """The model's samples, each with its number."""
-    return [{name: value[0] for name, value in batch("mlp", index, 1).items()} | {"index": index} for index in range(samples)]
+    return [{name: value[0] for name, value in batch("mlp", index, 1).items()} | {"index": index} for index in range(count)]
 
 
 @contextmanager
-def _warnings_raised():
+def warnings_raised():
     """Raise what only warns, so that a row holds its text."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield
 
 
-def _read(engine, loader):
+def read(engine, loader):
     """The numbers of the samples that this rank reads in a pass, in their order; each is trained on."""
     indices = []
     for micro_batch in engine.batches(loader):
@@ -90,12 +90,12 @@ def _read(engine, loader):
     "a new loader over the same dataset continues with the next epoch and its order",
 )
 def loader_in_the_epoch_loop(backend):
-    cfg, data = config(backend), _dataset(12)
+    cfg, data = config(backend), samples(12)
     with prepare(cfg) as engine:
-        got = [index for _ in range(3) for index in _read(engine, unishard.dataloader(data, cfg))]
+        got = [index for _ in range(3) for index in read(engine, unishard.dataloader(data, cfg))]
     with prepare(cfg) as engine:
         loader = unishard.dataloader(data, cfg)
-        right = [index for _ in range(3) for index in _read(engine, loader)]
+        right = [index for _ in range(3) for index in read(engine, loader)]
     return got, right
 
 
@@ -106,9 +106,9 @@ def loader_in_the_epoch_loop(backend):
 )
 def dataset_in_the_epoch_loop(backend):
     cfg = config(backend)
-    with prepare(cfg) as engine, _warnings_raised():
+    with prepare(cfg) as engine, warnings_raised():
         for _ in range(2):
-            _read(engine, unishard.dataloader(_dataset(12), cfg))
+            read(engine, unishard.dataloader(samples(12), cfg))
 
 
 @DATA.raises(
@@ -119,4 +119,15 @@ def dataset_in_the_epoch_loop(backend):
 def more_than_the_dataset_in_a_micro_batch(backend):
     cfg = config(backend, training={"micro_batch_size": 64})
     with prepare(cfg) as engine:
-        _read(engine, unishard.dataloader(_dataset(16), cfg))
+        read(engine, unishard.dataloader(samples(16), cfg))
+
+
+@DATA.raises(
+    "`unishard.dataloader` over a dataset that is split by rank already, or shuffled without a seed",
+    "UserWarning: the ranks pass different datasets to unishard.dataloader, which gives each rank its share of one dataset; pass the same "
+    "on every rank: not one that is split by rank, or shuffled or drawn without a seed",
+)
+def split_before_the_loader(backend):
+    cfg = config(backend)
+    with prepare(cfg) as engine, warnings_raised():
+        read(engine, unishard.dataloader(samples(16)[my_rank() :: 2], cfg))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import nn
 
 from unishard.config import Config
 from unishard.data import position
-from unishard.data.batches import Window, warn_of_same_samples, windows
+from unishard.data.batches import Window, windows
 from unishard.data.epochs import Epochs
 from unishard.data.loader import ShareLoader
-from unishard.data.position import LoaderPass, Position, StatefulLoader
+from unishard.data.loader_checks import LoaderChecks
+from unishard.data.position import LoaderPass, Position
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.progress import Progress
@@ -40,6 +42,7 @@ class Batching:
         self._resumed: tuple[Sequence[Position], int] | None = None
         """Positions and number of ranks of the resumed run, until a training loader uses them."""
         self._epochs = Epochs()
+        self._checks = LoaderChecks(cfg)
 
     def batches(self, loader: Iterable[Any], *, progress: bool) -> Iterator[Any]:
         """This rank's batches, moved to the device."""
@@ -59,17 +62,19 @@ class Batching:
         """This rank's batches in accumulation windows."""
         order, training = self._order, self._module.training
         order.require_open("batches")
-        warn_of_same_samples(loader)
+        together = self._evaluation.lockstep_open is None  # inside lockstep, ranks may have different numbers of batches
+        check = partial(self._checks.begin, loader, training=training, together=together, updates=order.updates)
         drop, length = training and self._drop_last, order.full_window
         if training:
             loader = self._begin_reading(loader, length if drop and lengths is None else 1)
         bar = Progress(loader, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
         outer, order.progress = order.progress, bar
         try:
-            enter = None if self._evaluation.lockstep_open else order.enter  # inside lockstep, ranks may have different numbers of batches
-            for window in windows(loader, repeat(length) if lengths is None else lengths, self._device, drop=drop, enter=enter):
+            sizes = repeat(length) if lengths is None else lengths
+            for window in windows(loader, sizes, self._device, drop=drop, enter=order.enter if together else None, begin=check):
                 if training:
                     order.begin_window(len(window))
+                    self._checks.window(window)
                 yield window if bar is None else window.watched_by(bar.record_batch)
                 if training:
                     self._keep_position()
@@ -87,7 +92,7 @@ class Batching:
 
     def _begin_reading(self, loader: Iterable[Any], window: int) -> Iterable[Any]:
         """Start a pass over the loader, at the resumed position if no loader has used that yet."""
-        if not isinstance(loader, StatefulLoader):
+        if not position.is_stateful(loader):
             self._reading = None
             if self._resumed is not None:
                 warnings.warn(

@@ -1,0 +1,185 @@
+"""Checks that the ranks' loaders read the data once, in the batches that the config says."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from unishard.config import Config
+from unishard.data.batches import Window
+from unishard.data.digest import of_dataset, of_value
+from unishard.data.epochs import Orders
+from unishard.data.own_loader import LoaderFacts, facts_of
+from unishard.errors import DataError
+
+__all__ = ["LoaderChecks"]
+
+_INSTEAD = "use unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler"
+
+
+class LoaderChecks:
+    """Checks the loaders of one engine. Ranks are compared at the first pass in training mode, and at the first one in evaluation mode."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._training = cfg.training
+        self._compared: set[bool] = set()
+        self._split_by_user = False
+        """Whether the ranks were seen to hold different datasets, which people have split themselves."""
+        self._first_window = False
+        """Whether the next window is the first one in training mode, and compared between ranks."""
+        self._facts: LoaderFacts | None = None
+        """Of the loader whose batches' sizes are still to be seen."""
+        self._sizes: list[int | None] = []
+        self._orders = Orders()
+        self._said: set[str] = set()
+
+    def begin(self, loader: Iterable[Any], *, training: bool, together: bool, updates: int) -> None:
+        """Check a loader at the beginning of a pass. Collective if `together`.
+
+        Args:
+            loader: This rank's.
+            training: Whether it is read in training mode.
+            together: Whether all ranks begin a pass, so that they can be compared.
+            updates: How many the engine has made.
+
+        Raises:
+            DataError: On every rank: ranks read the same share, the data are sharded twice, or batches have another size than the checked
+                `training.global_batch_size` needs.
+        """
+        facts, self._first_window = facts_of(loader), False
+        if together and training not in self._compared:
+            self._compared.add(training)
+            self._compare(facts._replace(dataset=of_dataset(getattr(loader, "dataset", None))), training=training)
+        if facts.whole is not None and dist.get_world_size() > 1 and not self._split_by_user:
+            self._warn(
+                f"each of the {dist.get_world_size()} ranks reads the entire dataset through {facts.whole}, not its own share; {_INSTEAD}"
+            )
+        if training:
+            self._facts, self._sizes = facts, []
+            self._warn_of_batch_size(facts.batch_size, facts.name)
+            if facts.order is not None and self._orders.repeats(getattr(loader, "dataset", None), facts.order, updates):
+                self._warn(f"the {facts.name} reads the samples in the same order as in the last epoch; {facts.reorder}")
+
+    def _compare(self, facts: LoaderFacts, *, training: bool) -> None:
+        everyone: list[Any] = [facts] * dist.get_world_size()
+        if len(everyone) > 1:
+            dist.all_gather_object(everyone, facts)
+        wrong = _wrong_shares(everyone)
+        if wrong is not None and len(everyone) == 1:  # one of several runs may train on a share
+            self._warn(wrong)
+            wrong = None
+        problem = wrong or (self._contradicted_batch_size(everyone) if training else None)
+        if problem is not None:
+            raise DataError(problem)
+        digests = {each.dataset for each in everyone}
+        differ = None not in digests and len(digests) > 1
+        if differ and facts.ours:
+            self._warn(
+                "the ranks pass different datasets to unishard.dataloader, which gives each rank its share of one dataset; pass the same "
+                "on every rank: not one that is split by rank, or shuffled or drawn without a seed"
+            )
+        self._split_by_user = self._split_by_user or differ
+        told = all(each.ours for each in everyone) or any(each.whole for each in everyone)
+        self._first_window = training and len(everyone) > 1 and (not told or self._split_by_user)
+
+    def window(self, window: Window) -> None:
+        """Check a window in training mode: the first ones of a pass. Collective for the first one."""
+        if self._first_window:
+            self._first_window = False
+            self._warn_of_same_batch(window.unmoved[0])
+        if self._facts is None:
+            return
+        if not self._facts.hides_batches or "micro_batch_size" not in self._training.model_fields_set:
+            self._facts = None
+            return
+        self._sizes += map(_samples_in, window.unmoved[:2])
+        if len(self._sizes) > 1:  # batches of changing size are made by a number of tokens
+            if self._sizes[0] == self._sizes[1]:
+                self._warn_of_batch_size(self._sizes[0], self._facts.name)
+            self._facts = None
+
+    # -- warnings ---------------------------------------------------------------------------------------------------------
+
+    def _warn_of_batch_size(self, size: int | None, name: str) -> None:
+        if size is not None and size != self._training.micro_batch_size:
+            self._warn(self._other_batch_size(size, name))
+
+    def _warn_of_same_batch(self, batch: Any) -> None:
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, of_value(batch))
+        counts = Counter(digest for digest in digests if digest is not None)
+        same = next((digest for digest, count in counts.items() if count > 1), None)
+        if same is not None:
+            ranks = [rank for rank, digest in enumerate(digests) if digest == same]
+            self._warn(
+                f"ranks {ranks[0]} and {ranks[1]} read the same first batch, so they train on the same samples; let each rank read its "
+                f"own: {_INSTEAD}, or split the data by rank"
+            )
+
+    def _warn(self, message: str) -> None:
+        """Warn once, at the line of the user's loop."""
+        if message in self._said:
+            return
+        self._said.add(message)
+        frame, level = inspect.currentframe(), 1
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("unishard."):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(message, UserWarning, stacklevel=level)
+
+    # -- batch sizes ------------------------------------------------------------------------------------------------------
+
+    def _contradicted_batch_size(self, everyone: Sequence[LoaderFacts]) -> str | None:
+        """What is wrong if a batch size contradicts `training.global_batch_size`, which people set to have the product checked."""
+        if self._training.global_batch_size is None:
+            return None
+        for rank, facts in enumerate(everyone):
+            if facts.batch_size is not None and facts.batch_size != self._training.micro_batch_size:
+                of_rank = f" of rank {rank}" if len({each.batch_size for each in everyone}) > 1 else ""
+                text = self._other_batch_size(facts.batch_size, facts.name + of_rank)
+                return f"training.global_batch_size is {self._training.global_batch_size}, but {text}"
+        return None
+
+    def _other_batch_size(self, size: int, name: str) -> str:
+        return (
+            f"{name} has batches of {size}, and training.micro_batch_size is {self._training.micro_batch_size}; write "
+            f"batch_size=cfg.training.micro_batch_size in the script, or training.micro_batch_size: {size} in the config"
+        )
+
+
+def _wrong_shares(everyone: Sequence[LoaderFacts]) -> str | None:
+    """What is wrong with the shares that the ranks read; None if each sample is read by as many ranks as any other."""
+    twice = next((facts.shares for facts in everyone if len(facts.shares) > 1), None)
+    if twice is not None:
+        sources = " and ".join(dict.fromkeys(share.source for share in twice))
+        return (
+            f"the data are sharded twice, by {sources}: each rank reads one of {prod(share.of for share in twice)} parts; use one of them"
+        )
+    shares = [facts.shares[0] for facts in everyone if facts.shares]
+    if len(shares) < len(everyone):
+        return None
+    parts, readers = {share.of for share in shares}, Counter(share.number for share in shares)
+    # Fewer shares than ranks may be right: each node has its own files, and its ranks share them.
+    if len(parts) == 1 and set(readers) == set(range(min(parts))) and len(set(readers.values())) == 1:
+        return None
+    read = ", ".join(f"rank {rank} reads share {share.number} of {share.of}" for rank, share in enumerate(shares[:8]))
+    instead = "give it neither num_replicas nor rank, which it takes from the process group, or " if "Sampler" in shares[0].source else ""
+    ranks = "the only rank all the data" if len(shares) == 1 else f"each of the {len(shares)} ranks its own share"
+    return f"{shares[0].source} does not give {ranks}: {read}; {instead}use unishard.dataloader(dataset, cfg)"
+
+
+def _samples_in(batch: Any) -> int | None:
+    """How many samples a batch has, if all its tensors agree on it and one has more dimensions; 1 may be packed samples."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    sizes = {len(tensor) if tensor.ndim else None for tensor in tensors}
+    if len(sizes) != 1 or not any(tensor.ndim > 1 for tensor in tensors):
+        return None
+    (size,) = sizes
+    return None if size == 1 else size
