@@ -84,6 +84,20 @@ def test_list(root: Path) -> None:
     assert (found[2]["bytes"], found[2]["world_size"], found[2]["backend"]) == (on_disk, 2, "fsdp")
 
 
+def test_list_of_several_runs_with_metrics(tmp_path: Path) -> None:
+    """Columns for what there is."""
+    save(tmp_path, 10, run="a" * 8, metric=0.30999999493360519)
+    assert cells(run("list", tmp_path))[0][3:] == ["backend", "strategy", "metric", "size", "state"]
+    save(tmp_path, 10, run="b" * 8)
+    header, one, other = cells(run("list", tmp_path))
+    assert header[3:] == ["backend", "strategy", "run", "metric", "size", "state"]
+    assert (one[3:5], one[-1]) == (["a" * 8, "0.31"], "complete")
+    assert (other[3], other[-1]) == ("b" * 8, "complete, latest")
+    assert [each["metric"] for each in json.loads(run("list", tmp_path, "--json").stdout)] == [0.30999999493360519, None]
+    facts = dict(row[:2] for row in cells(run("inspect", tmp_path / "step-00000010")) if len(row) > 1)
+    assert (facts["run"], facts["metric"]) == ("aaaaaaaa, commit 1 of its directory", "0.3099999949336052")
+
+
 def test_list_of_nothing(tmp_path: Path) -> None:
     assert run("list", tmp_path).stdout == f"no checkpoints in {tmp_path}\n"
     assert json.loads(run("list", tmp_path, "--json").stdout) == []

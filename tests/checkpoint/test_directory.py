@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from stored import save, stamp
 
-from unishard.checkpoint import directory, manifest
+from unishard.checkpoint import directory, finding, manifest
 from unishard.checkpoint.verifying import damaged
 from unishard.errors import CheckpointError
 
@@ -234,6 +234,21 @@ def test_retention(last: int | None, every: int | None, kept: list[int], tmp_pat
     assert {int(path.name[5:]) for path in deleted} == {10, 20, 30, 40, 50} - set(kept)
     assert (tmp_path / "step-00000005").is_dir()
     assert (tmp_path / "notes").is_dir()
+
+
+@pytest.mark.parametrize(("best", "kept", "first"), [("min", [20, 30, 60, 70], 30), ("max", [10, 40, 60, 70], 40)])
+def test_retention_keeps_the_best_of_the_run(best: str, kept: list[int], first: int, tmp_path: Path) -> None:
+    """Of equal metrics the newest; what is not a number is never the best, and neither is another run's."""
+    save(tmp_path, 5, metric=-9.0, run="a" * 8)
+    metrics = {10: 0.5, 20: 0.2, 30: 0.2, 40: 0.7, 50: float("nan"), 60: None, 70: 0.3}
+    for step, metric in metrics.items():
+        newest = save(tmp_path, step, run="b" * 8, metric=metric)
+    assert directory.prune(tmp_path, 2, None, newest, keep_best=2, best=best)
+    assert steps(tmp_path) == [5, *kept]
+    found = finding.best(tmp_path, best)
+    assert found is not None
+    assert found.name == directory.name_of(first)
+    assert finding.best(tmp_path / "nowhere", best) is None
 
 
 def test_retention_after_going_back_keeps_the_branch_that_runs(tmp_path: Path) -> None:

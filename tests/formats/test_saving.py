@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -204,7 +205,7 @@ ASKED = ("output_dir", "save_strategy", "save_steps", "saves_per_epoch", "save_f
             lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss")),
             "lightning",
             "trainer.callbacks.0.init_args.monitor",
-            "your loop evaluates",
+            "your loop evaluates; call engine.save(metric=...) there",
         ),
     ],
 )
@@ -212,7 +213,7 @@ def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(documen
     found = item(translate(document, "unishard", from_=name), key)
     assert found.fit is Fit.NEEDS_INPUT
     assert word in found.note
-    assert "engine.save()" in found.note or "checkpoint.every_steps" in found.note
+    assert re.search(r"engine\.save\((metric=\.\.\.)?\)|checkpoint\.every_steps", found.note)
     again = translate(document, name, from_=name)
     assert again.status(strict=True) == 0
     assert dict(flat(again.document)) == dict(flat(again.document)) | {name: value for name, value in flat(document) if name in ASKED}
@@ -289,11 +290,12 @@ def test_yaml_of_another_reader_keeps_no_a_word() -> None:
     assert yaml.safe_load(translate({}, "hf", from_="unishard").text)["save_strategy"] == "no"
 
 
+@pytest.mark.parametrize("spared", ["keep_every", "keep_best"])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_where_none_can_be_spared_all_are_kept_and_it_is_said(name: str) -> None:
-    document = {"checkpoint": {**WHOLE, "keep_every": 100}}
+def test_where_none_can_be_spared_all_are_kept_and_it_is_said(name: str, spared: str) -> None:
+    document = {"checkpoint": {**WHOLE, spared: 100}}
     outcome = translate(document, name, from_="unishard", topology=Topology(2, 2))
-    for key in ("keep_last", "keep_every"):
+    for key in ("keep_last", spared):
         found = item(outcome, f"checkpoint.{key}")
         assert found.fit is Fit.APPROXIMATE
         assert "all are kept" in found.note
@@ -304,7 +306,8 @@ def test_where_none_can_be_spared_all_are_kept_and_it_is_said(name: str) -> None
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 @pytest.mark.parametrize("name", ["accelerate", "deepspeed"])
 def test_where_the_script_saves_the_report_says_so(name: str, backend: str) -> None:
-    checkpoint = {**WHOLE, "every_minutes": 5.0, "keep_every": 100, "async_save": True, "on_signal": ["SIGTERM"]}
+    kept = {"keep_every": 100, "keep_best": 1, "best": "max"}
+    checkpoint = {**WHOLE, **kept, "every_minutes": 5.0, "async_save": True, "on_signal": ["SIGTERM"]}
     outcome = translate({"backend": "deepspeed" if name == "deepspeed" else backend, "checkpoint": checkpoint}, name, from_="unishard")
     found = {key: item(outcome, f"checkpoint.{key}") for key in checkpoint}
     assert found.pop("async_save").fit is Fit.IGNORED

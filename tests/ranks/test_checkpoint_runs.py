@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from playing import config, my_rank, own_share, play, prepare, refused, train, values
 
@@ -180,6 +181,35 @@ def test_a_run_of_an_earlier_version_is_resumed_as_one_run(backend, root):
         assert left == ["step-00000003", "step-00000004"]
 
 
+def judged(backend, root):
+    """Saves with a metric after each update, which is best in the middle; a tensor on the device, and a run without one."""
+    told = {}
+    checkpoint = {"dir": f"{root}/{backend}-judged", "keep_last": 1, "keep_best": 1}
+    with prepare(config(backend, checkpoint=checkpoint)) as engine:
+        told["none"] = refused(engine.load, "best")
+        for metric in (0.5, torch.tensor(0.25, device=engine.device), 1, None):
+            train(engine, own_share(1))
+            engine.save(metric=metric)
+        told["word"] = refused(engine.save, metric="0.5")
+        told["differs"] = refused(engine.save, metric=0.5 + my_rank())
+        told["missing"] = refused(engine.save, metric=None if my_rank() else 0.5)
+        left = {found.step: manifest.read(found.path).metric for found in finding.checkpoints(Path(checkpoint["dir"]))}
+        best = engine.load("best").step
+    with prepare(config(OTHER[backend], checkpoint=checkpoint | {"best": "max"})) as engine:
+        return told, left, best, engine.load("best").step, engine.load("latest").step
+
+
+@everywhere
+def test_the_best_checkpoint_is_kept_and_loaded(backend, root):
+    for told, left, best, highest, latest in played(judged, backend, root):
+        assert "no checkpoint of the newest run has a metric; pass one, as in engine.save(metric=0.31)" in told["none"]
+        assert told["word"] == "ContractError: save: metric must be a number, got '0.5'; pass one such as engine.mean(loss)"
+        assert told["differs"].startswith("RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass")
+        assert "rank 0 has 0.5, rank 1 has None" in told["missing"]
+        assert left == {2: 0.25, 4: None}
+        assert (best, highest, latest) == (2, 2, 4)
+
+
 def unreadable(backend, root):
     """`checkpoint.dir` is a file, which is told before the first update."""
     with prepare(config(backend, checkpoint={"dir": __file__})) as engine:
@@ -192,4 +222,4 @@ def test_a_directory_that_is_none_is_told_before_the_first_update(backend, root)
         assert "cannot be read (Not a directory); give the folder that holds checkpoints" in told
 
 
-SCENARIOS = (resumed, begun_beside, branched, elsewhere, without_runs, unreadable)
+SCENARIOS = (resumed, begun_beside, branched, elsewhere, without_runs, judged, unreadable)

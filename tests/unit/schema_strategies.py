@@ -80,7 +80,7 @@ def _checkpoints(draw: st.DrawFn) -> Any:
     """A `checkpoint` section, or its short form; without a directory nothing can be saved by itself."""
     fields = draw(some(keep_last=positive, async_save=st.booleans()))
     if "keep_last" in fields:
-        fields |= draw(some(keep_every=positive))
+        fields |= draw(some(keep_every=positive, keep_best=positive, best=st.sampled_from(("min", "max"))))
     directory = draw(st.sampled_from((None, "runs/a", "/scratch/of mine")))
     if directory is None:
         return fields

@@ -23,7 +23,7 @@ def test_nothing_is_saved_unless_asked() -> None:
     found = unishard.load({}).checkpoint
     assert (found.dir, found.every_steps, found.every_minutes, found.keep_last, found.keep_every) == (None,) * 5
     assert (found.async_save, found.on_signal, found.automatic) == (False, [], False)
-    assert found.on_existing == "error"
+    assert (found.on_existing, found.keep_best, found.best) == ("error", None, "min")
 
 
 def test_a_bare_path_is_the_directory() -> None:
@@ -59,6 +59,10 @@ NEEDS = "needs a directory to save in; set checkpoint.dir, or remove it"
             {"dir": "a", "keep_every": 3},
             ["checkpoint.keep_every: is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"],
         ),
+        (
+            {"dir": "a", "keep_best": 3},
+            ["checkpoint.keep_best: is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"],
+        ),
         ({"dir": " "}, ["checkpoint.dir: is empty; write a directory, or null for none"]),
         (
             {"dir": "a", "on_signal": ["USR1", "kill"]},
@@ -83,6 +87,6 @@ def test_a_mistake_is_named_with_what_to_write_instead(fields: dict[str, Any], m
 def test_every_engine_saves_alike(backend: str) -> None:
     cfg = unishard.load({"backend": backend, "checkpoint": {"dir": "a", "every_steps": 5, "keep_last": 2, "on_signal": ["TERM"]}})
     lines = [line for line in registry.get(backend).translate(cfg, Topology()).report if line.path.startswith("checkpoint.")]
-    assert len(lines) == 8
+    assert len(lines) == 10
     assert {(line.fit, line.native) for line in lines} == {(Fit.EXACT, "unishard's loop")}
     assert not any("checkpoint" in key for key in registry.get(backend).translate(cfg, Topology()).native)

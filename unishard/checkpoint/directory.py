@@ -36,6 +36,7 @@ from unishard.checkpoint.finding import (
     latest,
     locate,
     name_of,
+    ranked,
     set_aside,
 )
 from unishard.checkpoint.headers import header_of
@@ -126,7 +127,9 @@ def commit(temporary: Path, root: Path, step: int, beside: str = "") -> Path:
     return final
 
 
-def prune(root: Path, keep_last: int | None, keep_every: int | None, keep: Path) -> list[Path]:
+def prune(
+    root: Path, keep_last: int | None, keep_every: int | None, keep: Path, *, keep_best: int | None = None, best: str = "min"
+) -> list[Path]:
     """Delete checkpoints of a run according to the retention settings. Only called after a commit.
 
     Never deletes `keep`, the checkpoint that `latest` returns, a checkpoint of another run, or a directory whose manifest cannot be read.
@@ -136,6 +139,8 @@ def prune(root: Path, keep_last: int | None, keep_every: int | None, keep: Path)
         keep_last: How many of the run's most recently committed to keep; None keeps all.
         keep_every: Steps that are multiples of it are always kept.
         keep: The checkpoint just committed, of the run whose checkpoints may be deleted.
+        keep_best: How many of the run's checkpoints with the best metric to keep; None for none.
+        best: `min` or `max`: which metric is the best.
 
     Returns:
         The deleted directories.
@@ -148,7 +153,7 @@ def prune(root: Path, keep_last: int | None, keep_every: int | None, keep: Path)
         return []
     ages = {found: age for found in checkpoints(root) if (age := age_of(found)) is not None and _run_of(found) == own.run}
     order = sorted(ages, key=lambda found: ages[found])
-    kept = {keep, latest(root)}
+    kept = {keep, latest(root), *(found.path for found in ranked(ages, best)[: keep_best or 0])}
     deleted = []
     for found in order[: max(0, len(order) - keep_last)]:
         if found.path not in kept and not (keep_every and found.step % keep_every == 0):

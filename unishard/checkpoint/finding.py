@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ __all__ = [
     "STEP",
     "FoundCheckpoint",
     "age_of",
+    "best",
     "checkpoints",
     "entries",
     "incomplete",
@@ -25,6 +28,7 @@ __all__ = [
     "locate",
     "name_of",
     "next_commit",
+    "ranked",
     "set_aside",
 ]
 
@@ -106,6 +110,30 @@ def latest(root: Path) -> Path | None:
         elif not header.commit:
             candidates = [each for each in candidates if each.step >= named.step or _commit_of(each)]
     return max(candidates, key=_order_of).path if candidates else None
+
+
+def best(root: Path, direction: str) -> Path | None:
+    """The checkpoint with the best metric, of the run of the newest one; None if that has none with a metric.
+
+    Args:
+        root: Where the checkpoints are.
+        direction: `min` or `max`: which metric is the best.
+
+    Raises:
+        CheckpointError: The root is a file, or cannot be read.
+    """
+    newest = latest(root)
+    run = header_of(newest) if newest else None
+    found = [each for each in checkpoints(root) if run and (header := header_of(each.path)) and header.run == run.run]
+    return next((each.path for each in ranked(found, direction)), None)
+
+
+def ranked(found: Iterable[FoundCheckpoint], direction: str) -> list[FoundCheckpoint]:
+    """Those that have a metric, the best first; of equal ones the newest first. A metric that is not a number is none."""
+    sign = -1 if direction == "max" else 1
+    metrics = {each: header.metric for each in found if (header := header_of(each.path))}
+    known = {each: sign * metric for each, metric in metrics.items() if metric is not None and not math.isnan(metric)}
+    return sorted(sorted(known, key=_order_of, reverse=True), key=lambda each: known[each])
 
 
 def next_commit(root: Path) -> int:

@@ -1,4 +1,4 @@
-"""The few facts of a manifest that order checkpoints: its run and its place in the order of commits."""
+"""The few facts of a manifest that order checkpoints: its run, its place in the order of commits, its metric."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Header(NamedTuple):
     commit: int
     """Its number among the commits of its root; 0 if the manifest has none."""
     written: str
+    metric: float | None
 
 
 def header_of(folder: Path) -> Header | None:
@@ -37,4 +38,4 @@ def header_of(folder: Path) -> Header | None:
 @lru_cache(maxsize=4096)
 def _read(folder: Path, version: tuple[int, int, int]) -> Header:
     facts = manifests.read(folder)
-    return Header(facts.run or UNKNOWN_RUN, facts.commit or 0, facts.written)
+    return Header(facts.run or UNKNOWN_RUN, facts.commit or 0, facts.written, facts.metric)

@@ -125,6 +125,8 @@ class Manifest(_Facts):
     """The run that saved it, 8 hexadecimal digits: made at its first save, the same after a resume. None if unknown."""
     commit: int | None = None
     """Number of this commit under its root: the highest is the newest checkpoint. None if unknown."""
+    metric: float | None = None
+    """What `engine.save` was passed as the metric, the lowest or highest of which is the best checkpoint."""
     world_size: int
     """Ranks that wrote it."""
     config: dict[str, Any] | None = None

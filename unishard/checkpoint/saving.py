@@ -53,6 +53,10 @@ class Retention(NamedTuple):
     """Number of the newest checkpoints to keep; None for all."""
     keep_every: int | None = None
     """Also keep those whose step is a multiple of it."""
+    keep_best: int | None = None
+    """Also keep so many of those with the best metric."""
+    best: str = "min"
+    """Whether the lowest (`min`) or the highest (`max`) metric is the best."""
 
 
 def save(
@@ -91,7 +95,8 @@ def save(
             files = _write_assets(temporary, snapshot.assets)
             directory.write_manifest(temporary, _manifest(snapshot, written, files, finding.next_commit(root)))
             complete = directory.commit(temporary, root, snapshot.step, beside)
-            directory.prune(root, retention.keep_last, retention.keep_every, complete)
+            last, every, keep_best, best = retention
+            directory.prune(root, last, every, complete, keep_best=keep_best, best=best)
             return complete
 
         return on_first(group, finish)

@@ -62,7 +62,8 @@ def list_(
     elif not found:
         typer.echo(f"no checkpoints in {root}")
     else:
-        _table(("step", "written", "ranks", "backend", "strategy", "size", "state"), [_row(each) for each in found])
+        more = [name for name in ("run", "metric") if _is_shown(name, found)]
+        _table(("step", "written", "ranks", "backend", "strategy", *more, "size", "state"), [_row(each, more) for each in found])
 
 
 @app.command()
@@ -159,7 +160,14 @@ def _listed(path: Path, step: int, latest: Path | None) -> dict[str, Any]:
     except CheckpointError:
         return entry | {"state": "manifest is damaged"}
     backend, strategy = place_of(facts)
-    return entry | {"written": facts.written, "world_size": facts.world_size, "backend": backend or None, "strategy": strategy or None}
+    entry |= {"written": facts.written, "world_size": facts.world_size, "backend": backend or None, "strategy": strategy or None}
+    return entry | {"run": facts.run, "metric": facts.metric}
+
+
+def _is_shown(column: str, found: Sequence[dict[str, Any]]) -> bool:
+    """Whether a column tells something: a metric, and the run where there are several."""
+    values = {entry.get(column) for entry in found if entry["state"] == "complete"}
+    return len(values) > 1 if column == "run" else bool(values - {None})
 
 
 def _left_over(path: Path) -> dict[str, Any]:
@@ -169,7 +177,7 @@ def _left_over(path: Path) -> dict[str, Any]:
     return {"name": path.name, "step": int(step[1]) if step else None, "state": "incomplete", "latest": False, "bytes": size_of(path)}
 
 
-def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+def _row(entry: dict[str, Any], more: Sequence[str]) -> tuple[str, ...]:
     from unishard.cli.checkpoint_facts import local, size
 
     state = entry["state"] + (", latest" if entry["latest"] else "")
@@ -177,7 +185,8 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
         state = f"incomplete: {entry['name']}"
     cells = ("" if entry.get(name) is None else str(entry[name]) for name in ("step", "world_size", "backend", "strategy"))
     step, ranks, backend, strategy = cells
-    return step, local(entry.get("written", "")), ranks, backend, strategy, size(entry["bytes"]), state
+    own = [f"{value:.6g}" if isinstance(value := entry.get(name), float) else value or "" for name in more]
+    return step, local(entry.get("written", "")), ranks, backend, strategy, *own, size(entry["bytes"]), state
 
 
 def _object(folder: Path, facts: Manifest, tensors: bool) -> dict[str, Any]:

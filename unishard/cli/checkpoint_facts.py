@@ -75,6 +75,10 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     model, optimizer, schedule, scale = manifest.model, manifest.optimizer, manifest.schedule, manifest.loss_scale
     yield "checkpoint", str(folder)
     yield "step", str(manifest.step)
+    if manifest.run:
+        yield "run", manifest.run if manifest.commit is None else f"{manifest.run}, commit {manifest.commit} of its directory"
+    if manifest.metric is not None:
+        yield "metric", value_of(manifest.metric)
     yield "written", local(manifest.written)
     yield "format", f"{manifest.format} {manifest.version}"
     yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())

@@ -58,6 +58,10 @@ class Checkpoint(Section):
     never deleted. `null` keeps all."""
     keep_every: int | None = Field(default=None, ge=1)
     """Checkpoints whose step is a multiple of this are never deleted. Needs `keep_last`, because nothing is deleted without it."""
+    keep_best: int | None = Field(default=None, ge=1)
+    """How many checkpoints with the best metric, of `engine.save(metric=...)`, to keep beside those of `keep_last`. Needs `keep_last`."""
+    best: Literal["min", "max"] = Field(default="min")
+    """Whether the lowest or the highest metric is the best: for `keep_best` and `engine.load("best")`."""
     async_save: bool = Field(default=False)
     """Whether a save copies the state to host memory and returns, so that files are written while the training continues. It needs as much
     host memory as the state of the node's ranks. One save runs at a time; the next call raises its errors."""
@@ -82,8 +86,8 @@ class Checkpoint(Section):
             problems += [(field, what) for field in asked if getattr(self, field)]
             if self.on_existing != "error":
                 problems.append(("on_existing", what))
-        if self.keep_every is not None and self.keep_last is None:
+        if self.keep_last is None:
             what = "is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"
-            problems.append(("keep_every", what))
+            problems += [(field, what) for field in ("keep_every", "keep_best") if getattr(self, field) is not None]
         refuse(problems)
         return self

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
@@ -133,17 +133,19 @@ class PreparedModel(Process):
 
     # -- checkpoints and export -------------------------------------------------------------------------------------------
 
-    def save(self, root: str | Path | None = None, *, state: Any = None) -> Path:
+    def save(self, root: str | Path | None = None, *, state: Any = None, metric: float | Tensor | None = None) -> Path:
         """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`. Collective.
 
         A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing behind. Each
         rank writes its shards; buffers that differ between ranks, such as running means, are made equal first (`training.buffers`). Ctrl-C
         ends the save only after it is complete, the second one at once.
-        `checkpoint.keep_last` and `keep_every` are applied afterwards.
+        `checkpoint.keep_last`, `keep_every` and `keep_best` are applied afterwards.
 
         Args:
             root: Directory of the run's checkpoints, on a file system that all ranks share; by default `checkpoint.dir`.
             state: Your own data made of dicts, lists, numbers, strings and tensors; `load` returns it. Rank 0's is saved.
+            metric: A number such as the validation loss, the same on all ranks, by which `checkpoint.keep_best` and `load("best")` find
+                the best checkpoint.
 
         Returns:
             The checkpoint directory. With `checkpoint.async_save` it is complete when `wait` or the next `save` returns.
@@ -153,10 +155,10 @@ class PreparedModel(Process):
                 `checkpoint.async_save`, the previous save failed; or this is the first save in `checkpoint.dir` and it holds
                 another run (`checkpoint.on_existing: error`).
             ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, no directory is set, or
-                another open engine of this process saves there.
-            RankMismatchError: Another rank did not call it.
+                another open engine of this process saves there; or `metric` is no number.
+            RankMismatchError: Another rank did not call it, or passed another metric.
         """
-        return self._checkpoints.save(root, state=state)
+        return self._checkpoints.save(root, state=state, metric=metric)
 
     def load(
         self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files", data: bool = True
@@ -168,8 +170,8 @@ class PreparedModel(Process):
         random generators are seeded from `training.seed`, the step and the rank.
 
         Args:
-            source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; or `"latest"` for the newest in
-                `checkpoint.dir`, which may have none yet.
+            source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; `"latest"` for the newest in
+                `checkpoint.dir`, which may have none yet; or `"best"` for the one there with the best metric of the newest run.
             strict: Whether every name, shape and kind of optimizer state must match. If False, what matches is loaded,
                 and the rest is logged.
             verify: `"files"` checks the files' checksums before reading; `"bits"` also checks afterwards that every tensor is bit-equal

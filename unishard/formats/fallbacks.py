@@ -69,6 +69,9 @@ def _script(*notes: tuple[str, str]) -> dict[str, Rule]:
     return {path: Rule(Fit.NEEDS_INPUT, SCRIPT, note) for path, note in notes}
 
 
+_SPARED = ("checkpoint.keep_every", "checkpoint.keep_best")
+
+
 def _asked(fit: Fit, key: str, *notes: tuple[str, str]) -> dict[str, Rule]:
     """Rows that count only where a field does not have the schema's default."""
     return {path: row(fit, key, note, when_default(path)) for path, note in notes}
@@ -146,7 +149,11 @@ FALLBACKS: Mapping[str, Rule] = {
         ("compile.mode", "call torch.compile"),
         ("compile.backend", "pass it to torch.compile"),
     ),
-    **_asked(Fit.APPROXIMATE, NO_KEY, ("checkpoint.keep_every", "the tool keeps the newest or all: all are kept")),
+    **_asked(
+        Fit.APPROXIMATE,
+        NO_KEY,
+        *((path, "the tool keeps the newest or all: all are kept") for path in _SPARED),
+    ),
     "training.buffers": BUFFERS,
     "training.nonfinite": row(
         Fit.APPROXIMATE,
@@ -168,7 +175,7 @@ FALLBACKS: Mapping[str, Rule] = {
         ("communication.desync_timeout", _CHECK),
         ("strict", "controls unishard's own report"),
     ),
-    **{path: row for path, row in saved_by_script("your save function").items() if path != "checkpoint.keep_every"},
+    **{path: row for path, row in saved_by_script("your save function").items() if path not in _SPARED},
     "sharding.min_unit_params": row(Fit.EQUIVALENT, NO_KEY, _SMALLER, when_default("sharding.min_unit_params")),
     "precision.accumulate": row(
         Fit.APPROXIMATE,

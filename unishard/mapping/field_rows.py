@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from unishard.config import Config
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, When
 
-__all__ = ["BEFORE_EACH_FORWARD", "BUFFERS", "NO_FILES", "lost", "moved_together", "none", "saved_by_script", "unless", "unlooked", "write"]
+__all__ = [
+    "BEFORE_EACH_FORWARD",
+    "BUFFERS",
+    "NO_FILES",
+    "keeps_more",
+    "lost",
+    "moved_together",
+    "none",
+    "saved_by_script",
+    "unless",
+    "unlooked",
+    "write",
+]
 
 _WAITS = "affects only time: training waits until the files are written"
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
@@ -92,6 +105,11 @@ def _moved(what: str, key: str, to: Setting, files: str, note: str) -> Rule:
     )
 
 
+def keeps_more(cfg: Config) -> bool:
+    """Whether a config keeps more checkpoints than the newest: where a tool cannot, all are kept."""
+    return cfg.checkpoint.keep_every is not None or cfg.checkpoint.keep_best is not None
+
+
 def saved_by_script(call: str) -> dict[str, Rule]:
     """The rows of `checkpoint` where the training script saves.
 
@@ -112,6 +130,8 @@ def saved_by_script(call: str) -> dict[str, Rule]:
         ),
         "checkpoint.keep_last": write("delete older checkpoints", lambda cfg: cfg.checkpoint.keep_last is None, null),
         "checkpoint.keep_every": write("spare these from it", lambda cfg: cfg.checkpoint.keep_every is None, null),
+        "checkpoint.keep_best": write("spare those with the best metric from it", lambda cfg: cfg.checkpoint.keep_best is None, null),
+        "checkpoint.best": write("compare the metrics", lambda cfg: cfg.checkpoint.keep_best is None, "without keep_best"),
         "checkpoint.async_save": none(_WAITS, lambda cfg: not cfg.checkpoint.async_save, "false"),
         "checkpoint.on_signal": write(
             f"a handler (signal.signal) that sets a flag, and {call} after the update", lambda cfg: not cfg.checkpoint.on_signal, "empty"

@@ -55,6 +55,8 @@ LOOP: Mapping[str, Rule] = {
     "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
     "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),
     "checkpoint.keep_every": loop("part of the same"),
+    "checkpoint.keep_best": loop("by the metric that `engine.save` is passed"),
+    "checkpoint.best": loop("part of the same"),
     "checkpoint.async_save": loop("copies to host memory, and a thread writes"),
     "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
     "strict": loop("refuses what is approximate in this table"),

@@ -108,3 +108,13 @@ def exported_twice(backend):
     with prepare(config(backend)) as engine, folder() as root:
         engine.export(root / "model")
         engine.export(root / "model")
+
+
+@CHECKPOINTS.raises(
+    "`engine.save(metric=loss.item())`, the loss of each rank's own samples",
+    "RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass the mean over the ranks, "
+    "engine.mean(value)",
+)
+def own_metric(backend):
+    with prepare(config(backend)) as engine, folder() as root:
+        engine.save(root, metric=0.5 + my_rank())

@@ -15,14 +15,14 @@ from unishard.checkpoint.background import Background
 from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.distributed import process_group
 from unishard.distributed.interrupts import deferred
-from unishard.distributed.on_ranks import on_first
+from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.engine.results import Resumed
 from unishard.engine.state.autosave import EXIT_CODE, Autosave
 from unishard.engine.state.lineage import Lineage, RunName
 from unishard.engine.state.restore import restore
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import take_snapshot
-from unishard.errors import ContractError
+from unishard.errors import CheckpointError, ContractError, RankMismatchError
 from unishard.export.online import export
 
 __all__ = ["SaveAndLoad"]
@@ -52,14 +52,16 @@ class SaveAndLoad:
 
     @deferred()
     @without_collections()
-    def save(self, root: str | Path | None, *, state: Any) -> Path:
+    def save(self, root: str | Path | None, *, state: Any, metric: Any = None) -> Path:
         """Save the run."""
         order = self._run.order
         order.require_boundary("save")
+        number = _number(metric)
         place = self._directory(root, "save")
         self._claim(place)
         order.meet("save", f", to {root or self._cfg.dir}")
         group = process_group.host_group()
+        _require_same(number, group)
         self._background.wait()
         self._run.adapter.settle()
         self._run.buffers.equalize("save")
@@ -67,8 +69,8 @@ class SaveAndLoad:
         if self._autosave is not None:
             self._autosave.saved()
         name = on_first(group, lambda: self._begin(place, snapshot.step))
-        snapshot = snapshot._replace(run=name.run, beside=name.beside)
-        retention = Retention(self._cfg.keep_last, self._cfg.keep_every)
+        snapshot = snapshot._replace(run=name.run, beside=name.beside, facts={**snapshot.facts, "metric": number})
+        retention = Retention(self._cfg.keep_last, self._cfg.keep_every, self._cfg.keep_best, self._cfg.best)
         if self._cfg.async_save:
             copy = self._background.stage(snapshot)
             self._background.start(lambda own: save(place, copy, retention, own))
@@ -106,12 +108,13 @@ class SaveAndLoad:
         order.require_no_graph("load")
         if verify not in ("files", "bits", None):
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
-        newest = source == "latest"
-        place = self._directory(None if newest else source, "load")
-        order.meet("load", f", from {self._cfg.dir if newest else source}, strict={strict}, verify={verify}, data={data}")
+        which = source if source in ("latest", "best") else None
+        place = self._directory(None if which else source, "load")
+        what = f"{which} of {self._cfg.dir}" if which else source
+        order.meet("load", f", from {what}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self._background.wait()
-        folder = on_first(group, lambda: finding.latest(place) if newest else finding.locate(place, "latest"))
+        folder = on_first(group, lambda: self._found(place, which))
         if folder is None:
             if dist.get_rank() == 0:
                 _logger.info("no checkpoint in %s; training starts from the beginning", place)
@@ -121,6 +124,17 @@ class SaveAndLoad:
             self._lineage.resumed(folder)
         self._check_before_update()
         return self.resumed
+
+    def _found(self, place: Path, which: str | Path | None) -> Path | None:
+        """Rank 0: the checkpoint that a user asks for; None if it is the latest and there is none."""
+        if which == "latest":
+            return finding.latest(place)
+        if which is None:
+            return finding.locate(place, "latest")
+        best = finding.best(place, self._cfg.best)
+        if best is None:
+            raise CheckpointError(f"{place}: no checkpoint of the newest run has a metric; pass one, as in engine.save(metric=0.31)")
+        return best
 
     def _check_before_update(self) -> None:
         """Before the next update, check that `checkpoint.dir` holds no other run."""
@@ -172,3 +186,27 @@ class SaveAndLoad:
                 f"{call} needs a directory; pass one, as in engine.{call}('checkpoints'), or set checkpoint.dir in the config"
             )
         return self._dir
+
+
+def _number(metric: Any) -> float | None:
+    """A metric as a number.
+
+    Raises:
+        ContractError: It is none.
+    """
+    try:
+        return None if metric is None else float(metric + 0)  # a text is no number
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        raise ContractError(f"save: metric must be a number, got {metric!r}; pass one such as engine.mean(loss)") from None
+
+
+def _require_same(metric: float | None, group: dist.ProcessGroup) -> None:
+    """Check that all ranks pass the same metric. Collective.
+
+    Raises:
+        RankMismatchError: They do not.
+    """
+    everyone = list(map(repr, ranks_of(group).gather(metric)))
+    if len(set(everyone)) > 1:
+        given = ", ".join(f"rank {rank} has {each}" for rank, each in enumerate(everyone[:8]))
+        raise RankMismatchError(f"save: the ranks pass different metrics: {given}; pass the mean over the ranks, engine.mean(value)")

@@ -13,7 +13,7 @@ from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
 from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.field_rows import write
+from unishard.mapping.field_rows import keeps_more, write
 from unishard.mapping.key_rows import number, text
 from unishard.mapping.rules import Fit, Rule, When
 
@@ -56,7 +56,11 @@ def _strategy(value: Any, given: Given) -> Meaning:
     if value == "steps":
         return stepped(500, given, _beside(given))
     if value == "best":
-        return Meaning(Fit.NEEDS_INPUT, "saves where an evaluation was the best so far; call engine.save() there", kept=True)
+        return Meaning(
+            Fit.NEEDS_INPUT,
+            "saves where an evaluation was the best so far; call engine.save(metric=...) there, and set checkpoint.keep_best",
+            kept=True,
+        )
     return Meaning(Fit.NEEDS_INPUT, EPOCHS, kept=True)
 
 
@@ -86,7 +90,7 @@ SAVED: Mapping[str, Key] = {
 
 def _kept(cfg: Config, topology: Topology) -> Native:
     """All are kept by a number that no training reaches; nothing needs to be said where nothing is saved by itself."""
-    count = cfg.checkpoint.keep_last if cfg.checkpoint.keep_every is None else None
+    count = None if keeps_more(cfg) else cfg.checkpoint.keep_last
     return {} if count is None and cfg.checkpoint.every_steps is None else {"save_total_limit": count or _MANY}
 
 
@@ -94,7 +98,7 @@ SAVING: Mapping[str, Rule] = {
     "checkpoint.keep_last": exact(
         "save_total_limit",
         when_default("checkpoint.keep_last", "all: written as a number that no training reaches"),
-        When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, "all are kept"),
+        When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, "all are kept"),
         to=_kept,
     ),
     "checkpoint.every_minutes": write(

@@ -11,7 +11,7 @@ from unishard.config.topology import Topology
 from unishard.formats.composer.durations import updates
 from unishard.formats.fallbacks import exact, row, when_default
 from unishard.mapping.entries import Given, Key, Meaning, Undecided
-from unishard.mapping.field_rows import write
+from unishard.mapping.field_rows import keeps_more, write
 from unishard.mapping.key_rows import integer, number, text
 from unishard.mapping.rules import Fit, Rule, When
 
@@ -77,7 +77,7 @@ def _time(cfg: Config, topology: Topology) -> Native:
 
 
 def _count(cfg: Config, topology: Topology) -> Native:
-    all_ = cfg.checkpoint.keep_last is None or cfg.checkpoint.keep_every is not None
+    all_ = cfg.checkpoint.keep_last is None or keeps_more(cfg)
     return {"save_num_checkpoints_to_keep": -1 if all_ else cfg.checkpoint.keep_last} if cfg.checkpoint.dir or not all_ else {}
 
 
@@ -104,7 +104,7 @@ SAVING: Mapping[str, Rule] = {
         Fit.EXACT,
         "save_num_checkpoints_to_keep",
         "-1 keeps all",
-        When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
+        When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL),
         to=_count,
     ),
     "checkpoint.on_signal": write(

@@ -13,7 +13,7 @@ from unishard.formats.fallbacks import copied, exact, row, when_default
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.field_rows import write
+from unishard.mapping.field_rows import keeps_more, write
 from unishard.mapping.key_rows import boolean, integer, number, text
 from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 
@@ -28,7 +28,7 @@ _LAST = "Trainer also saves at the end of the training; call engine.save() there
 EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
 """What is left to the script where a tool saves once an epoch."""
 _PART = "a fraction of all steps, which only the data knows; set checkpoint.every_steps"
-_BEST = "saves after the best evaluation so far; call engine.save() in your loop"
+_BEST = "saves after the best evaluation so far; call engine.save(metric=...) after each, and set checkpoint.keep_best"
 
 
 def _somewhere(given: Given) -> Mapping[str, Any]:
@@ -122,7 +122,7 @@ def _interval(cfg: Config, topology: Topology) -> Native:
 
 
 def _kept(cfg: Config, topology: Topology) -> Native:
-    spared = cfg.checkpoint.keep_last is None or cfg.checkpoint.keep_every is not None
+    spared = cfg.checkpoint.keep_last is None or keeps_more(cfg)
     return {} if spared else {"save_total_limit": cfg.checkpoint.keep_last}
 
 
@@ -143,9 +143,7 @@ SAVING: Mapping[str, Rule] = {
         to=_interval,
     ),
     "checkpoint.every_minutes": write(f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"),
-    "checkpoint.keep_last": exact(
-        "save_total_limit", When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL), to=_kept
-    ),
+    "checkpoint.keep_last": exact("save_total_limit", When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL), to=_kept),
     "checkpoint.on_signal": row(
         Fit.NEEDS_INPUT,
         f"enable_jit_checkpoint, {SCRIPT}",

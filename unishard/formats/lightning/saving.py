@@ -14,7 +14,7 @@ from unishard.config.topology import Topology
 from unishard.formats.fallbacks import exact, row, when_default
 from unishard.formats.lightning.shape import Built, built, short
 from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
-from unishard.mapping.field_rows import write
+from unishard.mapping.field_rows import keeps_more, write
 from unishard.mapping.key_rows import integer, number, text
 from unishard.mapping.rules import Fit, Rule, When
 
@@ -23,7 +23,7 @@ __all__ = ["SAVING", "minutes_of", "saving_entries"]
 _CLASS = "lightning.pytorch.callbacks.ModelCheckpoint"
 _EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
 _ANOTHER = "a second ModelCheckpoint; call engine.save() in your loop where this one saves"
-_BEST = "keeps those whose {} is the best, and your loop evaluates; call engine.save() there"
+_BEST = "keeps those whose {} is the best, and your loop evaluates; call engine.save(metric=...) there, and set checkpoint.keep_best"
 _LOGGER = Undecided("the logger's directory, since ModelCheckpoint has no dirpath")
 _TIME = re.compile(r"(?:(?P<days>\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
 
@@ -128,7 +128,7 @@ def _callbacks(cfg: Config, topology: Topology) -> Native:
 
 def _top(cfg: Config) -> Native:
     count = cfg.checkpoint.keep_last
-    if count is None or cfg.checkpoint.keep_every is not None:
+    if count is None or keeps_more(cfg):
         return {"save_top_k": -1}
     return {"save_top_k": 1} if count == 1 else {"save_top_k": count, "monitor": "step", "mode": "max"}
 
@@ -156,7 +156,7 @@ SAVING: Mapping[str, Rule] = {
         "save_top_k of ModelCheckpoint",
         'with monitor="step" and mode="max", which keeps the newest',
         when_default("checkpoint.keep_last", "-1 keeps all"),
-        When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
+        When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL),
         When(
             "nothing is saved automatically",
             lambda cfg: not cfg.checkpoint.automatic,

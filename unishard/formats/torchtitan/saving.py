@@ -11,6 +11,7 @@ from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.formats.fallbacks import exact, row, when_default
 from unishard.mapping.entries import Given, Key, Meaning
+from unishard.mapping.field_rows import keeps_more
 from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, text
 from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
@@ -112,7 +113,7 @@ def _steps(cfg: Config, topology: Topology) -> Native:
 def _count(cfg: Config, topology: Topology) -> Native:
     if not _automatic(cfg):
         return {}
-    all_ = cfg.checkpoint.keep_last is None or cfg.checkpoint.keep_every is not None
+    all_ = cfg.checkpoint.keep_last is None or keeps_more(cfg)
     return _checkpoint(keep_latest_k=0 if all_ else max(cfg.checkpoint.keep_last or 0, _LEAST))
 
 
@@ -152,7 +153,7 @@ SAVING: Mapping[str, Rule] = {
         "0 keeps all",
         when_default("checkpoint.keep_last"),
         _UNASKED,
-        When("with keep_every", lambda cfg: cfg.checkpoint.keep_every is not None, Fit.APPROXIMATE, _ALL),
+        When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL),
         When("1", lambda cfg: cfg.checkpoint.keep_last == 1, Fit.APPROXIMATE, f"torchtitan keeps at least {_LEAST}"),
         to=_count,
     ),
