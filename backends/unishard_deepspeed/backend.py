@@ -67,6 +67,20 @@ class DeepSpeedBackend:
         lines = tuple(Line(f"native.{self.name}.{key}", value, fit, key, note) for key, (value, fit, note) in fits.items())
         return Translation(self.name, "DeepSpeedEngine", merge(merge(fixed, native), own), Report(report.lines + lines))
 
+    def require(self, cfg: Config, translation: Translation) -> None:
+        """Check the version of DeepSpeed, and for parameters in files its async_io op. Imports DeepSpeed only for the op.
+
+        Raises:
+            BackendError: The version is too old, or the op is missing and cannot be built.
+        """
+        from unishard_deepspeed.oldest import require_version
+
+        require_version()
+        if cfg.offload.params == "nvme":
+            from unishard_deepspeed.start import require_files
+
+            require_files(cfg)
+
     def parse(
         self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
     ) -> list[Entry]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -19,13 +18,10 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.distributed.process_group import device_of
 from unishard.errors import BackendError
-from unishard.patches import version_of
+from unishard_deepspeed.oldest import OLDEST, require_version
 from unishard_deepspeed.patches.building import compile_nothing, leave_process_group
 
 __all__ = ["OLDEST", "load", "quiet", "require_files"]
-
-OLDEST = (0, 19, 8)
-"""The first version in which stage 2 with bf16 or fp16 accumulates and reduces in fp32 (runtime/zero/stage_1_and_2.py)."""
 
 _EXPECTED = (
     # For every torch optimizer except Adam, AdamW and Adagrad; unishard's suite tests them.
@@ -46,7 +42,7 @@ def load(topology: Topology) -> ModuleType:
         BackendError: It is too old, would compute on another type of device than the model, or cannot release a process group.
     """
     global _world
-    _require_version()
+    require_version()
     device = device_of(topology)
     _set_device(device, topology)
     with quiet():
@@ -66,16 +62,6 @@ def load(topology: Topology) -> ModuleType:
         leave_process_group()
     _world = dist.group.WORLD
     return deepspeed  # type: ignore[no-any-return]
-
-
-def _require_version() -> None:
-    installed = version_of("deepspeed")
-    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise BackendError(
-            f"backend deepspeed needs deepspeed>={oldest}; {installed} is installed, which in shard_grad_op with bf16 rounds gradients "
-            f"that should accumulate in fp32; pip install -U 'deepspeed>={oldest}'"
-        )
 
 
 def _set_device(device: torch.device, topology: Topology) -> None:

@@ -77,6 +77,17 @@ class FSDPBackend:
             report=Report((*report, *lines)),
         )
 
+    def require(self, cfg: Config, translation: Translation) -> None:
+        """Check that this torch has the native settings. Imports torch only for one that not every tested version has.
+
+        Raises:
+            BackendError: One needs a newer torch.
+        """
+        if translation.native.get("reduce_scatter_unused_params"):
+            from unishard_fsdp.build import require_unused_params
+
+            require_unused_params()
+
     def parse(
         self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
     ) -> list[Entry]:

@@ -27,7 +27,7 @@ from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.patches import PATCHES
 
-__all__ = ["build"]
+__all__ = ["build", "require_unused_params"]
 
 _SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
 """The argument of DistributedDataParallel, which torch 2.13 renamed."""
@@ -75,7 +75,17 @@ def _require(native: options.FullyShard | options.Replicate, *, patched: bool, m
         PATCHES["conditional-modules"].require()
         if mixed and native.requires_gradient_sync == "last_micro_batch":
             PATCHES["mixed-accumulation"].require()
-    if native.reduce_scatter_unused_params and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    if native.reduce_scatter_unused_params:
+        require_unused_params()
+
+
+def require_unused_params() -> None:
+    """Check that this torch has the setting `reduce_scatter_unused_params`.
+
+    Raises:
+        BackendError: It needs a newer one.
+    """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise BackendError(
             f"native.fsdp.reduce_scatter_unused_params needs torch 2.13 or newer, and this is torch {torch.__version__}; remove it, and "
             "name the classes that a rank may skip in sharding.conditional_modules"

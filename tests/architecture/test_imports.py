@@ -38,7 +38,9 @@ def test_explain_native(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["explain", "configs/llama_tiny.yaml"], ["schema"], ["docs", "--check"], ["backends"]], ids=lambda arguments: arguments[0]
+    "arguments",
+    [["explain", "configs/llama_tiny.yaml"], ["check", "configs/zero2_bf16.yaml"], ["schema"], ["docs", "--check"], ["backends"]],
+    ids=lambda arguments: arguments[0],
 )
 def test_other_commands(arguments: list[str]) -> None:
     assert imported(command(*arguments), HEAVY) == []

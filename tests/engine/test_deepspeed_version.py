@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import unishard
-from unishard_deepspeed import backend, start
+from unishard_deepspeed import backend, oldest, start
 
-OLDEST = ".".join(map(str, start.OLDEST))
+OLDEST = ".".join(map(str, oldest.OLDEST))
 
 
 @pytest.mark.parametrize("version", ["0.19.7", "0.18.9", "0.9.10", "0.19.7+cu128"])
 def test_an_older_version_is_one_error(monkeypatch, version):
-    monkeypatch.setattr(start, "version_of", lambda package: version)
+    monkeypatch.setattr(oldest, "version_of", lambda package: version)
     with pytest.raises(unishard.BackendError, match=f"needs deepspeed>={OLDEST}; {version.replace('+', '.')} is installed") as raised:
         start.load(unishard.Topology(rank=0, world_size=1))
     assert str(raised.value).endswith(f"pip install -U 'deepspeed>={OLDEST}'")

@@ -27,6 +27,7 @@ _COMMANDS = (
     "translate",
     "diff",
     "explain",
+    "check",
     "init",
     "set",
     "migrate",

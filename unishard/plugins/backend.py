@@ -75,6 +75,14 @@ class Backend(Protocol):
         """
         ...
 
+    def require(self, cfg: Config, translation: Translation) -> None:
+        """Check that this machine can run a config, for `unishard check`; `prepare` checks it, too. May import the engine.
+
+        Raises:
+            BackendError: The engine is too old, or lacks something that the config needs.
+        """
+        ...
+
     @property
     def keys(self) -> Mapping[str, Key]:
         """The engine's own arguments, dotted, and what each says in the config's words."""

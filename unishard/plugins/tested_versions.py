@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from unishard.patches import version_of
 from unishard.plugins.backend import Backend
 
-__all__ = ["PYTHONS", "is_tested", "span", "tested", "warn_if_untested"]
+__all__ = ["PYTHONS", "is_tested", "span", "tested", "untested", "warn_if_untested"]
 
 PYTHONS = ("3.11", "3.12", "3.13")
 """Tested versions of Python, oldest first; pip refuses older ones."""
@@ -41,14 +41,19 @@ def span(versions: Sequence[str]) -> str:
     return ", ".join(versions) or "none"
 
 
-def warn_if_untested(backend: Backend, rank: int) -> None:
-    """Log one line on rank 0 if a package of the backend has an untested version."""
+def untested(backend: Backend) -> str:
+    """A warning if a package of the backend has an untested version; empty if none has."""
     odd = [
         f"{package} {version} was not tested with backend {backend.name} (tested: {span(versions)})"
         for package, versions in backend.tested.items()
         if not is_tested(version := version_of(package), versions)
     ]
-    message = "; ".join(odd)
+    return f"{'; '.join(odd)}; run `unishard doctor` to check this environment" if odd else ""
+
+
+def warn_if_untested(backend: Backend, rank: int) -> None:
+    """Log one line on rank 0 if a package of the backend has an untested version."""
+    message = untested(backend)
     if message and rank == 0 and message not in _said:
         _said.add(message)
-        _logger.warning("%s; run `unishard doctor` to check this environment", message)
+        _logger.warning(message)

@@ -22,7 +22,7 @@ from unishard.engine.model.kv_cache import all_empty, caches_in, without_cache
 from unishard.engine.model.units import Unit, find_blocks
 from unishard.errors import ConfigError, ModelError, Problem
 
-__all__ = ["apply", "find"]
+__all__ = ["apply", "find", "require_backend"]
 
 _logger = logging.getLogger("unishard")
 
@@ -36,14 +36,22 @@ def find(model: nn.Module, cfg: Config) -> list[Unit]:
     """
     if cfg.compile.mode == "none":
         return []
-    known = torch.compiler.list_backends(exclude_tags=())
-    if cfg.compile.backend not in known:
-        common = ", ".join(torch.compiler.list_backends())
-        raise ConfigError([Problem("compile.backend", f"torch has no backend {cfg.compile.backend!r}; choose one of {common}")])
+    require_backend(cfg.compile)
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise ModelError(f"compile: {name or 'the model'} is already compiled (module.compile()); remove that, or set compile to none")
     return [Unit("", model)] if cfg.compile.mode == "full" else find_blocks(model, cfg.sharding, "compile")
+
+
+def require_backend(cfg: config.Compile) -> None:
+    """Check that torch has the backend that compiles.
+
+    Raises:
+        ConfigError: It has not; lists the available ones.
+    """
+    if cfg.backend not in torch.compiler.list_backends(exclude_tags=()):
+        common = ", ".join(torch.compiler.list_backends())
+        raise ConfigError([Problem("compile.backend", f"torch has no backend {cfg.backend!r}; choose one of {common}")])
 
 
 def apply(modules: Sequence[Unit], cfg: config.Compile) -> None:

@@ -15,7 +15,7 @@ from unishard.engine.optim.parameter_groups import groups_of
 from unishard.errors import ConfigError, Problem
 from unishard.plugins.backend import OptimizerBuilder, OptimizerFactory
 
-__all__ = ["description_of", "factory", "from_factory", "move_to_shards"]
+__all__ = ["description_of", "factory", "from_factory", "move_to_shards", "require_package"]
 
 _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update is not element-wise, so updating a shard would give other values (torch 2.13)."""
@@ -43,8 +43,7 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     groups = groups_of(cfg, trainable, named.keys() - set(trainable))
-    if cfg.name == "lion" and find_spec("lion_pytorch") is None:
-        raise ConfigError([Problem("optimizer.name", "lion needs a package that is not installed; pip install 'unishard[optimizers]'")])
+    require_package(cfg)
 
     def build(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         found = dict(named)
@@ -54,6 +53,16 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
         return _new(cfg, sections, fuses=not any(isinstance(p, DTensor) or p.dtype != torch.float32 for p in found.values()))
 
     return build
+
+
+def require_package(cfg: config.Optimizer) -> None:
+    """Check that the optimizer's package is installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if cfg.name == "lion" and find_spec("lion_pytorch") is None:
+        raise ConfigError([Problem("optimizer.name", "lion needs a package that is not installed; pip install 'unishard[optimizers]'")])
 
 
 def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) -> torch.optim.Optimizer:
