@@ -96,6 +96,27 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
     assert outcome(sizes, topology=EIGHT).of(Fit.UNSUPPORTED)
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"zero_optimization": {"stage": 2}},
+        {"train_batch_size": "auto"},
+        {"train_micro_batch_size_per_gpu": 4},
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+    ],
+)
+def test_a_size_that_the_file_leaves_out_does_not_become_auto(document):
+    written = dict(flat(outcome(document, "deepspeed").document))
+    assert {key for key, value in written.items() if value == "auto"} == {key for key, value in document.items() if value == "auto"}
+
+
+def test_auto_is_written_for_a_tool_that_fills_it_in():
+    accelerate = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}, "num_processes": 2}
+    assert translate(accelerate, "deepspeed", from_="accelerate").document["train_micro_batch_size_per_gpu"] == "auto"
+    lightning = {"trainer": {"strategy": "deepspeed_stage_2", "devices": 2}}
+    assert "train_micro_batch_size_per_gpu" not in translate(lightning, "deepspeed", from_="lightning").document
+
+
 # -- ZeRO ------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,8 @@ class Format(ABC):
     """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
     yaml_1_1: bool = False
     """Whether the tool reads YAML 1.1."""
+    fills_auto: bool = False
+    """Whether the tool hands configs to DeepSpeed, and fills in their `"auto"` before."""
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What a document says. Pure but for files that the document names.
@@ -49,7 +51,8 @@ class Format(ABC):
             ConfigError: An override cannot be used, or a file that the document names cannot be read.
         """
         topology = topology or self.ranks(source)
-        return assemble(self.name, source, self.entries(source, topology), overrides=overrides, topology=topology)
+        entries = self.entries(source, topology)
+        return assemble(self.name, source, entries, overrides=overrides, topology=topology, fills_auto=self.fills_auto)
 
     def ranks(self, source: Source) -> Topology | None:
         """The ranks that a document asks for; None if it does not say."""

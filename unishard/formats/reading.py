@@ -42,10 +42,24 @@ class ReadDocument(NamedTuple):
     """Fields that only the training script knows, and who decides each."""
     topology: Topology | None
     """The ranks that the document speaks of."""
+    fills_auto: bool = False
+    """Whether its tool fills in the `"auto"` of a DeepSpeed config."""
+
+    @property
+    def unsaid(self) -> frozenset[str]:
+        """Fields for which the document holds no key: nobody decides them, or they follow from what is not known."""
+        named = {field for entry in self.entries if not entry.assumed for field in entry.meaning.fields}
+        return frozenset(_FIELDS) - self.decided | (self.undecided.keys() - named)
 
 
 def assemble(
-    name: str, source: Source, entries: Sequence[Entry], *, overrides: Iterable[str] = (), topology: Topology | None = None
+    name: str,
+    source: Source,
+    entries: Sequence[Entry],
+    *,
+    overrides: Iterable[str] = (),
+    topology: Topology | None = None,
+    fills_auto: bool = False,
 ) -> ReadDocument:
     """Put a config together from what the entries say.
 
@@ -58,6 +72,7 @@ def assemble(
         entries: In the order of the document.
         overrides: Changes on top, such as `training.micro_batch_size=4`; they also decide what was undecided.
         topology: The ranks that the document speaks of.
+        fills_auto: Whether its tool fills in the `"auto"` of a DeepSpeed config.
 
     Raises:
         ConfigError: An override cannot be used.
@@ -78,7 +93,7 @@ def assemble(
             continue
         undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
         decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}
-        return ReadDocument(name, source, tuple(found), config, decided, undecided, topology)
+        return ReadDocument(name, source, tuple(found), config, decided, undecided, topology, fills_auto)
 
 
 def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:

@@ -111,7 +111,9 @@ def translate(
     expressed = _written(target, reading, ranks)
     yielding = _without_refused_assumptions(reading, expressed)
     if yielding:
-        reading = assemble(reading.format, reading.source, yielding, overrides=overrides, topology=reading.topology)
+        reading = assemble(
+            reading.format, reading.source, yielding, overrides=overrides, topology=reading.topology, fills_auto=reading.fills_auto
+        )
         expressed = _written(target, reading, ranks)
     items = tuple(_item(entry, reading, target, expressed) for entry in reading.entries)
     document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {})

@@ -26,6 +26,7 @@ class AccelerateFormat(Format):
     tool = TOOL
     keys = KEYS
     rules = FSDP_RULES
+    fills_auto = True
 
     def ranks(self, source: Source) -> Topology | None:
         """Processes and machines that the file names."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from unishard.config import Config, leaves
+from unishard.config import Config
 from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
@@ -37,8 +38,10 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
     if config.backend not in TABLES:
         message = f"Accelerate has no backend {config.backend}; add --set backend=fsdp or backend=deepspeed"
         raise ConfigError([Problem("backend", message)])
-    left = frozenset(path for path, _ in leaves(Config)) - reading.decided - {"backend", "native"}
-    said = express(TABLES[config.backend], config, topology, left | frozenset(reading.undecided))
+    left = reading.unsaid - {"backend", "native"}
+    # Where nobody says a value, the key is left out: Accelerate's own default is the same as its word "auto".
+    table = {path: replace(row, auto=row.auto and path not in left) for path, row in TABLES[config.backend].items()}
+    said = express(table, config, topology, left | frozenset(reading.undecided))
     words = {**said.fields, **_native_words(config), **_group_words(reading, topology, said.fields["sharding.strategy"])}
     return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 

@@ -37,6 +37,7 @@ class AxolotlFormat(Format):
     keys = KEYS
     rules = RULES
     yaml_1_1 = True
+    fills_auto = True
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What a file says, and what axolotl and transformers assume."""

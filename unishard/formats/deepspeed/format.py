@@ -17,7 +17,7 @@ from unishard.plugins import registry
 __all__ = ["FORMAT"]
 
 _BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps")
-"""What a script that gives DeepSpeed its config through transformers or Accelerate fills in."""
+"""What transformers and Accelerate fill in; DeepSpeed itself refuses `"auto"` here."""
 _TORCHS_OWN = (
     "optimizer.params.torch_adam",
     "zero_force_ds_cpu_optimizer",
@@ -48,7 +48,7 @@ class DeepSpeedFormat(Format):
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""
-        rows = {path: row for path, row in registry.get("deepspeed").script_rules.items() if not _is_script_field(path, reading)}
+        rows = {path: row for path, row in registry.get("deepspeed").script_rules.items() if not _is_left_to_script(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
         document, words = express(rows, reading.config, topology, undecided)
         if "type" not in document.get("optimizer", {"type": ""}):
@@ -73,8 +73,10 @@ def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[st
     return (*overrides, f"{_FOLLOWS[1]}{chosen[-1]}") if chosen and open_ and not stated else overrides
 
 
-def _is_script_field(path: str, reading: ReadDocument) -> bool:
-    """Whether a field belongs to an optimizer or scheduler that the source does not name."""
+def _is_left_to_script(path: str, reading: ReadDocument) -> bool:
+    """Whether the source does not say a field: a size that its tool would not fill in, or of an optimizer or scheduler without a name."""
+    if path in _BY_SCRIPT:
+        return not reading.fills_auto and path in reading.unsaid
     section = path.partition(".")[0]
     return section in ("optimizer", "scheduler") and f"{section}.name" not in reading.decided and path not in reading.decided
 

@@ -33,6 +33,7 @@ class HfFormat(Format):
     keys = KEYS
     rules = RULES
     yaml_1_1 = True
+    fills_auto = True
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, those of the engine that they choose, and what Trainer assumes."""
