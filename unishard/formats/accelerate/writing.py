@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from unishard.config import Config
@@ -40,7 +39,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
         raise ConfigError([Problem("backend", message)])
     left = reading.unsaid - {"backend", "native"}
     # Where nobody says a value, the key is left out: Accelerate's own default is the same as its word "auto".
-    table = {path: replace(row, auto=row.auto and path not in left) for path, row in TABLES[config.backend].items()}
+    table = {path: row._replace(auto=row.auto and path not in left) for path, row in TABLES[config.backend].items()}
     said = express(table, config, topology, left | frozenset(reading.undecided))
     words = {**said.fields, **_native_words(config), **_group_words(reading, topology, said.fields["sharding.strategy"])}
     return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
