@@ -6,6 +6,7 @@ import json
 from copy import deepcopy
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,6 +225,63 @@ def test_what_the_script_decides_stays_open_until_it_is_given():
     assert set(outcome(document).reading.undecided) == {"precision.compute", "precision.reduce"}
     precision = config(document, "precision.compute=bf16").precision
     assert (precision.compute, precision.reduce) == ("bf16", "bf16")
+
+
+AUTO = {"fp16": {"enabled": "auto", "initial_scale_power": 12, "loss_scale_window": 500}, "bf16": {"enabled": "auto"}}
+
+
+def test_a_scale_is_kept_until_it_is_decided_whether_there_is_one():
+    found = outcome(AUTO)
+    assert found.document["precision"]["initial_loss_scale"] == 4096.0
+    again = translate(yaml.safe_load(found.text), "deepspeed", from_="unishard")
+    assert again.document["fp16"].items() >= {"enabled": "auto", "initial_scale_power": 12, "loss_scale_window": 500}.items()
+    assert outcome(AUTO, "hf").document["deepspeed"]["fp16"]["initial_scale_power"] == 12
+
+
+@pytest.mark.parametrize(("compute", "scale", "interval"), [("fp16", 4096.0, 500), ("bf16", 65536.0, 2000)])
+def test_the_file_s_own_scale_counts_once_fp16_is_chosen(compute, scale, interval):
+    found = outcome(AUTO, "unishard", f"precision.compute={compute}")
+    precision = found.reading.config.precision
+    assert (precision.initial_loss_scale, precision.loss_scale_growth_interval, precision.reduce) == (scale, interval, compute)
+    assert not found.of(Fit.UNSUPPORTED)
+    assert not found.of(Fit.NEEDS_INPUT)
+
+
+def test_deepspeeds_own_scale_counts_once_fp16_is_chosen():
+    precision = config({"fp16": {"enabled": "auto"}}, "precision.compute=fp16").precision
+    assert precision.loss_scale_growth_interval == 1000
+
+
+def test_a_reduction_in_bf16_needs_bf16():
+    document = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "communication_data_type": "bf16"}
+    assert not outcome(document).of(Fit.UNSUPPORTED)
+    assert config(document, "precision.compute=bf16").precision.reduce == "bf16"
+    assert item({**AUTO, **document, "fp16": AUTO["fp16"]}, "communication_data_type").fit in (Fit.EXACT, Fit.NEEDS_INPUT)
+
+
+def test_what_depends_on_a_stage_or_a_place_that_is_undecided_is_kept():
+    zero = {"stage": "auto", "stage3_prefetch_bucket_size": 7, "stage3_max_reuse_distance": 10**15, "overlap_comm": "auto"}
+    found = config({"zero_optimization": zero}, "sharding.strategy=full_shard")
+    assert (found.communication.prefetch_bucket_size, found.sharding.reshard_after_forward) == (7, False)
+    assert config({"zero_optimization": zero}, "sharding.strategy=shard_grad_op").sharding.reshard_after_forward
+    zero = {"stage": 2, "offload_optimizer": {"device": "auto", "pin_memory": False}}
+    assert not config({"zero_optimization": zero}, "offload.optimizer=cpu").offload.pin_memory
+    assert config({"zero_optimization": zero}, "offload.optimizer=none").offload.pin_memory
+
+
+def test_a_switch_that_is_set_otherwise_takes_what_depends_on_it_along():
+    document = {"fp16": {"enabled": True, "initial_scale_power": 12}, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 7}}
+    found = config(document, "precision.compute=bf16", "precision.reduce=fp32", "sharding.strategy=shard_grad_op")
+    assert (found.precision.compute, found.sharding.strategy) == ("bf16", "shard_grad_op")
+    notes = {item.key: item.note for item in outcome(document, "unishard", "precision.compute=bf16").of(Fit.IGNORED)}
+    assert "needs no loss scale" in notes["fp16.initial_scale_power"]
+
+
+def test_pure_bf16_that_is_undecided():
+    document = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    document["zero_optimization"] = {"stage": 2}
+    assert config(document, "precision.compute=bf16").precision.pure
+    assert config(document, "precision.compute=fp32").precision.master == "fp32"
 
 
 def test_pure_bf16():

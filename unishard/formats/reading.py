@@ -13,10 +13,11 @@ from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
+from unishard.formats.undecided import without_unused
 from unishard.loading.document import Document
 from unishard.loading.origins import OVERRIDE, Origins
 from unishard.loading.overrides import override
-from unishard.loading.placeholders import STAND_INS
+from unishard.loading.placeholders import STAND_INS, stand_ins
 from unishard.loading.renamed import current_change
 from unishard.loading.validation import dotted, findings_of
 from unishard.mapping.entries import Entry, Undecided
@@ -89,7 +90,8 @@ def assemble(
             faults = {dotted(finding.path): finding.what for finding in findings_of(error, document.data)}
             pointless = frozenset(field for field in STAND_INS if isinstance(fields.get(field), Undecided) and field in faults) - unneeded
             unneeded |= pointless
-            found = found if pointless else _refuse(found, faults)
+            if not pointless:
+                found = without_unused(found, fields, faults, changed) or _refuse(found, faults)
             continue
         undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
         decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}
@@ -139,8 +141,9 @@ def _document(fields: Mapping[str, Any], entries: Sequence[Entry], unneeded: Col
     So are undecided fields, but for those that have a stand-in and are not unneeded, which is to say that the others do without them.
     """
     assumed = {field for entry in entries if entry.assumed for field in entry.meaning.fields}
-    stand_ins = {field: value for field, value in STAND_INS.items() if field not in unneeded}
-    values = {field: stand_ins.get(field, _LEFT_OUT) if isinstance(value, Undecided) else value for field, value in fields.items()}
+    known = {field: value for field, value in fields.items() if not isinstance(value, Undecided)}
+    temporary = stand_ins(known, fields.keys() - known.keys() - set(unneeded))
+    values = {field: known.get(field, temporary.get(field, _LEFT_OUT)) for field in fields}
     data = nested(
         {
             field: value

@@ -18,7 +18,7 @@ from unishard.config.nested import flat
 from unishard.errors import ConfigError, Problem
 from unishard.loading import settle
 from unishard.loading.document import from_file, from_text, text_of
-from unishard.loading.placeholders import STAND_INS, undecided_in
+from unishard.loading.placeholders import stand_ins, undecided_in
 from unishard.loading.renamed import current_change
 from unishard.loading.validation import dotted
 
@@ -70,7 +70,8 @@ def check_text(text: str, name: str, changes: Sequence[str] = ()) -> Config:
     for path in left:
         _leave_out(document.data, path.split("."))
     document.findings = [found for found in document.findings if dotted(found.path) not in left]
-    return settle(document, [*changes, *(f"{path}={value}" for path, value in STAND_INS.items() if path in left)])[0]
+    temporary = stand_ins(dict(flat(document.data)), left)
+    return settle(document, [*changes, *(f"{path}={value}" for path, value in temporary.items())])[0]
 
 
 def _leave_out(data: Any, keys: Sequence[str]) -> None:

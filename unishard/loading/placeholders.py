@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["STAND_INS", "placeholder", "undecided_in"]
+__all__ = ["STAND_INS", "Needs", "needs", "placeholder", "stand_ins", "undecided_in"]
 
 STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2, "checkpoint.dir": "checkpoints"}
 """Temporary values of undecided fields that others depend on; any other field keeps its default."""
+
+Needs = Mapping[str, tuple[Any, ...]]
+"""Fields, one of which must have one of these values."""
+
+_FP16: Needs = {"precision.compute": ("fp16",)}
+_GATHERED: Needs = {"sharding.strategy": ("full_shard", "hybrid_shard")}
+_SHARDED: Needs = {"sharding.strategy": ("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "hybrid_shard_grad_op")}
+_OFFLOADED: Needs = {"offload.optimizer": ("cpu", "nvme"), "offload.params": ("cpu", "nvme")}
+_BY_FIELD: Mapping[str, Needs] = {
+    "precision.loss_scale": _FP16,
+    "precision.initial_loss_scale": _FP16,
+    "precision.loss_scale_growth_interval": _FP16,
+    "sharding.reshard_after_forward": _GATHERED,
+    "communication.prefetch_bucket_size": _GATHERED,
+    "sharding.group_size": {"sharding.strategy": ("hybrid_shard", "hybrid_shard_grad_op")},
+    "sharding.units": _SHARDED,
+    "sharding.min_unit_params": _SHARDED,
+    "offload.pin_memory": _OFFLOADED,
+    "offload.nvme_path": {"offload.params": ("nvme",), "offload.optimizer": ("nvme",)},
+}
+_OF_COMPUTE = ("precision.master", "precision.reduce", "precision.accumulate")
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+(?:\.[a-z_]+)*)\}")
 
 
@@ -22,3 +43,28 @@ def undecided_in(value: Any) -> str | None:
     """The field of a placeholder; None for anything else."""
     found = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
     return found.group(1) if found else None
+
+
+def needs(field: str, value: Any) -> Needs:
+    """What a value of a field needs, without which the schema refuses it; empty for nothing."""
+    if field in _OF_COMPUTE and value in ("bf16", "fp16"):
+        return {"precision.compute": (value,)}
+    return _BY_FIELD.get(field, {})
+
+
+def stand_ins(values: Mapping[str, Any], undecided: Collection[str]) -> dict[str, Any]:
+    """A value for each undecided field that others depend on, so that what is decided about these can be kept.
+
+    Args:
+        values: The decided fields.
+        undecided: The others that somebody is to decide.
+    """
+    found = {field: value for field, value in STAND_INS.items() if field in undecided}
+    for field, value in values.items():
+        wanted = needs(field, value)
+        if any(values.get(switch) in accepted for switch, accepted in wanted.items()):
+            continue
+        switch = next((switch for switch in wanted if switch in undecided), None)
+        if switch:
+            found.setdefault(switch, wanted[switch][0])
+    return found

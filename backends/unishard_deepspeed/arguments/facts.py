@@ -11,7 +11,21 @@ from unishard.mapping.key_rows import boolean, integer
 from unishard.mapping.rules import Fit
 from unishard_deepspeed.keys.values import dtype
 
-__all__ = ["ARGUMENTS", "LEAST_STAGE", "compute", "device", "dropped", "only", "quiet", "spelt", "stage", "undecided", "unless_auto"]
+__all__ = [
+    "ARGUMENTS",
+    "LEAST_STAGE",
+    "compute",
+    "device",
+    "dropped",
+    "may_compute",
+    "may_reach",
+    "only",
+    "quiet",
+    "spelt",
+    "stage",
+    "undecided",
+    "unless_auto",
+]
 
 ARGUMENTS = "of the TrainingArguments"
 LEAST_STAGE = {"param": 3, "optimizer": 1}
@@ -70,21 +84,31 @@ def stage(given: Given) -> int:
     return 2 if said == AUTO else int(quiet(integer(0, 3), said, 0))
 
 
+def may_reach(given: Given, least: int) -> bool:
+    """Whether the stage is this one or a later one, or still to be decided."""
+    return stage(given) >= least or given.get("zero_optimization.stage") == AUTO
+
+
 def device(given: Given, what: str) -> str:
-    """Where `param` or `optimizer` live: `none`, `cpu` or `nvme`."""
-    if stage(given) < LEAST_STAGE[what]:
+    """Where `param` or `optimizer` live: `none`, `cpu` or `nvme`; `auto` if that is still to be decided."""
+    if not may_reach(given, LEAST_STAGE[what]):
         return "none"
     old = {"param": ("cpu_offload_param", "cpu_offload_params"), "optimizer": ("cpu_offload",)}[what]
     if any(quiet(boolean, given.get(f"zero_optimization.{name}"), False) for name in old):
         return "cpu"
     word = given.get(f"zero_optimization.offload_{what}.device")
-    return str(word).lower() if str(word).lower() in ("cpu", "nvme") else "none"
+    return str(word).lower() if str(word).lower() in ("cpu", "nvme", AUTO) else "none"
+
+
+def _switches(given: Given) -> dict[str, Any]:
+    """What `enabled` of each 16-bit block says."""
+    bf16 = given.get("bf16.enabled")
+    return {"bf16": given.get("bfloat16.enabled") if bf16 is None else bf16, "fp16": given.get("fp16.enabled")}
 
 
 def compute(given: Given) -> str | Undecided:
     """Format of parameters and activations."""
-    said = {"bf16": given.get("bf16.enabled"), "fp16": given.get("fp16.enabled")}
-    said["bf16"] = given.get("bfloat16.enabled") if said["bf16"] is None else said["bf16"]
+    said = _switches(given)
     on = [name for name, value in said.items() if quiet(boolean, value, False)]
     if on:
         return on[0]
@@ -92,3 +116,9 @@ def compute(given: Given) -> str | Undecided:
         return str(quiet(dtype, given.get("torch_autocast.dtype"), "bf16"))
     open_ = [name for name, value in said.items() if value == AUTO]
     return Undecided(f"{' and '.join(open_)} {ARGUMENTS}") if open_ else "fp32"
+
+
+def may_compute(given: Given, name: str) -> bool:
+    """Whether the model computes in this format, or it is still to be decided whether."""
+    found = compute(given)
+    return _switches(given).get(name) == AUTO if isinstance(found, Undecided) else found == name

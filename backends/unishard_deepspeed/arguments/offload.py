@@ -13,7 +13,7 @@ from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, number, one_of, text
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, quiet, spelt, stage, undecided
+from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, may_reach, quiet, spelt, stage, undecided
 
 __all__ = ["KEYS", "SCRIPT_RULES"]
 
@@ -26,7 +26,7 @@ _LOW = {"param": "DeepSpeed offloads parameters only at stage 3", "optimizer": "
 
 def _place(what: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
-        if value == AUTO and stage(given) >= LEAST_STAGE[what]:
+        if value == AUTO and may_reach(given, LEAST_STAGE[what]):
             return undecided(_BY_ACCELERATE.format(what), _FIELDS[what])
         place = "none" if value in (None, AUTO) else _PLACES(value)
         if place != "none" and device(given, what) == "none":
@@ -53,7 +53,7 @@ def _switch(what: str, note: str) -> Key:
 
 def _path(what: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
-        if device(given, what) != "nvme" or value is None:
+        if device(given, what) not in ("nvme", AUTO) or value is None:
             return dropped("only used with nvme")
         return Meaning(fields={"offload.nvme_path": text(value)})
 

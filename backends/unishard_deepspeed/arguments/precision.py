@@ -14,7 +14,7 @@ from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, integer, number
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import compute, dropped, only, quiet, stage, undecided
+from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
 from unishard_deepspeed.keys.values import dtype
 
 __all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
@@ -34,7 +34,7 @@ def assumed(given: Given) -> dict[str, Any]:
 
 
 def _fp16(given: Given) -> bool:
-    return compute(given) == "fp16" and not quiet(boolean, given.get("torch_autocast.enabled"), False)
+    return may_compute(given, "fp16") and not quiet(boolean, given.get("torch_autocast.enabled"), False)
 
 
 def _dynamic(given: Given) -> bool:
@@ -97,7 +97,7 @@ def _masters(name: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if not boolean(value):
             return dropped("is off: the masters are fp32")
-        if compute(given) != name:
+        if not may_compute(given, name):
             return dropped(f"{name} is off")
         states = name == "bf16" and not quiet(boolean, given.get("bf16.bf16_optimizer_states"), False)
         note = "DeepSpeed keeps an fp32 state; unishard's state follows the master weights" if states else ""
@@ -128,7 +128,7 @@ def _hysteresis(value: Any, given: Given) -> Meaning:
     if integer(1)(value) == 1:
         return Meaning(note="each overflow halves the scale, as in unishard")
     note = f"DeepSpeed halves the loss scale after {integer(1)(value)} overflows, unishard after each"
-    return Meaning(Fit.APPROXIMATE, note)
+    return dropped(f"if precision.compute is fp16, {note}") if compute(given) != "fp16" else Meaning(Fit.APPROXIMATE, note)
 
 
 def _least(value: Any, given: Given) -> Meaning:
@@ -139,6 +139,8 @@ def _least(value: Any, given: Given) -> Meaning:
 
 def _overflow(value: Any, given: Given) -> Meaning:
     read = (compute(given), stage(given)) in (("bf16", 1), ("bf16", 2), ("fp32", 0))  # the last checks nothing either way
+    if not boolean(value) and isinstance(compute(given), Undecided) and may_compute(given, "bf16") and stage(given) in (1, 2):
+        return undecided("precision.compute: ignore in bf16, otherwise skip", "training.nonfinite")
     if boolean(value) or not read:
         return dropped("is on, or unused: only used at stages 1 and 2 in bf16")
     return Meaning(fields={"training.nonfinite": "ignore"})

@@ -12,7 +12,7 @@ from unishard.mapping.express import AUTO
 from unishard.mapping.field_rows import saved_by_script
 from unishard.mapping.key_rows import boolean, drops, integer, own, refuses
 from unishard.mapping.rules import SCRIPT, Fit, Rule, When
-from unishard_deepspeed.arguments.facts import device, dropped, only, quiet, stage
+from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE
 
@@ -37,10 +37,10 @@ def _own(key: str, row: Row) -> Key:
 def _limited(key: str, row: Key) -> Key:
     """The row, for the cases in which DeepSpeed reads the key."""
     if ".stage3_" in key:
-        return only(row, lambda given: stage(given) == 3, "only used at stage 3")
+        return only(row, lambda given: may_reach(given, 3), "only used at stage 3")
     if ".offload_" in key or key == "aio":
         places = [what for what in ("param", "optimizer") if key == "aio" or f".offload_{what}." in key]
-        return only(row, lambda given: any(device(given, what) == "nvme" for what in places), "only used with nvme")
+        return only(row, lambda given: any(device(given, what) in ("nvme", AUTO) for what in places), "only used with nvme")
     if key in ("prescale_gradients", "gradient_predivide_factor"):
         return only(row, lambda given: stage(given) < 2, "DeepSpeed divides before the sum only at stages 0 and 1")
     return row

@@ -13,7 +13,7 @@ from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import boolean, drops, integer, listed, refuses
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import dropped, only, quiet, spelt, stage, undecided, unless_auto
+from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 
 __all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
 
@@ -109,7 +109,7 @@ def _granularity(value: Any, given: Given) -> Meaning:
 
 
 def _at_3(read: Any, field: str = "") -> Key:
-    return only(Key(read, field), lambda given: stage(given) == 3, _NOT_3)
+    return only(Key(read, field), lambda given: may_reach(given, 3), _NOT_3)
 
 
 _REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "affects only memory; unishard uses its own default")
@@ -125,7 +125,7 @@ KEYS: Mapping[str, Key] = {
         lambda value, given: Meaning(Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key"), "", Fit.IGNORED
     ),
     f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, "communication.reduce_bucket_size"), _BY_TRANSFORMERS),
-    f"{_Z}overlap_comm": Key(_overlap, "communication.overlap"),
+    f"{_Z}overlap_comm": unless_auto(Key(_overlap, "communication.overlap"), "DeepSpeed's default: true at stage 3"),
     f"{_Z}stage3_prefetch_bucket_size": _PREFETCH,
     f"{_Z}prefetch_bucket_size": spelt(_PREFETCH, "stage3_prefetch_bucket_size"),
     f"{_Z}stage3_max_reuse_distance": _REUSE,

@@ -68,7 +68,8 @@ FORMAT = DeepSpeedFormat()
 def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[str, ...]:
     """The overrides, and the dtype of reductions where one of them decides that of compute."""
     chosen = [text.removeprefix(_FOLLOWS[0]) for text in overrides if text.startswith(_FOLLOWS[0])]
-    open_ = any(isinstance(entry.meaning.fields.get("precision.reduce"), Undecided) for entry in entries)
+    said = [(entry.assumed, entry.meaning.fields["precision.reduce"]) for entry in entries if "precision.reduce" in entry.meaning.fields]
+    open_ = all(assumed or isinstance(value, Undecided) for assumed, value in said) and bool(said)
     stated = any(text.startswith(_FOLLOWS[1]) for text in overrides)
     return (*overrides, f"{_FOLLOWS[1]}{chosen[-1]}") if chosen and open_ and not stated else overrides
 

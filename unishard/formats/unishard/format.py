@@ -16,7 +16,7 @@ from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
 from unishard.loading.document import from_mapping, without_own_sections
-from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
+from unishard.loading.placeholders import placeholder, stand_ins, undecided_in
 from unishard.loading.renamed import current_names
 from unishard.loading.validation import dotted, findings_of
 from unishard.mapping.entries import Entry, Meaning, Path, Undecided
@@ -78,7 +78,8 @@ def _placeholders(data: Mapping[str, Any]) -> Iterator[tuple[str, Undecided]]:
 
 def _checked(source: Source, undecided: Mapping[str, Undecided]) -> Config:
     """The config, with stand-ins where the file has placeholders and other fields need a value."""
-    config, problems = _validated(source, undecided, STAND_INS)
+    known = {path: value for path, value in flat(source.data) if path not in undecided}
+    config, problems = _validated(source, undecided, stand_ins(known, undecided))
     if config is None and any(problem.path in undecided for problem in problems):
         config, problems = _validated(source, undecided, {})
     if config is None:

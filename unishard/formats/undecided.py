@@ -1,0 +1,59 @@
+"""Sets aside what depends on a switch that is set elsewhere, such as the loss scale of an fp16 that is `"auto"` or overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from unishard.loading.placeholders import Needs, needs
+from unishard.mapping.entries import Entry, Undecided
+from unishard.mapping.rules import Fit
+
+__all__ = ["without_unused"]
+
+
+def without_unused(entries: Sequence[Entry], fields: Mapping[str, Any], faults: Mapping[str, str], changed: Collection[str]) -> list[Entry]:
+    """The entries without the fields that the schema refuses because a switch is set otherwise, by an override or not yet.
+
+    Args:
+        entries: What the document says.
+        fields: The value of each field that it decides or leaves open.
+        faults: What the schema refuses, and why, by field.
+        changed: The fields that overrides decide.
+
+    Returns:
+        None of them if no fault is of this kind.
+    """
+    unused = {field: wanted for field, value in fields.items() if field in faults and (wanted := _open(field, value, fields, changed))}
+    if not unused:
+        return []
+    return [new for entry in entries if (new := _without(entry, unused, faults, changed)) is not None]
+
+
+def _open(field: str, value: Any, fields: Mapping[str, Any], changed: Collection[str]) -> Needs:
+    """What the value needs, if the document leaves that open, or an override sets it otherwise."""
+    if _overridden(field, changed):
+        return {}
+    wanted = needs(field, value)
+    return {
+        switch: values for switch, values in wanted.items() if isinstance(fields.get(switch), Undecided) or _overridden(switch, changed)
+    }
+
+
+def _overridden(field: str, changed: Collection[str]) -> bool:
+    return any(field == path or field.startswith(f"{path}.") for path in changed)
+
+
+def _without(entry: Entry, unused: Mapping[str, Needs], faults: Mapping[str, str], changed: Collection[str]) -> Entry | None:
+    dropped = [field for field in entry.meaning.fields if field in unused]
+    if not dropped:
+        return entry
+    rest = {field: value for field, value in entry.meaning.fields.items() if field not in unused}
+    if rest or entry.assumed:
+        return entry._replace(meaning=entry.meaning._replace(fields=rest)) if rest else None
+    switch, values = next(iter(unused[dropped[0]].items()))
+    if _overridden(switch, changed):
+        fit, note = Fit.IGNORED, faults[dropped[0]].partition(";")[0]
+    else:
+        fit, note = Fit.NEEDS_INPUT, f"only counts if {switch} is {' or '.join(map(str, values))}; add --set {switch}=..."
+    return entry._replace(meaning=entry.meaning._replace(fit=fit, note=note, fields={}, kept=True))
