@@ -517,8 +517,10 @@ def test_a_backend_that_lightning_does_not_have_is_refused(monkeypatch: pytest.M
 def test_a_file_of_lightning_is_recognised_and_another_trainers_is_not() -> None:
     for document in ({"trainer": {"strategy": "ddp"}}, {"strategy": "fsdp", "precision": "32"}, built("DDPStrategy")):
         assert translating.read(document).format == "lightning"
-    with pytest.raises(Exception, match="no known format"):
+    with pytest.raises(Exception, match="is a config of verl"):
         translating.read({"trainer": {"total_epochs": 3, "nnodes": 1}, "actor": {}})
+    with pytest.raises(Exception, match="no known format"):
+        translating.read({"trainer": {"total_epochs": 3, "workers": 1}, "actor": {}})
 
 
 def test_classes_named_without_their_module_are_imported_in_the_snippet() -> None:

@@ -199,7 +199,7 @@ def test_recognised(data: dict[str, Any], name: str) -> None:
         ({"a": 1, "b": 2}, r"matches no known format \(its keys: a, b\)"),
         ({"model": 1}, "matches no known format"),
         ({"adapter": 1, "loggers": 2}, r"matches several formats: axolotl, composer \(its keys: adapter, loggers\); name one with"),
-        ({"actor_rollout_ref": {}}, "is a config of Hydra, such as verl's, which unishard does not read; run `unishard init`"),
+        ({"actor_rollout_ref": {}}, "is a config of verl .actor_rollout_ref., which unishard does not read; run `unishard init`"),
         ({"defaults": ["a"], "trainer": {}}, "is a config of Hydra"),
     ],
 )

@@ -7,21 +7,17 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from unishard.errors import BackendError, ConfigError, Problem
+from unishard.formats.explaining import Explained, by_signs
 from unishard.formats.format import Format
+from unishard.formats.other_tools import named
 from unishard.formats.signs import has
 from unishard.formats.source import Source
 from unishard.plugins import registry
 
 __all__ = ["NAMES", "get", "loudest", "mentions", "recognise"]
 
-_STRANGE: Mapping[str, tuple[str, ...]] = {
-    "Hydra, such as verl's": ("hydra", "_target_", "actor_rollout_ref"),
-    "nanotron": ("data_stages", "lighteval"),
-    "LLaMA-Factory 1": ("dist_config", "kernel_config"),
-    "LitGPT": ("train.lr_warmup_steps", "train.max_tokens", "train.tie_embeddings"),
-}
-"""Dotted keys of tools whose configs unishard does not read."""
-
+_HYDRA = ("hydra", "_target_")
+"""Keys of what Hydra composes or builds."""
 _OF_HYDRA = ("_self_", "hydra/", "override hydra/", "override /hydra/")
 """What a list of defaults may name without another file of the user's."""
 
@@ -49,35 +45,63 @@ def get(name: str) -> Format:
 
 
 def recognise(source: Source) -> Format:
-    """The format that a document is in, from its keys.
+    """The format that a document is in: one whose signs it has, and which knows most of its keys.
 
     Raises:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
-    if _composes(source.data) and (_trains_with_lightning(source.data) or any(key in source.data for key in _LIGHTNING)):
-        what = "is part of a Hydra config, which unishard does not read; translate what --cfg job prints"
-        raise ConfigError([Problem("", what, source.name)])
-    if stranger := _stranger(source.data):
-        what = f"is a config of {stranger}, which unishard does not read; run `unishard init`"
+    if what := _foreign(source):
         raise ConfigError([Problem("", what, source.name)])
     weights = _weights(source.data)
-    most = max(weights.values())
-    rivals = [name for name in NAMES if weights[name] == most]
-    if most >= _ENOUGH and len(rivals) == 1:
+    likely = sorted((name for name in NAMES if weights[name] >= _ENOUGH), key=lambda name: -weights[name])
+    explained = {name: _explained(name, source) for name in likely}
+    known = [name for name in likely if explained[name].most]
+    rivals = [name for name in known if weights[name] == weights[known[0]]]
+    if len(rivals) > 1:
+        best = max(explained[name].share for name in rivals)
+        rivals = [name for name in rivals if explained[name].share == best]
+    if len(rivals) == 1:
         return get(rivals[0])
     keys = ", ".join(list(source.data)[:5]) or "none"
-    if most >= _ENOUGH:
+    if rivals:
         what = f"matches several formats: {', '.join(rivals)} (its keys: {keys}); name one with `unishard translate --from`"
+    elif likely:
+        unknown = explained[likely[0]].unknown
+        what = (
+            f"resembles a config of {get(likely[0]).tool}, which does not know most of its keys "
+            f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); name its format with `unishard translate --from`"
+        )
     else:
         what = f"matches no known format (its keys: {keys}); name one with `unishard translate --from`: {', '.join(NAMES)}"
     raise ConfigError([Problem("", what, source.name)])
+
+
+def _foreign(source: Source) -> str:
+    """Why a document is none that unishard reads, if its keys name another tool; empty otherwise."""
+    if found := named(source.data):
+        tool, keys = found
+        return (
+            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {tool.instead}, "
+            "or read it as another format with `unishard translate --from`"
+        )
+    if _composes(source.data) and (_trains_with_lightning(source.data) or any(key in source.data for key in _LIGHTNING)):
+        return "is part of a Hydra config, which unishard does not read; translate what --cfg job prints"
+    if _composes(source.data) or (not _trains_with_lightning(source.data) and any(has(source.data, key) for key in _HYDRA)):
+        return "is a config of Hydra, which unishard does not read; run `unishard init`"
+    return ""
+
+
+def _explained(name: str, source: Source) -> Explained:
+    format_ = get(name)
+    by_sign = by_signs(format_.signs.keys, source.data)
+    return by_sign if by_sign.most else format_.explained(source)
 
 
 def loudest(source: Source) -> tuple[str, int]:
     """The format that the keys of a document speak for most, and the sum of their weights; 0 for not at all."""
     weights = _weights(source.data)
     best = max(weights, key=lambda name: weights[name])
-    return best, 0 if _stranger(source.data) else weights[best]
+    return best, 0 if _foreign(source) else weights[best]
 
 
 def mentions(text: str) -> bool:
@@ -88,15 +112,6 @@ def mentions(text: str) -> bool:
 
 def _weights(data: Mapping[str, Any]) -> dict[str, int]:
     return {name: get(name).signs.weight(data) for name in NAMES}
-
-
-def _stranger(data: Mapping[str, Any]) -> str | None:
-    """The tool that a document is for, if it is one that unishard knows not to read."""
-    if _composes(data):
-        return next(iter(_STRANGE))
-    if _trains_with_lightning(data):
-        return None
-    return next((tool for tool, keys in _STRANGE.items() if any(has(data, key) for key in keys)), None)
 
 
 def _composes(data: Mapping[str, Any]) -> bool:

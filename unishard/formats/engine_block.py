@@ -103,5 +103,7 @@ def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) 
     native = {name: value for one in said for name, value in one.native.items()}
     silent = worst is Fit.IGNORED and not fields and not native
     kept = (repeats and silent) or (bool(found) and all(one.kept for one in found))
-    entry = Entry(spot.path, spot.value, Meaning(worst, "; ".join(notes), fields, native, kept=kept), spot.assumed)
-    return entry._replace(meaning=Meaning(worst, entry.meaning.note, kept=kept)) if worst is Fit.UNSUPPORTED else entry
+    unknown = bool(found) and all(one.unknown for one in found)
+    if worst is Fit.UNSUPPORTED:
+        fields, native = {}, {}
+    return Entry(spot.path, spot.value, Meaning(worst, "; ".join(notes), fields, native, kept, unknown), spot.assumed)

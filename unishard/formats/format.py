@@ -10,7 +10,9 @@ from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.errors import ConfigError
 from unishard.formats.documents import yaml_text
+from unishard.formats.explaining import Explained, by_entries
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.signs import Signs
 from unishard.formats.source import Source
@@ -53,6 +55,13 @@ class Format(ABC):
         topology = topology or self.ranks(source)
         entries = self.entries(source, topology)
         return assemble(self.name, source, entries, overrides=overrides, topology=topology, fills_auto=self.fills_auto)
+
+    def explained(self, source: Source) -> Explained:
+        """How much of a document the format knows, by which it is recognized."""
+        try:
+            return by_entries(self.read(source).entries)
+        except ConfigError:
+            return Explained(1.0)  # whoever reads it gets the error
 
     def ranks(self, source: Source) -> Topology | None:
         """The ranks that a document asks for; None if it does not say."""

@@ -20,6 +20,10 @@ class Signs(NamedTuple):
         """How much a document speaks for the format; 0 for not at all."""
         return sum(weight for key, weight in self.keys.items() if has(data, key)) + self.more(data)
 
+    def found(self, data: Mapping[str, Any]) -> list[str]:
+        """The keys of a document that speak for the format, the heaviest first."""
+        return sorted((key for key in self.keys if has(data, key)), key=lambda key: -self.keys[key])
+
 
 def has(data: Any, key: str) -> bool:
     """Whether a document has a dotted key."""

@@ -52,6 +52,8 @@ class Meaning(NamedTuple):
     that engine runs; `fit` and `note` say what is lost where another one does."""
     kept: bool = False
     """Whether the key is copied unchanged when the document is written in its own format again."""
+    unknown: bool = False
+    """Whether the tool has no such key, so that the document may be another tool's."""
 
 
 class Given:
@@ -218,5 +220,5 @@ def _unknown(key: str, keys: Mapping[str, Key], tool: str, overlooked: bool) -> 
     elsewhere = nested_there or [other for other in keys if other.rpartition(".")[2] == name]
     hint = f"; did you mean {near[0]!r}?" if near else f"; did you mean {elsewhere[0]!r}?" if elsewhere else ""
     if overlooked:
-        return Meaning(Fit.IGNORED, f"{tool} does not know this key and ignores it{hint}", kept=True)
-    return Meaning(Fit.UNSUPPORTED, f"{tool} does not know this key{hint or '; remove it'}")
+        return Meaning(Fit.IGNORED, f"{tool} does not know this key and ignores it{hint}", kept=True, unknown=True)
+    return Meaning(Fit.UNSUPPORTED, f"{tool} does not know this key{hint or '; remove it'}", unknown=True)

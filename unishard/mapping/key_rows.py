@@ -154,9 +154,15 @@ def broadcast_buffers(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.EQUIVALENT, note, {"training.buffers": "rank0"})
 
 
-def drops(why: str, *, silent: Any = NOTHING) -> Key:
-    """A key that concerns only a launcher, a log or files. It is copied when the document is written in its own format again."""
-    return Key(lambda value, given: Meaning(Fit.IGNORED, why, kept=True), "", Fit.IGNORED, why, silent)
+def drops(why: str, *, silent: Any = NOTHING, unknown: bool = False) -> Key:
+    """A key that concerns only a launcher, a log or files. It is copied when the document is written in its own format again.
+
+    Args:
+        why: What it concerns.
+        silent: What the tool assumes where a document does not have the key.
+        unknown: Whether the tool has no such key.
+    """
+    return Key(lambda value, given: Meaning(Fit.IGNORED, why, kept=True, unknown=unknown), "", Fit.IGNORED, why, silent)
 
 
 def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:

@@ -13,7 +13,7 @@ from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import boolean, drops, refuses
 from unishard.mapping.rules import Fit
 
-__all__ = ["DIALECT", "around", "bare", "section_in", "wrapped"]
+__all__ = ["DIALECT", "around", "bare", "section_in", "sure", "wrapped"]
 
 _SIGNS = names(
     "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template stage "
@@ -92,6 +92,7 @@ def _recomputes(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"activation_checkpointing": "none" if boolean(value) else "full"}, kept=True)
 
 
+_SURELY = 5
 _OPTIMIZERS = ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
 _DEGREES = names(
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel_size "
@@ -139,11 +140,17 @@ def wrapped(data: Mapping[str, Any]) -> bool:
     return any(key in data for key in _SIGNS) or any(str(key).startswith("_") for key in data)
 
 
+def sure(data: Mapping[str, Any], arguments: Iterable[str]) -> bool:
+    """Whether a document has TrainingArguments for certain, however many keys the script around them adds."""
+    inner = data[name] if (name := section_in(data)) else data
+    return SURE in inner and len(set(inner) & set(arguments)) >= _SURELY
+
+
 def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Iterable[str]) -> Mapping[str, Key]:
     """Rows for the keys of a wrapped document that nobody knows, but for those that only misspell an argument of TrainingArguments."""
     known = list(arguments)
     strange = [str(key) for key in data if str(key) not in keys]
-    row = drops("not a TrainingArguments key: only the script around it reads it")
+    row = drops("not a TrainingArguments key: only the script around it reads it", unknown=True)
     return {key: row for key in strange if not _misspells(key, known)}
 
 

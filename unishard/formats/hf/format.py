@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from unishard.config.topology import Topology
+from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
-from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, wrapped
+from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, wrapped
 from unishard.formats.hf.keys import ENGINES, KEYS
 from unishard.formats.hf.precedence import with_precedence
 from unishard.formats.hf.rules import RULES, written
@@ -34,6 +35,10 @@ class HfFormat(Format):
     rules = RULES
     yaml_1_1 = True
     fills_auto = True
+
+    def explained(self, source: Source) -> Explained:
+        """How many of the keys are arguments; all count where a script's own file surely has some."""
+        return Explained(1.0) if sure(source.data, KEYS) else super().explained(source)
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, those of the engine that they choose, and what Trainer assumes."""

@@ -167,7 +167,7 @@ def _overlooked(where: tuple[str, ...], written: tuple[str, Any], name: str, sec
     if key.startswith("_"):
         return Entry((*where, key), item, Meaning(Fit.IGNORED, "is a comment", kept=True))
     note = _ON_2 if name in FIRST and second else _OVERLOOKED.get(name, _UNKNOWN)
-    return Entry((*where, key), item, Meaning(Fit.IGNORED, note, kept=True))
+    return Entry((*where, key), item, Meaning(Fit.IGNORED, note, kept=True, unknown=note is _UNKNOWN))
 
 
 def replicated() -> Entry:

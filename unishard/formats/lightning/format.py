@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.explaining import Explained, by_entries
 from unishard.formats.format import Format
 from unishard.formats.lightning.keys import BESIDE, TRAINER
 from unishard.formats.lightning.older_keys import OLDER
@@ -43,6 +44,11 @@ class LightningFormat(Format):
         if any(change.partition("=")[0].strip() == "backend" for change in changes):
             entries = [document.without_its_class(entry) for entry in entries]
         return assemble(self.name, source, entries, overrides=changes, topology=document.topology)
+
+    def explained(self, source: Source) -> Explained:
+        """How many of the Trainer's arguments are known; sections beside them are the user's own classes."""
+        document = LightningDocument.of(source, None)
+        return by_entries(entry for entry in document.entries() if document.speaks_for_lightning(entry))
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """LightningCLI's sections, from which the Python is rendered."""

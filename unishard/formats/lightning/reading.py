@@ -61,6 +61,10 @@ class LightningDocument:
         inside = entry.path[:depth] == self.shape.strategy and entry.path[depth : depth + 1] in (("init_args",), ("dict_kwargs",))
         return entry._replace(meaning=entry.meaning._replace(kept=False)) if inside else entry
 
+    def speaks_for_lightning(self, entry: Entry) -> bool:
+        """Whether an entry is no argument of a class of the user's own."""
+        return entry.meaning.note != _OWN_CLASS
+
     # The strategy.
 
     def _value(self) -> Any:

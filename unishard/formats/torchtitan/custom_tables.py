@@ -13,7 +13,7 @@ from unishard.mapping.key_rows import drops
 __all__ = ["own_of"]
 
 _TABLES = frozenset(key.partition(".")[0] for key in KEYS)
-_ROW = drops("not a table of JobConfig: only the module that adds it reads it")
+_ROW = drops("not a table of JobConfig: only the module that adds it reads it", unknown=True)
 
 
 def own_of(data: Mapping[str, Any]) -> Mapping[str, Key]:

@@ -11,6 +11,7 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
+from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source
@@ -49,6 +50,11 @@ class UnishardFormat(Format):
         config = _checked(source, undecided)
         written = list(_written(source.data, config, undecided))
         return assemble(self.name, source, [*written, *_defaults(config, written)], overrides=overrides, topology=topology)
+
+    def explained(self, source: Source) -> Explained:
+        """How many of the sections are the config's, or the user's own."""
+        unknown = tuple(key for key in source.data if key not in Config.model_fields and not key.startswith("x-"))
+        return Explained(1 - len(unknown) / max(len(source.data), 1), unknown)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides, in the order of the schema, and what the chosen engine makes of each."""

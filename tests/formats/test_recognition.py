@@ -1,0 +1,100 @@
+"""A format is recognized by how much it explains of a document; tools that unishard does not read are named, and none is guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import SEEDS
+from files_of_other_tools import FILES
+
+from unishard.errors import ConfigError
+from unishard.formats import catalog, read
+from unishard.formats.explaining import by_entries
+from unishard.formats.hf.dialects import DIALECT
+from unishard.formats.other_tools import TOOLS
+from unishard.formats.source import open_source
+from unishard.plugins import registry
+
+MIXED = ("pipeline_model_parallel_size",)
+"""Keys of Megatron that people also write, with 1, beside TrainingArguments."""
+
+
+def recognized(document: dict[str, Any] | Path) -> str:
+    return catalog.recognise(open_source(document)).name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_tool_that_is_not_read_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(FILES[name])
+    with pytest.raises(ConfigError) as caught:
+        recognized(path)
+    assert f"is a config of {name} (" in str(caught.value)
+    assert "which unishard does not read; run `unishard init`" in str(caught.value)
+    assert catalog.loudest(open_source(path))[1] == 0
+    assert read(path, "deepspeed").format == "deepspeed"  # whoever names a format gets it
+
+
+def test_what_names_a_tool_is_no_key_of_a_format_that_is_read() -> None:
+    keys = {*registry.get("deepspeed").keys, *DIALECT, *(key for name in catalog.NAMES for key in catalog.get(name).keys)}
+    for tool in TOOLS:
+        telling = {key for key, weight in tool.signs.keys.items() if weight > 1} - set(MIXED)
+        assert not telling & keys, tool.name
+
+
+OWN = {f"my_{index}": index for index in range(12)}
+
+
+@pytest.mark.parametrize(
+    ("document", "tool"),
+    [
+        ({"zero_optimization": {"stage": 2, "overlap_comm": True}, "fp16": {"enabled": True}, "precision": "bf16", **OWN}, "DeepSpeed"),
+        ({"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", **OWN}, "Accelerate"),
+        ({"base_model": "m", "datasets": [], "sequence_len": 8, "micro_batch_size": 1, **OWN}, "axolotl"),
+        (
+            {"model": {"layers": 2}, "optimizer": {"kind": "adamw"}, "training": {"iterations": 9}, "lr_scheduler": {"kind": "x"}},
+            "torchtitan",
+        ),
+        ({"trainer": {"devices": 2, "max_epochs": 1, "actor": 1, "critic": 2, "rollout": 3, "envs": 4}, "model": {"a": 1}}, "Lightning"),
+        ({"max_duration": "1ba", "train_loader": {}, **OWN}, "Composer"),
+        ({"training": {"micro_batch_size": 1}, "sharding": "full_shard", **OWN}, "unishard"),
+        ({"learning_rate": 1e-4, "num_train_epochs": 1, "output_dir": "o", **OWN}, "transformers"),
+    ],
+)
+def test_a_file_most_keys_of_which_are_unknown_is_not_guessed(document: dict[str, Any], tool: str) -> None:
+    with pytest.raises(ConfigError, match=rf"resembles a config of {tool}.*most of its keys \(.*--from`") as caught:
+        recognized(document)
+    assert "my_3" in str(caught.value) or "my_0" not in document
+
+
+def test_with_half_of_its_keys_known_a_file_is_read() -> None:
+    few = {"my_0": 0, "my_1": 1}
+    assert recognized({"zero_optimization": {"stage": 2}, "train_batch_size": 8, **few}) == "deepspeed"
+    assert recognized({"distributed_type": "FSDP", "num_processes": 2, **few}) == "accelerate"
+
+
+def test_a_scripts_own_keys_around_training_arguments_do_not_matter() -> None:
+    arguments = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "output_dir": "o", "bf16": True, "num_train_epochs": 1}
+    assert recognized({**arguments, **OWN}) == "hf"
+    assert (
+        recognized({**arguments, "pipeline_model_parallel_size": 4, "use_distributed_optimizer": True, "overlap_grad_reduce": True}) == "hf"
+    )
+
+
+def test_of_two_formats_that_a_file_speaks_for_as_much_the_one_that_knows_more_counts() -> None:
+    document = {"adapter": "lora", "loggers": {}, "lora_r": 8, "lora_alpha": 16}
+    assert recognized(document) == "axolotl"
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_what_people_write_is_explained(name: str) -> None:
+    for data in SEEDS[name]:
+        assert catalog.get(name).explained(open_source(data)).most
+
+
+def test_a_reading_that_knows_nothing_explains_nothing() -> None:
+    found = by_entries(read({"zero_stage": 3, "lr": 1}, "deepspeed").entries)
+    assert (found.share, found.most, found.unknown) == (0, False, ("zero_stage", "lr"))
+    assert by_entries([]).most
