@@ -51,7 +51,7 @@ def write_report(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
 
 
 def _sorted(outcome: Outcome, *, full: bool) -> list[Item]:
-    shown = [item for item in outcome.items if full or not item.assumed or item.fit in _LOUD]
+    shown = [item for item in outcome.items if full or not item.assumed or item.notable or item.fit in _LOUD]
     return sorted(shown, key=lambda item: _ORDER.index(item.fit))
 
 
@@ -143,6 +143,7 @@ def _closing(outcome: Outcome, hidden: int) -> list[str]:
     """The last lines: the fields that need input, and the counts."""
     open_ = _needs_input(outcome)
     lines = [f"needs input: {' '.join(f'--set {path}=VALUE' for path in open_)}"] if open_ else []
+    lines += [f"launch: {outcome.launch}"] if outcome.launch else []
     more = f" (--report full adds {hidden} defaults of {outcome.reading.format})" if hidden else ""
     return [*lines, f"{outcome.reading.format} -> {outcome.to}: {_counts_of(outcome.items)}{more}"]
 
@@ -156,6 +157,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "backend": outcome.reading.config.backend,
         "summary": {str(fit): len(outcome.of(fit)) for fit in _ORDER},
         "needs_input": _needs_input(outcome),
+        "launch": outcome.launch,
         "warnings": list(outcome.warnings),
         "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
     }

@@ -30,6 +30,8 @@ class Spot(NamedTuple):
     """How what the tool does differs from what the key says."""
     fields: Mapping[str, Any] = {}
     """What it says beyond the arguments."""
+    notable: bool = False
+    """Whether the default report has a line for it also where it is assumed."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,9 @@ def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) 
     native = {name: value for one in said for name, value in one.native.items()}
     silent = worst is Fit.IGNORED and not fields and not native
     kept = (repeats and silent) or (bool(found) and all(one.kept for one in found))
-    unknown = bool(found) and all(one.unknown for one in found)
+    unknown, notable = bool(found) and all(one.unknown for one in found), spot.notable or any(one.notable for one in found)
+    elsewhere = {name: value for one in said for name, value in one.elsewhere.items()}
     if worst is Fit.UNSUPPORTED:
-        fields, native = {}, {}
-    return Entry(spot.path, spot.value, Meaning(worst, "; ".join(notes), fields, native, kept, unknown), spot.assumed)
+        fields, native, elsewhere = {}, {}, {}
+    meaning = Meaning(worst, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable)
+    return Entry(spot.path, spot.value, meaning, spot.assumed)

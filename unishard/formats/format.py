@@ -13,6 +13,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats.documents import yaml_text
 from unishard.formats.explaining import Explained, by_entries
+from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.signs import Signs
 from unishard.formats.source import Source
@@ -41,6 +42,8 @@ class Format(ABC):
     """Its own keys, dotted; those that it hands on to an engine stand in that engine's table."""
     rules: Mapping[str, Rule] = {}
     """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
+    notice: str = ""
+    """A warning with each file that is written, such as which versions of the tool do not read it."""
     yaml_1_1: bool = False
     """Whether the tool reads YAML 1.1."""
     fills_auto: bool = False
@@ -66,6 +69,10 @@ class Format(ABC):
     def ranks(self, source: Source) -> Topology | None:
         """The ranks that a document asks for; None if it does not say."""
         return None
+
+    def launch(self, reading: ReadDocument) -> Launch:
+        """What a document says about its processes."""
+        return Launch()
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What a document says, one entry for each key and for each default that must be said."""

@@ -26,6 +26,7 @@ from unishard.mapping.rules import Fit
 __all__ = ["ReadDocument", "assemble", "default_of"]
 
 _LEFT_OUT: Any = object()
+_BACKEND = "backend="
 _FIELDS = dict(leaves(Config))
 
 
@@ -78,7 +79,8 @@ def assemble(
     Raises:
         ConfigError: An override cannot be used.
     """
-    found, overrides = _without_contradictions(entries), tuple(map(current_change, overrides))
+    overrides = tuple(map(current_change, overrides))
+    found = _without_contradictions(_on_another_engine(entries, overrides))
     unneeded: frozenset[str] = frozenset()
     while True:
         fields = _fields(found)
@@ -96,6 +98,25 @@ def assemble(
         undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
         decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}
         return ReadDocument(name, source, tuple(found), config, decided, undecided, topology, fills_auto)
+
+
+def _on_another_engine(entries: Sequence[Entry], overrides: Iterable[str]) -> Sequence[Entry]:
+    """The entries, with fields in the place of settings that the engine does not have which an override chooses."""
+    chosen = [text.removeprefix(_BACKEND) for text in overrides if text.startswith(_BACKEND)]
+    said = {
+        name: value
+        for entry in entries
+        if chosen and not any(key.startswith(f"{chosen[-1]}.") for key in entry.meaning.native)
+        for name, value in entry.meaning.elsewhere.items()
+    }
+    return [_instead(entry, said) for entry in entries] if said else entries
+
+
+def _instead(entry: Entry, said: Mapping[str, Any]) -> Entry:
+    fields = {name: said.get(name, value) for name, value in entry.meaning.fields.items()}
+    if not entry.meaning.elsewhere:
+        return entry._replace(meaning=entry.meaning._replace(fields=fields))
+    return entry._replace(meaning=entry.meaning._replace(fit=Fit.EQUIVALENT, fields={**fields, **said}, native={}))
 
 
 def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -20,6 +21,9 @@ __all__ = ["Source", "open_named", "open_source"]
 _Parsed = tuple[Any, Origins, list[str], list[Problem]]
 """The data, the place of each key, what the file's own tool may not accept, and the keys that are written twice."""
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\t', re.DOTALL)
+_STATEMENT = re.compile(r"^[ \t]*\{%-?\s*(?:if|for|set|include|extends|macro|block)\b[^%\n]*%\}", re.MULTILINE)
+_VALUE = re.compile(r"(?<=[:\[,=-])([ \t]*)(\{\{[^{}\n]*\}\}[^\s,\]}#]*)(?=[ \t]*(?:[,\]}#]|$))", re.MULTILINE)
+"""A placeholder of Jinja that stands as a value without quotes, which YAML and JSON would take for a mapping."""
 _DEEPEST = 100
 _MOST_LINES = 10_000
 _BRACKET = re.compile(r"[][{}]")
@@ -87,6 +91,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _parsed(content: str, path: Path) -> _Parsed:
+    if statement := _STATEMENT.search(content):
+        line = content.count("\n", 0, statement.start()) + 1
+        raise _file_error(path, f"is a Jinja template ({statement.group()}); render it, and translate the result", line)
+    content = _VALUE.sub(_quoted, content)
     if path.suffix.lower() == ".toml":
         return _toml(content, path), Origins(Origin(str(path))), [], []
     if not looks_like_json(content):
@@ -142,6 +150,11 @@ def _toml(content: str, path: Path) -> dict[str, Any]:
         return tomllib.loads(content)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
         raise _file_error(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
+
+
+def _quoted(value: re.Match[str]) -> str:
+    before, text = value.groups()
+    return f"{before}{json.dumps(text)}"
 
 
 def _blank(token: re.Match[str]) -> str:

@@ -15,8 +15,9 @@ from unishard.formats import catalog
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source, open_source
+from unishard.loading.placeholders import placeholder
 from unishard.mapping.entries import Entry
-from unishard.mapping.express import LEFT_OUT, Expressed, FieldResult
+from unishard.mapping.express import KEPT_AUTO, LEFT_OUT, Expressed, FieldResult
 from unishard.mapping.rules import NO_KEY, Fit
 
 __all__ = ["Item", "Outcome", "read", "translate"]
@@ -35,6 +36,8 @@ class Item(NamedTuple):
     """Of the key in its file."""
     assumed: bool
     """Whether the document does not have the key, and its tool assumes this value."""
+    notable: bool = False
+    """Whether the default report has a line for it although it is assumed."""
 
 
 class Outcome(NamedTuple):
@@ -48,6 +51,8 @@ class Outcome(NamedTuple):
     text: str
     """The document as a file holds it."""
     warnings: tuple[str, ...]
+    launch: str = ""
+    """The torchrun line for the processes that the source asks for, where the other format does not say it; empty where there is none."""
 
     def of(self, fit: Fit) -> list[Item]:
         """The items with this fit."""
@@ -117,7 +122,13 @@ def translate(
         expressed = _written(target, reading, ranks)
     items = tuple(_item(entry, reading, target, expressed) for entry in reading.entries)
     document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {})
-    return Outcome(reading, to, items, document, target.render(document, reading), reading.source.warnings)
+    warnings = (*reading.source.warnings, *filter(None, [getattr(target, "notice", "")]))
+    return Outcome(reading, to, items, document, target.render(document, reading), warnings, _launch(reading, to))
+
+
+def _launch(reading: ReadDocument, to: str) -> str:
+    launch = getattr(catalog.get(reading.format), "launch", None)
+    return launch(reading).torchrun() if launch and reading.format != to else ""
 
 
 def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Expressed:
@@ -166,14 +177,14 @@ def _kept_keys(reading: ReadDocument) -> Native:
 def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> Item:
     word = _result(entry, reading, target, expressed)
     line = None if entry.assumed else reading.source.origins.of(entry.path).line
-    return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed)
+    return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, entry.assumed and entry.meaning.notable)
 
 
 def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
     meaning = entry.meaning
     if meaning.fit is Fit.UNSUPPORTED:
         return FieldResult(Fit.UNSUPPORTED, "", meaning.note)
-    if meaning.kept and reading.format == target.name and not meaning.fields:
+    if meaning.kept and reading.format == target.name and meaning.fields.keys() <= reading.undecided.keys():
         return FieldResult(Fit.EXACT, entry.key, "kept")
     own = _native_result(entry, reading, expressed) if meaning.native else None
     if not meaning.fields:
@@ -181,7 +192,8 @@ def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Expr
     if own is None:
         word = _field_result(entry, reading, expressed)
         silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
-        return FieldResult(Fit.EXACT, "", "still left to the tool's default") if silent else word
+        left = f"{meaning.note}; still left to it" if meaning.notable else "still left to the tool's default"
+        return FieldResult(Fit.EXACT, "", left) if silent else word
     said = _field_result(entry.but(Fit.EXACT, ""), reading, expressed)
     becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
     return FieldResult(max(said.fit, own.fit, key=lambda fit: fit.badness), becomes, note)
@@ -209,13 +221,31 @@ def _native_setting(path: str, reading: ReadDocument, expressed: Expressed) -> F
     return FieldResult(Fit.EXACT, min(held, key=len), "") if held else FieldResult(Fit.IGNORED, "", "")
 
 
+_SAID = FieldResult(Fit.EXACT, "", "")
+
+
+def _left_to_the_tool(field: str, expressed: Expressed) -> bool:
+    """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
+    word = expressed.fields.get(field, _SAID)
+    return word.fit is Fit.NEEDS_INPUT and word.note != KEPT_AUTO and placeholder(field) not in dict(flat(expressed.document)).values()
+
+
+def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
+    """What becomes of a key whose fields nobody knows and the other format cannot leave open: its tool's defaults would train otherwise."""
+    who = reading.undecided[fields[0]].who
+    note = f"{who}, says {', '.join(fields)}; add it, or {' '.join(f'--set {field}=...' for field in fields)}"
+    return FieldResult(Fit.UNSUPPORTED, "", note)
+
+
 def _field_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.meaning
     left = [field for field in own.fields if field in reading.undecided]
+    if missing := [field for field in left if reading.undecided[field].required and _left_to_the_tool(field, expressed)]:
+        return _unknown(missing, reading)
     words = [expressed.fields[field] for field in own.fields if field in expressed.fields]
     said = max((word.fit for word in words), key=lambda fit: fit.badness, default=Fit.EXACT)
-    fit, notes = max(own.fit, said, key=lambda fit: fit.badness), [own.note] if own.fit is not Fit.EXACT else []
+    fit, notes = max(own.fit, said, key=lambda fit: fit.badness), [own.note] if own.fit is not Fit.EXACT or own.notable else []
     if own.fit is Fit.NEEDS_INPUT:
         # Whether it must be decided now is the other format's to say.
         fit, notes = said, notes if left and said is Fit.NEEDS_INPUT else []

@@ -6,13 +6,16 @@ from them. Engines describe their own arguments so (`Backend.keys`); formats tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
+from unishard.mapping.templates import is_placeholder, placeholders_in
 
 __all__ = [
     "NOTHING",
@@ -27,6 +30,7 @@ __all__ = [
 ]
 
 Path = tuple[str, ...]
+_DOTTED = re.compile(r"[a-z_]+(\.[a-z_]+)+|backend|activation_checkpointing|strict")
 
 
 class Unreadable(ValueError):
@@ -38,6 +42,8 @@ class Undecided(NamedTuple):
 
     who: str
     """Who decides it, such as `per_device_train_batch_size of the TrainingArguments`."""
+    required: bool = False
+    """Whether no tool's default may take its place: a file that is not there says it, and nobody else."""
 
 
 class Meaning(NamedTuple):
@@ -52,8 +58,12 @@ class Meaning(NamedTuple):
     that engine runs; `fit` and `note` say what is lost where another one does."""
     kept: bool = False
     """Whether the key is copied unchanged when the document is written in its own format again."""
+    elsewhere: Mapping[str, Any] = {}
+    """Values of config fields that stand for `native` where another engine runs, whatever other keys say."""
     unknown: bool = False
     """Whether the tool has no such key, so that the document may be another tool's."""
+    notable: bool = False
+    """Whether the default report has a line for it also where the tool assumes it."""
 
 
 class Given:
@@ -127,6 +137,7 @@ def interpret(
     defaults: Mapping[str, Any] | None = None,
     topology: Topology | None = None,
     accepts: Mapping[str, Callable[[Any], Any]] | None = None,
+    auto: bool = False,
 ) -> list[Entry]:
     """Interpret a document: one entry for each of its keys, and one for each default of its tool that must be written.
 
@@ -139,11 +150,13 @@ def interpret(
         topology: The ranks.
         accepts: What the tool itself takes for a key, by dotted key; raises `Unreadable` for a value that it refuses. Asked about what is
             repeated as it is, or handed on, where the tool looks at the value although it means nothing here.
+        auto: Whether the tool has the word `auto`, as which other keys then see a placeholder such as `${STAGE}`.
     """
     blocks = _blocks(keys)
     values = dict(_values(keys, blocks, document))
     assumed = {key: row.silent for key, row in keys.items() if row.silent is not NOTHING} | dict(defaults or {})
-    given = Given({key: value for path, value in values.items() if (key := _key(path))}, assumed, topology)
+    said = {key: value for path, value in values.items() if (key := _key(path))}
+    given = Given({key: AUTO if auto and is_placeholder(value) else value for key, value in said.items()}, assumed, topology)
     entries = []
     for path, value in values.items():
         key = _key(path)
@@ -195,12 +208,24 @@ def _read(row: Key, value: Any, given: Given) -> Meaning:
     try:
         return row.read(value, given)
     except Unreadable as error:
+        # A key may also depend on another that holds one, which the message names then.
+        if found := placeholders_in(value) or placeholders_in(str(error)):
+            return _filled_in(row, found)
         return Meaning(Fit.UNSUPPORTED, str(error))
+
+
+def _filled_in(row: Key, placeholders: Iterable[str]) -> Meaning:
+    """The meaning of a value that something else fills in before the tool reads it."""
+    who = f"the placeholder {' and '.join(placeholders)}"
+    fields = [name for name in re.split(r"[,;]\s*", row.fields) if _DOTTED.fullmatch(name)]
+    if not fields:
+        return Meaning(Fit.IGNORED, f"holds {who}, kept as it is", kept=True)
+    return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who}", dict.fromkeys(fields, Undecided(who)), kept=True)
 
 
 def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any] | None) -> Meaning:
     """Check that the tool accepts a value that is copied unchanged: null is omitted instead, any other value is unsupported."""
-    if accepts is None or meaning.fit is Fit.UNSUPPORTED or not (meaning.kept or meaning.native):
+    if accepts is None or meaning.fit is Fit.UNSUPPORTED or not (meaning.kept or meaning.native) or placeholders_in(value):
         return meaning
     try:
         for handed_on in meaning.native.values() or (value,):

@@ -10,8 +10,9 @@ from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.mapping.entries import Entry, Given, Key, Meaning, Unreadable, interpret
-from unishard.mapping.express import Expressed, express
+from unishard.mapping.express import AUTO, Expressed, express
 from unishard.mapping.rules import Fit, Rule
+from unishard.mapping.templates import is_placeholder
 from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
 from unishard_deepspeed.keys import TAKES
 
@@ -52,10 +53,11 @@ SCRIPT_RULES: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Conf
 
 def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None, topology: Topology | None) -> list[Entry]:
     """What a DeepSpeed config says, one entry for each of its keys and one for each default of DeepSpeed that decides something."""
-    given = Given(dict(flat(_undotted(native))), defaults or {}, topology)
+    said = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
+    given = Given(said, defaults or {}, topology)
     silent = {key: value for section in _ASSUMING for key, value in section.assumed(given).items()}
     known = {**silent, **(defaults or {})}
-    entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology, accepts=TAKES)
+    entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology, accepts=TAKES, auto=True)
     return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
 
 

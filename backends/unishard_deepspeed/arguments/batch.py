@@ -64,9 +64,11 @@ def _global(value: Any, given: Given) -> Meaning:
 def _clipping(value: Any, given: Given) -> Meaning:
     if value == AUTO:
         return undecided(f"max_grad_norm {ARGUMENTS}", "training.gradient_clipping")
-    note = "" if "gradient_clipping" in given else "DeepSpeed clips to 1.0 by default since 0.19.3; earlier versions did not"
-    return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None})
+    fields = {"training.gradient_clipping": number(0)(value) or None}
+    return Meaning(fields=fields) if "gradient_clipping" in given else Meaning(note=_CLIPS, fields=fields, notable=True)
 
+
+_CLIPS = "DeepSpeed clips to 1.0 by default since 0.19.3; earlier versions did not clip"
 
 KEYS: Mapping[str, Key] = {
     _TRAIN: Key(_global, "training.global_batch_size"),

@@ -132,9 +132,10 @@ def _hysteresis(value: Any, given: Given) -> Meaning:
 
 
 def _least(value: Any, given: Given) -> Meaning:
-    if _dynamic(given) and value not in (None, AUTO):
-        integer(1)(value)
-    return dropped(_LEAST)
+    if value in (None, AUTO) or quiet(integer(1), value) is not None or not _dynamic(given):
+        return dropped(_LEAST)
+    number(0)(value)
+    return Meaning(Fit.IGNORED, f"{_LEAST}; DeepSpeed 0.19.8 takes only whole numbers from 1, so it is left out")
 
 
 def _overflow(value: Any, given: Given) -> Meaning:

@@ -130,7 +130,14 @@ def _start(value: Any, given: Given) -> Meaning:
 
 
 _TOTAL = _steps("scheduler.total_steps", "the number of updates, max_steps or num_train_epochs", 1)
-_MOVED = ("cycle_min_lr", "cycle_max_lr", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count")
+_ONLY = {
+    "OneCycle": (
+        "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
+        "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate"
+    ),
+    "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+}
+"""Parameters of the schedules that unishard does not build (DeepSpeed 0.19.8, runtime/lr_schedules.py)."""
 
 KEYS: Mapping[str, Key] = {
     "scheduler.type": Key(_type, "scheduler.name, scheduler.delay_steps"),
@@ -147,7 +154,7 @@ KEYS: Mapping[str, Key] = {
     f"{_P}T_max": _of(("CosineAnnealingLR",), _TOTAL, "scheduler.total_steps"),
     f"{_P}eta_min": _of(("CosineAnnealingLR",), _floor, "scheduler.min_lr_ratio"),
     f"{_P}last_batch_iteration": drops("where a schedule goes on; checkpoints say so"),
-    **{f"{_P}{name}": drops("belongs to OneCycle") for name in _MOVED},
+    **{f"{_P}{name}": drops(f"belongs to {kind}") for kind, text in _ONLY.items() for name in text.split()},
 }
 
 

@@ -62,6 +62,14 @@ def _mics(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size})
 
 
+def _hpz(value: Any, given: Given) -> Meaning:
+    size = integer(0)(value)
+    if size < 2 or stage(given) != 3:
+        return dropped("no secondary copy of the parameters")
+    key = "deepspeed.zero_optimization.zero_hpz_partition_size"
+    return Meaning(Fit.IGNORED, _HPZ, native={key: size}, elsewhere={"sharding.strategy": "hybrid_shard", "sharding.group_size": size})
+
+
 def _reuse(value: Any, given: Given) -> Meaning:
     distance = integer(0)(value)
     if distance >= fields.UNLIMITED or not distance:
@@ -115,6 +123,7 @@ def _at_3(read: Any, field: str = "") -> Key:
 _REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "affects only memory; unishard uses its own default")
 _PREFETCH = unless_auto(_at_3(_prefetch, "communication.prefetch_bucket_size"), _BY_TRANSFORMERS)
 _LIVE = drops("limits how much DeepSpeed gathers ahead; affects only memory")
+_HPZ = "affects only time and memory: copies parameters within a group; hybrid_shard shards gradients and optimizer there too"
 _ZENFLOW = "ZenFlow delays the update of unimportant gradients; remove it"
 
 KEYS: Mapping[str, Key] = {
@@ -124,6 +133,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}mics_hierarchical_params_gather": Key(
         lambda value, given: Meaning(Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key"), "", Fit.IGNORED
     ),
+    f"{_Z}zero_hpz_partition_size": Key(_hpz, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT, "with another engine; else kept"),
     f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, "communication.reduce_bucket_size"), _BY_TRANSFORMERS),
     f"{_Z}overlap_comm": unless_auto(Key(_overlap, "communication.overlap"), "DeepSpeed's default: true at stage 3"),
     f"{_Z}stage3_prefetch_bucket_size": _PREFETCH,

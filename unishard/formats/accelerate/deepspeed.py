@@ -13,6 +13,7 @@ from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
 from unishard.mapping.express import AUTO
 from unishard.mapping.key_rows import listed, number
 from unishard.mapping.rules import Fit
+from unishard.mapping.templates import is_placeholder
 
 __all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "deepspeed_entries", "experts", "no_file"]
 
@@ -52,6 +53,9 @@ NEVER = 1e30
 """Clips no norm that can be: what `null` is written as, since Accelerate leaves 0 out and DeepSpeed then clips to 1.0."""
 
 _ACCUMULATION = Undecided("gradient_accumulation_steps of the Accelerator")
+_CLIPS = f"{TOOL} clips to 1.0 where the file has no gradient_clipping; so does DeepSpeed since 0.19.3"
+_OF_THE_FILE = ("sharding.strategy", "precision.compute", "training.gradient_clipping", "optimizer.name", "scheduler.name")
+"""What only DeepSpeed's own file says, once a document names one."""
 _NVME = "used as meant; Accelerate 1.15.0 never passes it on: use a deepspeed_config_file"
 _CPU_ADAM = "unishard steps your optimizer; Accelerate 1.15.0 may swap it for DeepSpeedCPUAdam"
 _NO_CLIPPING = "0 is left out, so DeepSpeed clips to 1.0; write a very large norm for no clipping"
@@ -71,9 +75,10 @@ def deepspeed_entries(document: Mapping[str, Any], precision: str, spot: Spot, t
     entries: list[Entry] = []
     for name, value in block.items():
         entries += _argument(arguments, str(name), value, block)
-    for name, value in (("zero_stage", 2), ("gradient_clipping", 1.0)):
+    for name, value, note in (("zero_stage", 2, ""), ("gradient_clipping", 1.0, _CLIPS)):
         if block.get(name) is None:
-            arguments.add(NAMES[name], value, Spot(("deepspeed_config", name), value, assumed=name not in block))
+            spot_ = Spot(("deepspeed_config", name), value, assumed=name not in block, note=note, notable=bool(note))
+            arguments.add(NAMES[name], value, spot_)
     _compute(arguments, precision, spot)
     return [*entries, *arguments.entries(topology=topology)]
 
@@ -130,10 +135,12 @@ def _read(name: str, value: Any, path: Path) -> tuple[Any, Spot]:
     return value, Spot(path, value)
 
 
-def _clipping(value: Any, path: Path) -> tuple[float, Spot]:
+def _clipping(value: Any, path: Path) -> tuple[Any, Spot]:
     """The norm: `auto` and 0 come to 1.0 (accelerator.py)."""
     if value == AUTO:
         return 1.0, Spot(path, value)
+    if is_placeholder(value):
+        return value, Spot(path, value)
     norm = number(0)(value)
     if not norm:
         return 1.0, Spot(path, value, fit=Fit.APPROXIMATE, note=_NO_CLIPPING)
@@ -151,6 +158,6 @@ def _compute(arguments: EngineBlock, precision: str, spot: Spot) -> None:
 
 def no_file(path: Path, name: Any) -> Entry:
     """An entry for a file that is not there: what it says must be decided by somebody else."""
-    who = f"{name}, which was not found; give its path"
-    note = f"the value comes from {who}; {TOOL} fails as well"
-    return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, {"sharding.strategy": Undecided(who)}))
+    note = f"file not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} fails as well; add the file"
+    said = Undecided(f"{name}, which was not found", required=True)
+    return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said)))

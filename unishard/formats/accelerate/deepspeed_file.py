@@ -13,6 +13,7 @@ from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
+from unishard.formats.accelerate.distributed_types import precision_of
 from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.engine_block import EngineBlock, Spot
@@ -46,7 +47,9 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
     """
     block = block_of(source.data, "deepspeed_config")
     entries = [_beside(str(name), value) for name, value in block.items() if name not in (_FILE[-1], MOE)]
-    if not spot.assumed and spot.value is not None:
+    if not spot.assumed and spot.value is not None and precision_of(source.data) == "no":
+        entries.append(dropped(spot.path, spot.value, f"the file decides; {TOOL} refuses this beside it, so it is left out", kept=False))
+    elif not spot.assumed and spot.value is not None:
         entries.append(refused(spot.path, spot.value, _BESIDE))
     else:
         entries.append(Entry(spot.path, spot.value, Meaning(), spot.assumed))

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.keys import KEYS, TOOL
+from unishard.formats.accelerate.launch import launch_of
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.writing import expressed, text_of
 from unishard.formats.format import Format
+from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry
@@ -31,6 +33,10 @@ class AccelerateFormat(Format):
     def ranks(self, source: Source) -> Topology | None:
         """Processes and machines that the file names."""
         return ranks_of(source.data)
+
+    def launch(self, reading: ReadDocument) -> Launch:
+        """Processes, machines, ports and GPUs that the file names."""
+        return launch_of(reading.source.data, reading.topology)
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What a file says. Opens the file that `deepspeed_config_file` names."""

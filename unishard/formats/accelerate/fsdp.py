@@ -15,6 +15,7 @@ from unishard.formats.names import names
 from unishard.mapping.entries import Entry, Path, Unreadable
 from unishard.mapping.key_rows import boolean, integer, listed
 from unishard.mapping.rules import Fit
+from unishard.mapping.templates import is_placeholder
 
 __all__ = ["NAMES", "fsdp_entries"]
 
@@ -37,6 +38,7 @@ _NULLABLE = names(
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST")
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _DTYPES = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+_AUTOCAST = f"{TOOL} also runs FSDP1 in torch.autocast: some operations stay in fp32; unishard runs all in this dtype"
 _LIST = "read as class names; write them comma-separated, Accelerate 1.15.0 takes no list"
 
 
@@ -60,8 +62,13 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
         entries += _argument(arguments, full, ("fsdp_config", str(name)), value)
     entries += _groups(arguments, document, version, topology)
     if precision in _DTYPES:
-        arguments.add("mixed_precision", _policy(_DTYPES[precision], version), spot)
+        arguments.add("mixed_precision", _policy(_DTYPES[precision], version), _autocast(spot) if version == 1 else spot)
     return [*entries, *arguments.entries(defaults=_assumed(arguments.native), topology=topology)]
+
+
+def _autocast(spot: Spot) -> Spot:
+    """Where FSDP1 gets its dtypes, beside which Accelerate runs the forward in torch.autocast (accelerator.py, prepare_model)."""
+    return spot._replace(fit=Fit.APPROXIMATE, note="; ".join(filter(None, (_AUTOCAST, spot.note))))
 
 
 def _by_class(block: Mapping[str, tuple[Any, Any]]) -> bool:
@@ -97,7 +104,8 @@ def _argument(arguments: EngineBlock, full: str, path: Path, value: Any) -> Iter
     else:
         fit, note = (Fit.EQUIVALENT, _LIST) if full.endswith("cls_to_wrap") and not isinstance(value, str) else (Fit.EXACT, "")
         try:
-            arguments.add(NAMES[full], _READ.get(full, lambda value: value)(value), Spot(path, value, fit=fit, note=note))
+            taken = value if is_placeholder(value) else _READ.get(full, lambda value: value)(value)
+            arguments.add(NAMES[full], taken, Spot(path, value, fit=fit, note=note))
         except Unreadable as error:
             yield refused(path, value, str(error))
 

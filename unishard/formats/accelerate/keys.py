@@ -213,7 +213,7 @@ KEYS: Mapping[str, Key] = {
     "distributed_type": Key(
         _distributed_type, "backend, sharding.strategy", note=", ".join(f"{name}: {kind.meaning}" for name, kind in KINDS.items())
     ),
-    "mixed_precision": Key(lambda value, given: _checked_precision(value), "precision"),
+    "mixed_precision": Key(lambda value, given: _checked_precision(value), "precision.compute"),
     "fp16": Key(_fp16, "precision"),
     "num_processes": Key(_count, "", Fit.IGNORED, "how many ranks there are is the launcher's to say"),
     "num_machines": Key(_machines, "", Fit.IGNORED, "how many machines there are is the launcher's to say"),

@@ -69,7 +69,7 @@ def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Ite
         if block := block_of(document, name):
             own[name] = {_prefixed(name, key): value for key, value in block.items()}
     for entry in interpret(KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, topology=topology):
-        if entry.meaning.fit is Fit.UNSUPPORTED or entry.path != _precision_spot(document).path:
+        if entry.meaning.fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT) or entry.path != _precision_spot(document).path:
             yield from (_replaced(entry, document) for entry in _renamed(entry, document))
     if "distributed_type" not in document:
         held = next((kind for name, kind in _BLOCKS.items() if document.get(name)), "MULTI_GPU")

@@ -12,6 +12,7 @@ from unishard.mapping.rules import Fit
 
 __all__ = ["LOOP", "checkpointing", "clipping", "compute", "off"]
 
+_AUTOCAST = "Trainer also runs FSDP1 in torch.autocast: some operations stay in fp32; unishard runs all in this dtype"
 _KWARGS = "affects only memory and time: losses are the same"
 
 
@@ -37,7 +38,10 @@ def compute(dtype: str) -> Key:
             return Meaning(fields=fields)
         if given.get("fsdp"):
             # FullyShardedDataParallelPlugin.set_mixed_precision, accelerate 1.15.0
-            return Meaning(fields={**fields, "precision.reduce": dtype})
+            config = given.get("fsdp_config")
+            first = isinstance(config, Mapping) and str(config.get("version", config.get("fsdp_version"))) == "1"
+            fit, note = (Fit.APPROXIMATE, _AUTOCAST) if first else (Fit.EXACT, "")
+            return Meaning(fit, note, {**fields, "precision.reduce": dtype})
         note = f"torch.autocast keeps some operations in fp32; unishard runs all in {dtype}"
         return Meaning(Fit.EQUIVALENT, note, fields)
 

@@ -10,6 +10,7 @@ from unishard.config.describe import shown
 from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import integer, number
 from unishard.mapping.rules import Fit
+from unishard.mapping.templates import is_placeholder
 
 __all__ = ["SCHEDULE", "UPDATES", "updates", "warmup"]
 
@@ -61,7 +62,13 @@ def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
         if _climbs(given):
             return Meaning(Fit.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(given)})
         fields["scheduler.total_steps"] = updates(given)
-        fields["scheduler.min_lr_ratio"] = _floor(word, kwargs, given)
+        try:
+            fields["scheduler.min_lr_ratio"] = _floor(word, kwargs, given)
+        except Unreadable:
+            if not is_placeholder(rate := given.get("learning_rate")):
+                raise
+            who = f"the placeholder {rate}"
+            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who}", fields | {"scheduler.min_lr_ratio": Undecided(who)})
     else:
         fields["scheduler.warmup_steps"] = 0 if word == "constant" else warmup(given)
     return Meaning(fields=fields)
@@ -69,14 +76,17 @@ def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
 
 def _floor(word: str, kwargs: Mapping[str, Any], given: Given) -> float:
     """Where the fall ends, as a part of the learning rate."""
-    rate = number(0)(given.get("learning_rate") or 5e-5)
     if word == "polynomial":
-        return _part(number(0)(kwargs.get("lr_end", 1e-7)), rate)
+        return _part(number(0)(kwargs.get("lr_end", 1e-7)), _rate(given))
     if word == "cosine_with_min_lr" and kwargs.get("min_lr_rate") is not None:
         return float(number(0, 1)(kwargs["min_lr_rate"]))
     if word == "cosine_with_min_lr" and kwargs.get("min_lr") is not None:
-        return _part(number(0)(kwargs["min_lr"]), rate)
+        return _part(number(0)(kwargs["min_lr"]), _rate(given))
     return 0.0
+
+
+def _rate(given: Given) -> float:
+    return float(number(0)(given.get("learning_rate") or 5e-5))
 
 
 def _part(end: float, rate: float) -> float:

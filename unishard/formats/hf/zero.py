@@ -93,7 +93,7 @@ def _config(value: Any, source: Source) -> Any:
 def _absent(value: Any, why: str) -> list[Entry]:
     """A config that is not there: what its name tells is assumed, everything else is open."""
     stage = _STAGE.search(str(value).lower())
-    known = _STAGES[stage.group(1)] if stage else Undecided(f"the DeepSpeed config {value}")
+    known = _STAGES[stage.group(1)] if stage else Undecided(f"the DeepSpeed config {value}", required=True)
     fields = {"backend": "deepspeed", "sharding.strategy": known}
     assumed = Entry(
         ("deepspeed", "zero_optimization", "stage"),
@@ -101,7 +101,8 @@ def _absent(value: Any, why: str) -> list[Entry]:
         Meaning(Fit.EXACT if stage else Fit.NEEDS_INPUT, "as the name of the file says" if stage else "", fields),
         assumed=True,
     )
-    return [Entry(("deepspeed",), value, Meaning(Fit.NEEDS_INPUT, why, kept=True)), assumed]
+    unknown = "its offload, optimizer and schedule are unknown" if stage else "its stage, offload, optimizer and schedule are unknown"
+    return [Entry(("deepspeed",), value, Meaning(Fit.NEEDS_INPUT, f"{why}; {unknown}", kept=True)), assumed]
 
 
 def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) -> list[Entry]:

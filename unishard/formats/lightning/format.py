@@ -8,6 +8,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.explaining import Explained, by_entries
 from unishard.formats.format import Format
+from unishard.formats.launching import Launch
 from unishard.formats.lightning.keys import BESIDE, TRAINER
 from unishard.formats.lightning.older_keys import OLDER
 from unishard.formats.lightning.reading import LightningDocument
@@ -49,6 +50,11 @@ class LightningFormat(Format):
         """How many of the Trainer's arguments are known; sections beside them are the user's own classes."""
         document = LightningDocument.of(source, None)
         return by_entries(entry for entry in document.entries() if document.speaks_for_lightning(entry))
+
+    def launch(self, reading: ReadDocument) -> Launch:
+        """Devices and nodes of the Trainer; Lightning starts the processes of one node itself."""
+        ranks = reading.topology
+        return Launch(ranks.world_size // ranks.local_world_size, ranks.local_world_size) if ranks and ranks.world_size > 1 else Launch()
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """LightningCLI's sections, from which the Python is rendered."""

@@ -42,6 +42,7 @@ class TorchtitanFormat(Format):
     suffix = ".toml"
     keys = KEYS
     rules = RULES
+    notice = "this is TOML for torchtitan 0.2 and earlier; later versions are configured in Python (config_registry.py of a model)"
 
     def ranks(self, source: Source) -> Topology | None:
         """The product of the degrees, where the file names both."""
@@ -67,8 +68,8 @@ class TorchtitanFormat(Format):
         return expressed if reading.topology else _without_ranks(expressed, reading)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
-        """TOML."""
-        return toml_text(document)
+        """TOML, with a comment on who reads it."""
+        return f"# For torchtitan 0.2 and earlier; later versions are configured in Python.\n\n{toml_text(document).lstrip()}"
 
 
 FORMAT = TorchtitanFormat()

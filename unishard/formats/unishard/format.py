@@ -23,6 +23,7 @@ from unishard.loading.validation import dotted, findings_of
 from unishard.mapping.entries import Entry, Meaning, Path, Undecided
 from unishard.mapping.express import Expressed, FieldResult
 from unishard.mapping.rules import Fit
+from unishard.mapping.templates import placeholders_in
 from unishard.plugins import registry
 from unishard.version import __version__
 
@@ -64,6 +65,10 @@ class UnishardFormat(Format):
         for path, rule in rules.items():
             fit, note = rule.outcome(config)
             words[path] = FieldResult(fit, path, note)
+        for path, _ in leaves(Config):
+            if found := placeholders_in(str(value_at(config, path))):
+                note = f"holds {' and '.join(found)}, which unishard does not fill in; write the value, or add --set {path}=..."
+                words[path] = FieldResult(Fit.NEEDS_INPUT, path, note)
         for path in reading.undecided:
             words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or add --set {path}=...")
         return Expressed(_document(reading), words)

@@ -1,0 +1,20 @@
+"""Placeholders in files that something else fills in: `${VAR}` and `$VAR` of a shell, `${a.b}` of OmegaConf, `{{ x }}` of Jinja."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+__all__ = ["is_placeholder", "placeholders_in"]
+
+_PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\{\{[^{}]*\}\}|(?<![\w$])\$[A-Z_][A-Z0-9_]*")
+
+
+def placeholders_in(value: Any) -> tuple[str, ...]:
+    """The placeholders in a value, such as `${OUT}` in `${OUT}/checkpoints`."""
+    return tuple(dict.fromkeys(_PLACEHOLDER.findall(value))) if isinstance(value, str) else ()
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether a value is only a placeholder."""
+    return isinstance(value, str) and _PLACEHOLDER.fullmatch(value.strip()) is not None
