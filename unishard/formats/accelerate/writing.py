@@ -24,6 +24,8 @@ TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_RULES, "deepspeed": DEE
 _SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}
 _SAVED = FieldResult(Fit.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
 _NO_KEY = FieldResult(Fit.IGNORED, "", "no key for it; pass it to the Accelerator's plugin or write a deepspeed_config_file")
+_ENGINES = ("backend", "native", "sharding.", "offload.")
+"""Fields that are the engine's, not the training script's: Accelerate without `fsdp_auto_wrap_policy` gathers the whole model at once."""
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
@@ -37,7 +39,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
     if config.backend not in TABLES:
         message = f"Accelerate has no backend {config.backend}; add --set backend=fsdp or backend=deepspeed"
         raise ConfigError([Problem("backend", message)])
-    left = reading.unsaid - {"backend", "native"}
+    left = frozenset(path for path in reading.unsaid if path in reading.undecided or not path.startswith(_ENGINES))
     # Where nobody says a value, the key is left out: Accelerate's own default is the same as its word "auto".
     table = {path: row._replace(auto=row.auto and path not in left) for path, row in TABLES[config.backend].items()}
     said = express(table, config, topology, left | frozenset(reading.undecided))

@@ -100,8 +100,8 @@ ENGINES = (
 """Fields that every engine says in its own words."""
 
 
-_ALWAYS = ("backend", "sharding.strategy", "native")
-"""Fields that every document says."""
+_ALWAYS = ("backend", "sharding.strategy", "sharding.units", "native")
+"""Fields that every document says, whichever tool the source is for."""
 
 
 def decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str, Rule]:
