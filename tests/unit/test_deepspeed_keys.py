@@ -111,7 +111,7 @@ def test_a_value_of_another_type_is_refused(key: str) -> None:
 def test_a_key_is_judged_alike_under_native_and_in_a_config_of_deepspeed(key: str) -> None:
     lost = {Fit.EQUIVALENT: Fit.IGNORED, Fit.APPROXIMATE: Fit.APPROXIMATE}[fit(key)[0]]
     for name in spellings(key):
-        assert KEYS[name].fit is lost, name
+        assert KEYS[name].fit is lost or KEYS[name].fields, name  # one that decides fields is translated through them
 
 
 def test_a_key_that_only_deepspeed_has_comes_back_as_a_native_setting() -> None:

@@ -13,7 +13,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from unishard.doctor.config_check import Ranks as CheckedRanks
+    from unishard.doctor.config_check import CheckedRanks
 
 __all__ = ["check"]
 
@@ -61,14 +61,14 @@ def _check(config: ConfigFile, changes: list[str], topology: Topology | None) ->
     Raises:
         ConfigError: It is refused. Lists every problem with `file:line`.
     """
-    from unishard.doctor.config_check import Ranks, notes_on, ranks_of, refusals_of
+    from unishard.doctor.config_check import CheckedRanks, notes_on, ranks_of, refusals_of
     from unishard.loading import read
 
     cfg, origins = read(config, changes)
     problems: list[Problem] = []
     checked = cfg
     try:
-        ranks = Ranks(topology, "--world-size") if topology else ranks_of(cfg)
+        ranks = CheckedRanks(topology, "--world-size") if topology else ranks_of(cfg)
     except ConfigError as error:  # no number of ranks fits, so the rest is checked without it
         problems += error.problems
         checked = cfg.override("training.global_batch_size=null")

@@ -20,10 +20,10 @@ from unishard.mapping.rules import Fit
 from unishard.plugins import registry, tested_versions
 from unishard.plugins.translate import check_batch, require_installed
 
-__all__ = ["Ranks", "notes_on", "ranks_of", "refusals_of"]
+__all__ = ["CheckedRanks", "notes_on", "ranks_of", "refusals_of"]
 
 
-class Ranks(NamedTuple):
+class CheckedRanks(NamedTuple):
     """The ranks that a config is checked for."""
 
     topology: Topology
@@ -31,7 +31,7 @@ class Ranks(NamedTuple):
     """The field or option that says how many; empty if nothing does, and one rank is assumed."""
 
 
-def ranks_of(cfg: Config) -> Ranks:
+def ranks_of(cfg: Config) -> CheckedRanks:
     """The number of ranks that a config implies.
 
     Raises:
@@ -47,10 +47,10 @@ def ranks_of(cfg: Config) -> Ranks:
         )
         raise ConfigError([Problem("training.global_batch_size", what)])
     if whole is not None:
-        return Ranks(Topology(whole // share, whole // share), "training.global_batch_size")
+        return CheckedRanks(Topology(whole // share, whole // share), "training.global_batch_size")
     if sharding.hybrid and sharding.group_size:
-        return Ranks(Topology(sharding.group_size, sharding.group_size), "sharding.group_size")
-    return Ranks(Topology(), "")
+        return CheckedRanks(Topology(sharding.group_size, sharding.group_size), "sharding.group_size")
+    return CheckedRanks(Topology(), "")
 
 
 def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from unishard.formats.signs import Signs, weighted
 __all__ = ["TOOLS", "OtherTool", "named"]
 
 _ENOUGH = 4
+_ANEW = "run `unishard init`"
 _NAMES_A_CLASS = ("_target_", "_component_", "_recipe_", "class_path", "recipe")
 
 
@@ -21,11 +22,11 @@ class OtherTool(NamedTuple):
     """The weights of its keys; those of at least 2 are in no format that unishard reads. `-` counts as `_`."""
     modules: tuple[str, ...] = ()
     """Python modules whose classes only its files name."""
-    instead: str = "run `unishard init`"
+    instead: str = _ANEW
     """What to do."""
 
 
-def _tool(name: str, keys: Mapping[int, str], *modules: str, instead: str = OtherTool._field_defaults["instead"]) -> OtherTool:
+def _tool(name: str, keys: Mapping[int, str], *modules: str, instead: str = _ANEW) -> OtherTool:
     return OtherTool(name, Signs(weighted(keys)), modules, instead)
 
 

@@ -158,6 +158,8 @@ def _compute(arguments: EngineBlock, precision: str, spot: Spot) -> None:
 
 def no_file(path: Path, name: Any) -> Entry:
     """An entry for a file that is not there: what it says must be decided by somebody else."""
-    note = f"file not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} fails as well; add the file"
+    note = (
+        f"{name} was not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} fails as well; add the file"
+    )
     said = Undecided(f"{name}, which was not found", required=True)
     return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said)))
