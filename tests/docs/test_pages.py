@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from fences import PAGES, ROOT, Block, blocks
+from fences import LOOPS, PAGES, ROOT, Block, blocks
 
 import unishard
 from unishard.config.sharding import Strategy
@@ -59,7 +59,7 @@ def run_source(source, folder):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("block", [block for block in blocks("python") if block.page != TUTORIAL], ids=str)
+@pytest.mark.parametrize("block", [block for block in blocks("python") if block.page not in (TUTORIAL, *LOOPS)], ids=str)
 def test_python_runs(block: Block, world, folder):
     run_ranks(world, run_source, block.text, str(folder))
 
