@@ -22,8 +22,8 @@ FOLDER = ROOT / "unishard" / "formats"
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
 FIELDS = [path for path, _ in leaves(Config)]
 SAID_OTHERWISE = (Fit.APPROXIMATE, Fit.IGNORED, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
-BUILDS_ON = {"axolotl": "hf"}
-"""axolotl hands its file to TrainingArguments, whose keys and words it has beside its own; no other format may build on another."""
+BUILDS_ON = dict.fromkeys(("axolotl", "llamafactory", "swift", "trl"), "hf")
+"""They hand their file to TrainingArguments, whose keys and words they have beside their own; no other format may build on another."""
 
 
 def imported(path: Path) -> Iterator[str]:

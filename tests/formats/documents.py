@@ -236,6 +236,40 @@ UNISHARD: list[Document] = [
     {"backend": "fsdp", "sharding": "hybrid_shard", "training": {"micro_batch_size": "${training.micro_batch_size}"}, "compile": "none"},
 ]
 
+_SCRIPT: Document = {"per_device_train_batch_size": 1, "learning_rate": 1e-5, "num_train_epochs": 1, "output_dir": "out"}
+_FILLED: Document = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+LLAMAFACTORY: list[Document] = [
+    {
+        **_SCRIPT,
+        "model_name_or_path": "m/m",
+        "stage": "sft",
+        "finetuning_type": "full",
+        "cutoff_len": 2048,
+        "template": "llama3",
+        "bf16": True,
+        "deepspeed": _FILLED,
+        "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "max_steps": 100,
+    },
+    {
+        **_SCRIPT,
+        "stage": "dpo",
+        "finetuning_type": "lora",
+        "cutoff_len": 512,
+        "fsdp": "full_shard auto_wrap",
+        "disable_gradient_checkpointing": True,
+    },
+]
+SWIFT: list[Document] = [
+    {**_SCRIPT, "model": "m/m", "tuner_type": "full", "torch_dtype": "bfloat16", "split_dataset_ratio": 0.01, "deepspeed": "zero3"},
+    {**_SCRIPT, "model": "m/m", "train_type": "lora", "fsdp": "fsdp2", "max_steps": 100, "nproc_per_node": 4},
+]
+TRL: list[Document] = [
+    {**_SCRIPT, "model_name_or_path": "m/m", "dataset_name": "d/d", "packing_strategy": "bfd", "use_peft": True, "max_steps": 10},
+    {**_SCRIPT, "model_name_or_path": "m/m", "reward_funcs": ["f"], "num_generations": 8, "fsdp": True, "fsdp_config": {"version": 2}},
+]
+
 SEEDS: Mapping[str, list[Document]] = {
     "unishard": UNISHARD,
     "deepspeed": DEEPSPEED,
@@ -245,6 +279,9 @@ SEEDS: Mapping[str, list[Document]] = {
     "axolotl": AXOLOTL,
     "composer": COMPOSER,
     "torchtitan": TORCHTITAN,
+    "llamafactory": LLAMAFACTORY,
+    "swift": SWIFT,
+    "trl": TRL,
 }
 
 _WORDS = """

@@ -42,7 +42,7 @@ def translate(
     """Translate a config of any tool into the format of another.
 
     Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf, lightning, axolotl,
-    composer, torchtitan. Exits with 1 and writes nothing if a key has no equivalent.
+    composer, torchtitan, llamafactory, swift, trl. Exits with 1 and writes nothing if a key has no equivalent.
     """
     from unishard import formats
 

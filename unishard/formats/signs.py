@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Signs", "has", "weighted"]
+__all__ = ["Signs", "beside", "has", "weighted"]
 
 
 class Signs(NamedTuple):
@@ -23,6 +23,11 @@ class Signs(NamedTuple):
     def found(self, data: Mapping[str, Any]) -> list[str]:
         """The keys of a document that speak for the format, the heaviest first."""
         return sorted((key for key in self.keys if has(data, key)), key=lambda key: -self.keys[key])
+
+
+def beside(around: Signs, own: Mapping[str, int], least: int = 3) -> Callable[[Mapping[str, Any]], int]:
+    """For a tool that adds its own keys to another's: the other's weight counts for it too where a key of its own says enough."""
+    return lambda data: around.weight(data) if any(weight >= least and has(data, key) for key, weight in own.items()) else 0
 
 
 def has(data: Any, key: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unishard.config.topology import Topology
@@ -19,11 +19,11 @@ from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import NOTHING, Entry, Meaning, interpret
+from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
 from unishard.mapping.express import Expressed
 from unishard.mapping.rules import Fit
 
-__all__ = ["FORMAT"]
+__all__ = ["FORMAT", "HfFormat", "entries_of"]
 
 
 class HfFormat(Format):
@@ -75,11 +75,29 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
 _BESIDE = Meaning(Fit.IGNORED, "not a TrainingArguments key: only the script reads it")
 
 
+def entries_of(source: Source, topology: Topology | None, *, own: Mapping[str, Key], silent: Mapping[str, Any]) -> list[Entry]:
+    """The entries of a script's arguments and TrainingArguments in one file.
+
+    Args:
+        source: The document.
+        topology: The ranks.
+        own: Rows of the script's arguments.
+        silent: What the script assumes, by argument.
+    """
+    keys = {name: row._replace(silent=silent[name]) if name in silent else row for name, row in {**KEYS, **own}.items()}
+    return _read(source, topology, {**keys, **around(source.data, keys, KEYS)})
+
+
 def _entries(source: Source, topology: Topology | None, *, section: bool = False) -> list[Entry]:
     data = source.data
-    more = section or wrapped(data)
-    keys = {**KEYS, **DIALECT} if more else KEYS
-    keys = {**with_script_defaults(keys, data), **around(data, keys, KEYS)} if more else keys
+    if not section and not wrapped(data):
+        return _read(source, topology, KEYS)
+    keys = {**KEYS, **DIALECT}
+    return _read(source, topology, {**with_script_defaults(keys, data), **around(data, keys, KEYS)})
+
+
+def _read(source: Source, topology: Topology | None, keys: Mapping[str, Key]) -> list[Entry]:
+    data = source.data
     whole = any(key in KEYS and key not in ENGINES for key in data)
     if not whole:
         keys = {name: row._replace(silent=NOTHING) for name, row in keys.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from unishard.mapping.entries import NOTHING, Key
 
-__all__ = ["with_script_defaults"]
+__all__ = ["LLAMAFACTORY", "swift", "with_script_defaults"]
 
 _SWIFT = ("tuner_type", "train_type", "sft_type", "split_dataset_ratio")
 """Keys that only ms-swift has; the first three say which parameters train."""
@@ -33,10 +33,17 @@ def with_script_defaults(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Ma
     return {name: row._replace(silent=silent[name]) if name in silent else row for name, row in keys.items()}
 
 
+LLAMAFACTORY: Mapping[str, Any] = {"disable_gradient_checkpointing": False}
+"""What LLaMA-Factory assumes."""
+
+
+def swift(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ms-swift assumes, which depends on the parameters that train."""
+    full = "full" in (data.get(key) for key in _SWIFT[:3])
+    return {**_SWIFT_SILENT, "learning_rate": _FULL_RATE if full else _ADAPTER_RATE}
+
+
 def _silent(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if any(key in data for key in _SWIFT):
-        full = "full" in (data.get(key) for key in _SWIFT[:3])
-        return {**_SWIFT_SILENT, "learning_rate": _FULL_RATE if full else _ADAPTER_RATE}
-    if "finetuning_type" in data and "stage" in data:
-        return {"disable_gradient_checkpointing": False}
-    return {}
+        return swift(data)
+    return LLAMAFACTORY if "finetuning_type" in data and "stage" in data else {}

@@ -1,0 +1,13 @@
+"""LLaMA-Factory's YAML: its own arguments and TrainingArguments in one file."""
+
+from __future__ import annotations
+
+from unishard.formats.format import Deferred
+from unishard.formats.hf import FORMAT as ARGUMENTS
+from unishard.formats.signs import Signs, beside, weighted
+
+__all__ = ["FORMAT"]
+
+_SIGNS = weighted({4: "finetuning_type", 3: "cutoff_len neat_packing dataset_dir plot_loss freeze_trainable_layers", 1: "template stage"})
+
+FORMAT = Deferred("llamafactory", Signs(_SIGNS, beside(ARGUMENTS.signs, _SIGNS)))

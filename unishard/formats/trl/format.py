@@ -1,0 +1,42 @@
+"""Reads and writes YAML of TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.formats.hf.dialects import DIALECT
+from unishard.formats.hf.loop import off
+from unishard.formats.hf.script import ScriptFormat
+from unishard.formats.names import names
+from unishard.mapping.entries import Key
+from unishard.mapping.key_rows import drops
+
+__all__ = ["FORMAT"]
+
+_LOADED = drops("the dtype in which the training script loads the model")
+_KINDS: Mapping[float, tuple[str, ...]] = {
+    1e-6: names(
+        "reward_funcs num_generations max_completion_length max_prompt_length precompute_ref_log_probs desirable_weight beta "
+        "undesirable_weight reference_free sync_ref_model use_vllm"
+    ),
+    1e-4: names("center_rewards_coefficient"),
+}
+"""Keys by which it shows that a file is not for SFT, by the learning rate that its config assumes (TRL 1.10, trainer/*_config.py)."""
+_SFT = 2e-5
+
+
+class TrlFormat(ScriptFormat):
+    """YAML of `trl sft`, `trl dpo` and the like."""
+
+    name = "trl"
+    tool = "TRL 1.10"
+    own: Mapping[str, Key] = {**DIALECT, "torch_dtype": _LOADED, "dtype": _LOADED}
+
+    def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """bf16 unless fp16 is on, recomputed activations, and a rate for each kind of training."""
+        rate = next((rate for rate, keys in _KINDS.items() if any(key in data for key in keys)), _SFT)
+        return {"bf16": off(data.get("fp16")), "gradient_checkpointing": True, "learning_rate": rate}
+
+
+FORMAT = TrlFormat()
