@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -57,7 +56,6 @@ def _readme(name: str, python: Path, folder: Path) -> tuple[Any, str]:
     """README's first program, as a user would run it."""
     (program, *_) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (folder / "train.py").write_text(program, encoding="utf-8")
-    shutil.copytree(ROOT / "configs", folder / "configs")
     done = run([python, "train.py"], timeout=_SECONDS[name], cwd=folder)
     return None, last_lines(done.stdout) if done.returncode else ""
 
