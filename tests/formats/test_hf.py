@@ -270,7 +270,7 @@ FACTORY = {
 
 def test_a_file_with_the_keys_of_a_script_around_is_read() -> None:
     outcome = translate(FACTORY, "unishard")
-    assert outcome.reading.format == "hf"
+    assert outcome.reading.format == "llamafactory"
     assert not outcome.of(Fit.UNSUPPORTED)
     assert "the script around" in item(outcome, "brand_new_key").note
 
