@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
 from unishard.config.topology import Topology
+from unishard.distributed import early
 from unishard.errors import (
     BackendError,
     CheckpointError,
@@ -75,6 +76,8 @@ __all__ = [
     "shutdown",
     "translate",
 ]
+
+early.install()
 
 _ON_FIRST_USE = {
     "Backend": "unishard.plugins.backend",

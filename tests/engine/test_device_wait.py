@@ -11,6 +11,8 @@ import torch
 
 from unishard.distributed import collective_check, watchdog
 from unishard.distributed.device_wait import DeviceWait
+from unishard.distributed.journal import Journal
+from unishard.distributed.verdict import BUSY, WAITS
 
 
 class Stream:
@@ -61,52 +63,47 @@ NOW = 100.0
 
 
 class Check:
-    """A rank that is late for check 4, which rank 1 waits at."""
+    """A rank that has made no call for a second, since its call of an update."""
 
-    rank, size, active, failed, number, waiting, thread = 0, 2, 1, "", 3, False, 0
-    timeout, place, last = 0.2, "is in engine.step (update 16)", ""
-    world = None
+    rank, active, failed, waiting, thread, timeout, world = 0, 1, "", False, 0, 0.2, None
 
     def __init__(self, device_wait: DeviceWait | None) -> None:
-        self.device_wait, self.moved, self.spoke = device_wait, NOW - 1, []
-        self.told: dict[int, str] = {1: "is in engine.save"}
-        self.places = SimpleNamespace(asked=lambda number: number == 4, tell=self._tell, read=lambda *_: self.told)
+        self.device_wait, self.moved, self.told = device_wait, NOW - 1, []
+        self.journal = Journal()
+        self.journal.note("is in engine.step (update 16)")
+        self.line = SimpleNamespace(verdict="", status=self.told.append)
 
-    def _tell(self, number: int, kind: str, text: str) -> None:
-        self.told[0] = text
-
-    def speak(self, number: int, place: str) -> None:
-        self.spoke.append((number, place))
+    def give_up(self, why: str) -> None:
+        raise AssertionError(why)
 
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Lets the watch look at a rank that sits in a call of an engine, until it must have spoken."""
+    """Lets the watch look at a rank that sits in a call of an engine, until it must have said what it does: what, and where."""
     clock = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(watchdog, "stack_of", lambda thread: ("train.py:7 in main", True, False))
+    monkeypatch.setattr(watchdog, "position_of", lambda thread: (7,))
 
-    def look(device_wait: DeviceWait | None) -> Check:
+    def look(device_wait: DeviceWait | None) -> tuple[str, str]:
         check, own, clock.now = Check(device_wait), watchdog._Watch(), NOW
         own.look(check)
-        assert check.spoke == []
+        assert check.told[0].doing == BUSY
         clock.now = NOW + check.timeout / 4 + 0.01
         own.look(check)
-        return check
+        return check.told[-1].doing, check.told[-1].place
 
     return look
 
 
-def test_a_rank_whose_device_is_held_up_says_that_it_will_never_come(looks):
-    check = looks(DeviceWait(Stream()))
-    assert check.spoke == [(4, "waits in torch.distributed at train.py:7 in main, in a call of an engine")]
+def test_a_rank_whose_device_is_held_up_says_that_it_waits(looks):
+    where = "is in engine.step (update 16), waits in torch.distributed at train.py:7 in main"
+    assert looks(DeviceWait(Stream())) == (WAITS, where)
 
 
 @pytest.mark.parametrize("wait", [None, DeviceWait(Stream(reached=False)), DeviceWait(Stream(done=True))])
 def test_a_rank_that_computes_is_waited_for(looks, wait):
-    check = looks(wait)
-    assert check.spoke == []
-    assert check.told[0] == "is in engine.step (update 16) at train.py:7 in main"
+    assert looks(wait) == (BUSY, "is in engine.step (update 16) at train.py:7 in main")
 
 
 @pytest.mark.gpu

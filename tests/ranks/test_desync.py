@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import time
 from contextlib import contextmanager
 
@@ -179,13 +181,41 @@ def waits_elsewhere(backend):
         assert time.monotonic() - start < 3.0 + 2
 
 
+@contextmanager
+def warnings_of_unishard():
+    """What the logger `unishard` writes in the block."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("unishard").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("unishard").removeHandler(handler)
+
+
 def is_late(backend):
     """A rank that is busy on its own for longer than the timeout is waited for."""
-    with prepare(config(backend, communication={"desync_timeout": 1.0})) as engine:
+    with prepare(config(backend, communication={"desync_timeout": 1.0})) as engine, warnings_of_unishard() as said:
         train(engine, own_share(1))
         if dist.get_rank() == 1:
+            reads_elsewhere()
             reads_slowly()
-        return engine.mean(float(dist.get_rank()))
+        return engine.mean(float(dist.get_rank())), said
+
+
+def reads_elsewhere():
+    time.sleep(0.5)
+
+
+def takes_long_updates(backend):
+    """Healthy updates that together take longer than the time after which one long call is named, none of them checked."""
+    with prepare(config(backend, communication={"desync_timeout": 0.5})) as engine, warnings_of_unishard() as said:
+        train(engine, own_share(10))
+        engine.module.blocks[0].register_forward_hook(lambda *_: time.sleep(0.4))
+        for batch in own_share(9):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+    return [message for message in said if "has been in" in message]
 
 
 def reads_slowly():
@@ -235,8 +265,19 @@ def test_a_rank_that_waits_in_a_collective_of_torch_is_found(backend):
     assert "rank 1 waits in torch.distributed at test_desync.py" in error.message
 
 
-def test_a_late_rank_is_waited_for():
-    assert answers(is_late, "fsdp") == [0.5, 0.5]
+def test_a_late_rank_is_waited_for_and_a_warning_says_where_it_is_now():
+    (mean, warned), late = answers(is_late, "fsdp")
+    assert late == (mean, []) == (0.5, [])
+    assert len(warned) == 1
+    assert re.fullmatch(
+        r"rank 0 has waited \d s for other ranks: rank 0 is in engine.mean \(update 2, micro-batch 1 of 1\); "
+        r"rank 1 is at test_desync.py:\d+ in reads_slowly, outside unishard",
+        warned[0],
+    )
+
+
+def test_no_healthy_run_is_warned_of():
+    assert answers(takes_long_updates, "fsdp") == [[], []]
 
 
 def in_a_group_of_the_callers(backend):
@@ -274,6 +315,34 @@ def what_is_read_from_the_device(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_watch_is_told_where_the_host_waits_for_the_device(backend):
     assert answers(what_is_read_from_the_device, backend) == [["cpu", "read", "cpu", "update", "read"]] * 2
+
+
+def exchanges_of_short_updates(backend):
+    """Times that ranks wait for each other in the check: in an update of the first ten, in eight later ones, and in a mean between them."""
+    exchange, made = collective_check.DesyncCheck._exchange, []
+    collective_check.DesyncCheck._exchange = lambda *args: made.append(1) or exchange(*args)
+    collective_check.interval = lambda seconds: 10  # as if none took longer than 0.1 s
+
+    def exchanges(act):
+        before = len(made)
+        act()
+        return len(made) - before
+
+    def update():
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+    with prepare(config(backend, "no_shard")) as engine:
+        batch = own_share(1)[0]
+        first = exchanges(update)
+        for _ in range(10):
+            update()
+        return first, [exchanges(update) for _ in range(8)], exchanges(lambda: engine.mean(1.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_wait_for_each_other_in_few_short_updates(backend):
+    assert answers(exchanges_of_short_updates, backend) == [(3, [0] * 8, 1)] * 2
 
 
 # -- switched off, and free of charge with one rank -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from unishard.config import launchers
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Topology", "first_host", "forgotten_srun", "rendezvous"]
+__all__ = ["Topology", "first_host", "forgotten_srun", "rendezvous", "store_of_launcher"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,14 @@ def forgotten_srun(environ: Mapping[str, str] = os.environ) -> str | None:
     if (tasks := launchers.batch_tasks(environ)) == 1:
         return None
     return f"this Slurm job has {tasks} tasks, but this script runs on one rank; to train on all of them, start it with srun"
+
+
+def store_of_launcher(method: str, environ: Mapping[str, str] = os.environ) -> tuple[str, int, bool]:
+    """Host and port of the store for an `init_method` of `rendezvous`, and whether the launcher serves it, as torchrun's agent does."""
+    if method != "env://":
+        host, _, port = method.removeprefix("tcp://").rpartition(":")
+        return host, int(port), False
+    return environ["MASTER_ADDR"], launchers.number(environ, "MASTER_PORT"), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def first_host(hosts: str) -> str:

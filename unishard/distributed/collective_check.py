@@ -1,31 +1,33 @@
 """Checks that all ranks make the same collective calls; on a mismatch, raises an error on all ranks that names each rank's call.
 
-Every collective call of an engine starts with a rendezvous: each rank sends a digest of its call to the others over gloo and waits for
-theirs. If all are equal, the call continues; else every rank writes its call into the store, reads those of the others and raises. So no
-rank is left inside a collective, which cannot be aborted on gloo (torch 2.13).
+Each rank hashes its calls (`Journal`), all of them, and before some of them it sends the hash to the others over gloo and waits for theirs:
+in the first updates, then as often as costs nothing, and always before rare calls. If all are equal, the call continues; else the ranks
+exchange their last calls and raise an error, before the collectives of this call. Ranks that already wait in collectives after calls that
+were not compared are found by the watchdog.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Communication
+from unishard.distributed import lifeline
 from unishard.distributed.device_wait import DeviceWait
+from unishard.distributed.journal import Call, Journal, tail_from
 from unishard.distributed.process_group import TIMEOUT
-from unishard.distributed.rank_locations import Places, describe
+from unishard.distributed.verdict import different_calls
 from unishard.distributed.watchdog import watch
 from unishard.errors import RankMismatchError
 
-__all__ = ["DesyncCheck", "Member", "join", "meet", "samples"]
+__all__ = ["DesyncCheck", "Member", "begin", "interval", "join", "leaving", "meet", "samples", "samples_modules"]
 
 LATE = TIMEOUT
 """How long a rank may be late outside the library."""
@@ -34,11 +36,17 @@ _RADIX = 8
 _ANSWER = 3.0
 """Seconds to wait for another rank to report its call."""
 _EVERY = 10
-"""Check every tenth optimizer step, and all of the first ten."""
+"""Wait for the other ranks before the calls of every tenth optimizer step, and of all of the first ten."""
+_PACE = 1.0
+"""Seconds after which they are waited for again, if optimizer steps take longer than a tenth of that."""
+_SAID = 8
+"""Calls that a rank reports when it closes an engine."""
 _ABSENT = 2**40
 """A digest that no call has: a rank that receives it raises."""
 
 _current: DesyncCheck | None = None
+_begun = 0
+"""Calls of `begin` without a check."""
 
 
 class _Sent(NamedTuple):
@@ -59,17 +67,42 @@ class Member:
         check.active += 1
         self._number = check.members
 
-    def enter(self, call: str, detail: str = "") -> None:
+    def enter(self, call: str, detail: str = "", seconds: float = 0.0) -> float:
         """Check the ranks before the collectives of a call. Collective.
+
+        Args:
+            call: A method of the engine.
+            detail: What must be the same on all ranks.
+            seconds: A time that this rank has measured.
+
+        Returns:
+            The longest time of all ranks.
 
         Raises:
             RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's call.
         """
-        self._check.enter(f"is in {self._name}.{call}" + (f" ({detail})" if detail else ""))
+        return self._check.enter(self._place(call, detail), seconds=seconds)
+
+    def note(self, call: str, detail: str = "") -> None:
+        """Record a call, which the next `enter` checks.
+
+        Raises:
+            RankMismatchError: The ranks have been found to differ.
+        """
+        self._check.note(self._place(call, detail))
+
+    def enter_module(self, name: str, *, wait: bool) -> None:
+        """Record that the forward enters a module whose parameters are gathered; with `wait`, check it as in `enter`."""
+        if wait:
+            self._check.enter(name, is_module=True)
+        else:
+            self._check.note(name, is_module=True)
 
     def leave(self, why: BaseException | None = None) -> None:
         """Report that this engine is closed. Does not wait; ranks that still use the engine raise an error."""
-        self._check.leave(f"has closed the {self._name}", "" if why is None else f", leaving with {_headline(why)}")
+        closed = f"has closed the {self._name}"
+        self._check.active -= 1
+        self._check.leave(closed, why)
 
     @contextmanager
     def reading(self, device: torch.device) -> Iterator[None]:
@@ -80,21 +113,62 @@ class Member:
         finally:
             self._check.device_wait = None
 
+    def _place(self, call: str, detail: str) -> str:
+        return f"is in {self._name}.{call} ({detail})" if detail else f"is in {self._name}.{call}"
+
     @property
     def _name(self) -> str:
         return "engine" if self._check.active == 1 else f"engine {self._number}"
 
 
+def begin(cfg: Communication) -> None:
+    """Start the check of the current process group if the config asks for one. Collective.
+
+    Raises:
+        RankMismatchError: A rank is gone, or the ranks differ in `communication.desync_check`.
+    """
+    global _current, _begun
+    if (check := _of_this_group()) is not None:
+        check.timeout = cfg.desync_timeout
+    if check is not None or dist.get_world_size() == 1:
+        return
+    _begun += 1
+    if (line := lifeline.current()) is not None:
+        wait = {"what": "to call unishard.prepare", "patience": cfg.desync_timeout}
+        answers = line.collect(f"check/{_begun}", cfg.desync_check, **wait)  # type: ignore[arg-type]
+        if len(answers) < line.size:
+            raise RankMismatchError(f"{line.cause(1.0)}; it was waited for in unishard.prepare")
+        if len(set(answers.values())) > 1:
+            held = ", ".join(f"rank {rank} has {value}" for rank, value in sorted(answers.items())[:8])
+            raise RankMismatchError(f"ranks hold different configs; start every rank with the same:\ncommunication.desync_check: {held}")
+    if cfg.desync_check:
+        _current = DesyncCheck(cfg.desync_timeout, _begun)
+
+
 def meet(place: str) -> None:
-    """Check a call outside an engine, if this process group has had an engine. Collective."""
-    if _current is not None and _current.world is dist.group.WORLD:
-        _current.enter(f"is in {place}")
+    """Check a call outside an engine, if this process group has a check. Collective."""
+    if (check := _of_this_group()) is not None:
+        check.enter(f"is in {place}")
+
+
+@contextmanager
+def leaving(place: str) -> Iterator[None]:
+    """A block outside an engine with collectives. If it raises, the other ranks are told, and raise where they wait for this one."""
+    try:
+        yield
+    except RankMismatchError:  # the other ranks know
+        raise
+    except BaseException as error:
+        if (check := _of_this_group()) is not None:
+            check.leave(f"has left {place}", error)
+        raise
 
 
 def samples(updates: int) -> bool:
-    """Whether the calls of an optimizer step are checked: all of the first ones, where most mistakes show, then every tenth.
+    """Whether ranks wait for each other before each call of an optimizer step, however short: in the first ones, and in every tenth.
 
-    Waking another process takes about a millisecond on a busy machine, too much for every call of a short step.
+    Waking another process takes about a millisecond on a busy machine, too much for every call of a short step. The calls in between are
+    hashed, and compared in the next step that is checked.
 
     Args:
         updates: Completed accumulation windows of an engine, the same on every rank.
@@ -102,37 +176,64 @@ def samples(updates: int) -> bool:
     return updates < _EVERY or updates % _EVERY == 0
 
 
+def samples_modules(updates: int) -> bool:
+    """Whether ranks also wait for each other before each module whose parameters are gathered.
+
+    Args:
+        updates: As in `samples`.
+    """
+    return updates < _EVERY
+
+
+def interval(seconds: float) -> int:
+    """Optimizer steps until the next one whose calls are checked.
+
+    Args:
+        seconds: What a step takes, the same on every rank.
+    """
+    return max(1, min(_EVERY, round(_PACE / max(seconds, 1e-6))))
+
+
 def join(cfg: Communication) -> Member | None:
     """Join the check of the current process group; None if there is nothing to check. Collective."""
-    global _current
     if dist.get_world_size() == 1 or not cfg.desync_check:
         return None
-    if _current is None or _current.world is not dist.group.WORLD:
-        _current = DesyncCheck(cfg.desync_timeout)
-    _current.timeout = cfg.desync_timeout
-    return Member(_current)
+    begin(cfg)
+    check = _of_this_group()
+    return None if check is None else Member(check)
+
+
+def _of_this_group() -> DesyncCheck | None:
+    return _current if _current is not None and dist.is_initialized() and _current.world is dist.group.WORLD else None
 
 
 class DesyncCheck:
-    """The rendezvous of all ranks of one process group. Used by one thread at a time."""
+    """The check of all ranks of one process group. Used by one thread at a time."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, serial: int = 0) -> None:
         """Create the check. Collective.
 
         Args:
-            timeout: Seconds after which a late rank is asked for its call.
+            timeout: Seconds after which a late rank is named.
+            serial: Another one for each check of this process.
         """
         self.world = dist.group.WORLD
         self.timeout = timeout
+        self._serial = serial
         self.members = self.active = 0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.line = lifeline.current()
+        self.journal = journal = Journal()
+        if self.line is not None:
+            self.line.place, self.line.unit = journal.now, lambda: journal.unit
         self._group = dist.new_group(backend="gloo", timeout=LATE)  # gloo even with NCCL: nothing here waits for a device
-        self.places = Places(self._group.get_group_store(), self.rank, self.size)
         self._rounds = list(_rounds(self.size))
         self.number = 0
-        self.place = self.last = "is before its first call"
+        """Digests that this rank has sent."""
         self._sent: list[_Sent] = []
         self.failed = ""
+        self._absent = False
+        """Whether the others have been told that this rank makes no call any more."""
         self.waiting = False
         self.device_wait: DeviceWait | None = None
         self.thread = threading.get_ident()
@@ -140,71 +241,92 @@ class DesyncCheck:
         self._lock = threading.Lock()
         watch(self)
 
-    def enter(self, place: str) -> None:
-        """See `Member.enter`."""
+    def note(self, place: str, *, is_module: bool = False) -> None:
+        """See `Member.note`."""
         if self.failed:
             raise RankMismatchError(self.failed)
-        try:
-            self._begin_call(place)
-            agreed = self._exchange(zlib.crc32(place.encode()))
-        except RankMismatchError:
-            raise
-        except RuntimeError:  # gloo: the other rank is gone, or later than LATE
-            self._fail(place)
-        finally:
-            self.waiting = False
-            self.moved = time.monotonic()
-        if not agreed:
-            raise RankMismatchError(self._report(self.number, place))
+        self.moved = time.monotonic()
+        if is_module:
+            self.journal.enter(place)
+        else:
+            self.thread = threading.get_ident()
+            self.journal.note(place)
 
-    def leave(self, place: str, why: str) -> None:
+    def enter(self, place: str, *, is_module: bool = False, seconds: float = 0.0) -> float:
+        """See `Member.enter`."""
+        with self._waits():
+            self._settle()
+            with self._lock:  # the watchdog may answer for this rank at the same time
+                self.note(place, is_module=is_module)
+                self.number += 1
+            least, largest, slowest = self._exchange(self.journal.state, int(seconds * 1e6))
+            if least != largest:
+                raise RankMismatchError(self._report(self.number))
+            return slowest / 1e6
+
+    def leave(self, place: str, why: BaseException | None) -> None:
         """See `Member.leave`."""
-        self.active -= 1
         if self.failed or self.world is not dist.group.WORLD:
             return
         with self._lock:
-            self._begin(place)
-            self._send(zlib.crc32(place.encode()), place + why)
+            self.journal.note(place)
+            self.moved = time.monotonic()
+            self._send(self.journal.state)
+        if self.line is not None:
+            tail = self.journal.tail()
+            said = Call(place if why is None else f"{place}, leaving with {_headline(why)}")
+            self.line.give(self._key(self.number), tail._replace(calls=(*tail.calls[-_SAID:-1], said)))
 
-    def speak(self, number: int, place: str) -> None:
-        """Called by the watchdog: this rank will never reach a check, and the others need not wait."""
+    def give_up(self, why: str) -> None:
+        """Called by the watchdog: no rank can go on."""
         with self._lock:
-            if self.number + 1 == number:
-                self._begin(place)
-                self._send(_ABSENT, place)
+            self.failed = self.failed or why
+            if not self.waiting:
+                self._say_absent()
 
-    def _begin_call(self, place: str) -> None:
-        while True:
-            self._settle()
-            with self._lock:  # the watchdog may answer for this rank at the same time
-                if not self._sent:
-                    self._begin(place)
-                    self.waiting = True
-                    return
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        """A block in which this rank waits for the others."""
+        if self.failed:
+            raise RankMismatchError(self.failed)
+        self.waiting, self.moved = True, time.monotonic()
+        try:
+            yield
+        except RankMismatchError:
+            raise
+        except RuntimeError:  # gloo: the other rank is gone, or later than LATE
+            self.failed = self._report(self.number)
+            raise RankMismatchError(self.failed) from None
+        finally:
+            with self._lock:
+                self.waiting, self.moved = False, time.monotonic()
+                if self.failed:
+                    self._say_absent()
 
-    def _begin(self, place: str) -> None:
-        self.number += 1
-        self.last, self.place = self.place, place
-        self.thread, self.moved = threading.get_ident(), time.monotonic()
+    def _say_absent(self) -> None:
+        """Release ranks that wait for this one. The check cannot be used any more."""
+        if not self._absent:
+            self._absent = True
+            self._send(_ABSENT)
 
-    def _exchange(self, digest: int) -> bool:
-        """Whether all ranks have the same digest. The ranks exchange the minimum and the maximum digest."""
+    def _exchange(self, digest: int, time: int) -> tuple[int, int, int]:
+        """The least and the largest digest of all ranks, and the longest time."""
         least = largest = digest
         for stage, distances in enumerate(self._rounds):
-            sending, receiving = self._stage(stage, distances, torch.tensor([least, largest], dtype=torch.int64, device="cpu"))
+            sending, receiving = self._stage(stage, distances, torch.tensor([least, largest, time], dtype=torch.int64, device="cpu"))
             for work, theirs in receiving:
                 work.wait()
-                low, high = theirs.tolist()
-                least, largest = min(least, low), max(largest, high)
+                low, high, other = theirs.tolist()
+                least, largest, time = min(least, low), max(largest, high), max(time, other)
             for work, _ in sending:
                 work.wait()
-        return least == largest
+        return least, largest, time
 
-    def _send(self, digest: int, text: str) -> None:
+    def _send(self, digest: int) -> None:
         """Send a digest to all ranks that this rank sends to in any round, without waiting."""
-        self.places.tell(self.number, "place", text)
+        self.number += 1
         sending, receiving = [], []
-        mine = torch.tensor([digest, digest], dtype=torch.int64, device="cpu")
+        mine = torch.tensor([digest, digest, 0], dtype=torch.int64, device="cpu")
         try:
             for stage, distances in enumerate(self._rounds):
                 out, back = self._stage(stage, distances, mine)
@@ -219,7 +341,7 @@ class DesyncCheck:
         sending = [(group.send([mine], (rank + distance) % size, stage), mine) for distance in distances]
         receiving = []
         for distance in distances:
-            theirs = torch.empty(2, dtype=torch.int64, device="cpu")
+            theirs = torch.empty(3, dtype=torch.int64, device="cpu")
             receiving.append((group.recv([theirs], (rank - distance) % size, stage), theirs))
         return sending, receiving
 
@@ -227,30 +349,28 @@ class DesyncCheck:
         """Receive the others' digests for the calls that this rank did not wait for."""
         while self._sent:
             number, digest, sending, receiving = self._sent.pop(0)
-            self.waiting, self.moved = True, time.monotonic()
-            try:
-                for work, _ in (*receiving, *sending):
-                    work.wait()
-            except RuntimeError:
-                self._fail(self.place)
-            if digest == _ABSENT or any(value != digest for _, theirs in receiving for value in theirs.tolist()):
-                raise RankMismatchError(self._report(number, None))
+            for work, _ in (*receiving, *sending):
+                work.wait()
+            if digest == _ABSENT or any(value != digest for _, theirs in receiving for value in theirs.tolist()[:2]):
+                raise RankMismatchError(self._report(number))
 
-    def _fail(self, place: str) -> NoReturn:
-        """Raise because a rank is gone. The check cannot be used any more."""
-        self.failed = self._report(self.number, place)
-        self._send(_ABSENT, place)
-        raise RankMismatchError(self.failed) from None
+    def _report(self, number: int) -> str:
+        """Exchange the last calls after a digest that differed, and describe where they differ."""
+        line, tail = self.line, self.journal.tail()
+        if line is None:
+            return different_calls({self.rank: tail}, dict.fromkeys(set(range(self.size)) - {self.rank}, ""))
+        answers = {} if line.verdict else line.collect(self._key(number), tail, seconds=_ANSWER)
+        if line.verdict:
+            return line.verdict
+        missing = set(range(self.size)) - answers.keys()
+        if missing:
+            line.wait(lambda: missing <= line.endings.keys(), 1.0)
+        self.journal.restart(number)
+        gone = {rank: line.endings[rank].text if rank in line.endings else "" for rank in missing}
+        return different_calls({rank: tail_from(value) for rank, value in answers.items()}, gone)
 
-    def _report(self, number: int, place: str | None) -> str:
-        """Publish this rank's call (None: already published), and describe the calls of all ranks."""
-        if place is not None:
-            self.places.tell(number, "place", place)
-        found = self.places.read(number, "place", _ANSWER)
-        if place is not None:
-            found[self.rank] = place  # even if the rank that serves the store is gone
-        where = describe(found, set(range(self.size)) - set(found), self.last)
-        return f"ranks made different calls and would deadlock: {where}"
+    def _key(self, number: int) -> str:
+        return f"report/{self._serial}/{number}"
 
 
 def _headline(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from unishard.config.topology import Topology, forgotten_srun, rendezvous
-from unishard.distributed import devices
+from unishard.distributed import arrival, devices
 from unishard.errors import RankMismatchError
 from unishard.patches import CORE_PATCHES
 
@@ -50,26 +50,35 @@ def device_of_numbers() -> torch.device:
     return torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
 
 
-def ensure(topology: Topology) -> Topology:
+def ensure(topology: Topology, *, watched: bool = False) -> Topology:
     """Initialize the default process group, or use the one that the caller has initialized. Collective.
 
     CUDA ranks get `cpu:gloo,cuda:nccl`, for collectives on tensors of either device, and their device becomes the current one; CPU ranks
     get gloo. A plain `python script.py` becomes a group of one rank without using the network.
+
+    Args:
+        topology: The ranks.
+        watched: Whether to connect the ranks first, so that the end of one is known to the others at once (`lifeline`).
 
     Returns:
         The topology with the rank and world size of the actual group.
 
     Raises:
         ConfigError: The launcher's environment has no rendezvous address, or a rank has no CUDA device of its own.
+        RankMismatchError: Another rank has ended before it came here; with `watched`.
     """
     cuda, started = torch.cuda.is_available(), dist.is_initialized()
     if cuda:
         torch.cuda.set_device(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
     if started:
+        if watched:
+            arrival.join_group()
         return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size())
     meet: dict[str, Any] = {"init_method": rendezvous(topology)}
     if meet["init_method"] is None:
         meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    elif watched and topology.world_size > 1:
+        meet = {"store": arrival.meet(topology, TIMEOUT)}
     if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
         warnings.warn(forgotten, UserWarning, stacklevel=3)
     # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the group split NCCL's
@@ -78,6 +87,7 @@ def ensure(topology: Topology) -> Topology:
         "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, timeout=TIMEOUT, **meet
     )
     atexit.register(shutdown)
+    arrival.started()
     if cuda and topology.world_size > 1:
         devices.refuse_shared(torch.cuda.current_device())
     return topology
@@ -162,6 +172,7 @@ def shutdown() -> None:
     After an error NCCL's communicators are aborted, because destroying them waits for pending collectives.
     """
     global _failed
+    arrival.leave()
     if not dist.is_initialized():
         return
     _host_groups.clear()

@@ -1,82 +1,29 @@
-"""Shares through the process group's store where each rank is, for the messages of `unishard.distributed.collective_check`."""
+"""Where each rank is, in words: for the messages of `unishard.distributed.collective_check`."""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
-import time
 import traceback
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["Places", "describe", "stack_of"]
+__all__ = ["describe", "may_wait_for_ranks", "position_of", "stack_of", "where_raised"]
 
 _ENGINE = str(Path(__file__).parents[1] / "engine")
 """On the stack of every call of an engine."""
 _PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = tuple({sysconfig.get_path("stdlib"), *(sysconfig.get_path(name) for name in ("purelib", "platlib"))})
+_WRITING = str(Path(__file__).parents[1] / "checkpoint")
+_STDLIB = sysconfig.get_path("stdlib")
+_INSTALLED = tuple(
+    {sysconfig.get_path("stdlib"), *(sysconfig.get_path(name) for name in ("purelib", "platlib")), str(Path(torch.__file__).parents[1])}
+)
 _COLLECTIVES = str(Path(dist.__file__).parent)
-
-
-class Places:
-    """One line of text for each rank and check, written by that rank and readable by all.
-
-    Uses its own connection: a waiting request blocks all others on the same connection.
-    """
-
-    def __init__(self, store: Any, rank: int, world: int) -> None:
-        """Create it, without any lines.
-
-        Args:
-            store: The `torch.distributed.Store` of a process group that is used for nothing else.
-            rank: This rank.
-            world: Number of ranks.
-        """
-        self._store = dist.PrefixStore("unishard/desync", store.clone())  # type: ignore[attr-defined]  # exported without __all__ (torch 2.13)
-        self._rank, self._world = rank, world
-        self._ended = False
-        """Whether the rank that serves the store is gone; torch then warns on every request."""
-
-    def ask(self, check: int) -> None:
-        """Ask every rank that has not reached this check where it is."""
-        self._set(f"asked/{check}", "")
-
-    def asked(self, check: int) -> bool:
-        """Whether a rank waiting at this check has asked where the others are."""
-        if self._ended:
-            return False
-        try:
-            return bool(self._store.check([f"asked/{check}"]))
-        except RuntimeError:
-            self._ended = True
-            return False
-
-    def tell(self, check: int, kind: str, text: str) -> None:
-        """Write where this rank is."""
-        self._set(f"{kind}/{check}/{self._rank}", text)
-
-    def _set(self, key: str, text: str) -> None:
-        if self._ended:
-            return
-        try:
-            self._store.set(key, text)
-        except RuntimeError:
-            self._ended = True
-
-    def read(self, check: int, kind: str, seconds: float) -> dict[int, str]:
-        """The lines that the ranks have written, after waiting this long for missing ones; ranks without a line are absent."""
-        found, end = {}, time.monotonic() + seconds
-        for rank in range(self._world):
-            try:
-                self._store.wait([f"{kind}/{check}/{rank}"], timedelta(seconds=max(end - time.monotonic(), 0.001)))
-                found[rank] = self._store.get(f"{kind}/{check}/{rank}").decode(errors="replace")
-            except RuntimeError:  # DistStoreError: a timeout, or the store is gone
-                continue
-        return found
+_CHECKPOINTS = str(Path(dist.__file__).parent / "checkpoint")
+"""In torch.distributed too, but it waits for disks."""
 
 
 def describe(places: Mapping[int, str], silent: Iterable[int], last: str) -> str:
@@ -105,14 +52,58 @@ def stack_of(thread: int) -> tuple[str, bool, bool]:
 
     Returns:
         `file:line in function` of the innermost frame of the user's code, whether the thread is in a call of an engine, and whether it is
-        in torch.distributed outside such a call.
+        in a collective of torch.distributed.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "nowhere: its thread has ended", False, False
     frames = traceback.extract_stack(frame)
-    inside = any(entry.filename.startswith(_ENGINE) for entry in frames)
-    waiting = not inside and any(entry.filename.startswith(_COLLECTIVES) for entry in frames)
+    return _in_words(frames), _is_inside(frames), _waits(frames)
+
+
+def may_wait_for_ranks(thread: int, *, surely: bool) -> bool:
+    """Whether a thread that stands still may be in a collective, and not in other work such as writing a checkpoint.
+
+    Args:
+        thread: Its identifier.
+        surely: Whether to leave out calls of an engine that may as well compute: those that wait in C++ or for a device.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return False
+    frames = traceback.extract_stack(frame)
+    if _waits(frames):
+        return True
+    names = [entry.filename for entry in frames]
+    in_python = names[-1].startswith(_STDLIB) and "-packages" not in names[-1]  # a lock, a file, another process
+    return not surely and not in_python and _is_inside(frames) and not any(name.startswith(_WRITING) for name in names)
+
+
+def position_of(thread: int) -> tuple[int, ...]:
+    """The instruction at which each frame of a thread is: equal twice if the thread has not moved, or is back where it was."""
+    frame, position = sys._current_frames().get(thread), []
+    while frame is not None:
+        position += [id(frame), frame.f_lasti]
+        frame = frame.f_back
+    return tuple(position)
+
+
+def where_raised(error: BaseException) -> str:
+    """`file:line in function` of the user's code that raised an error, or whose call raised it; empty for an error that was not raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _in_words(frames) if frames else ""
+
+
+def _in_words(frames: traceback.StackSummary) -> str:
     own = [entry for entry in frames if not entry.filename.startswith((_PACKAGE, "<", *_INSTALLED))]
     entry = (own or frames)[-1]
-    return f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}", inside, waiting
+    return f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}"
+
+
+def _is_inside(frames: traceback.StackSummary) -> bool:
+    return any(entry.filename.startswith(_ENGINE) for entry in frames)
+
+
+def _waits(frames: traceback.StackSummary) -> bool:
+    innermost = next((entry.filename for entry in reversed(frames) if entry.filename.startswith(_COLLECTIVES)), "")
+    return bool(innermost) and not innermost.startswith(_CHECKPOINTS)

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that checks once a second whether ranks are late, and reports which ones and where they are."""
+"""The watchdog: a thread that looks once a second whether this rank stands still, and tells the hub where."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import logging
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from unishard.distributed.device_wait import DeviceWait
-from unishard.distributed.rank_locations import Places, describe, stack_of
+from unishard.distributed.journal import Journal
+from unishard.distributed.lifeline import Lifeline
+from unishard.distributed.rank_locations import position_of, stack_of
+from unishard.distributed.verdict import BUSY, LEFT, MEETS, WAITS, status_of
 
 __all__ = ["Watched", "watch"]
 
 _LONG = 6
 """Timeouts until a long call is reported that no other rank waits for."""
+_QUIET = 5.0
+"""Seconds in one call until the hub is told, at most: updates of large models take seconds."""
+_SAID = 64
+"""Calls that it is told, of the last ones."""
 
 _logger = logging.getLogger("unishard")
 
@@ -28,77 +35,91 @@ class Watched(Protocol):
     world: dist.ProcessGroup | None
     timeout: float
     active: int
+    """Open engines."""
     failed: str
-    number: int
-    """Number of the last check that this rank reached."""
-    place: str
-    last: str
+    journal: Journal
     waiting: bool
-    """Whether it waits for other ranks in this check."""
+    """Whether it waits for other ranks before a call."""
     moved: float
-    """When it reached or left the check."""
+    """When its last call began, or stopped to wait for other ranks."""
     device_wait: DeviceWait | None
     """What the host may be waiting for on a device, if anything."""
     thread: int
     rank: int
-    size: int
-    places: Places
+    line: Lifeline | None
 
-    def speak(self, number: int, place: str) -> None:
-        """Report for this rank that it will never reach a check."""
+    def give_up(self, why: str) -> None:
+        """Make the next call fail, and release ranks that wait for this one."""
 
 
 class _Watch:
-    """Reports late ranks, and answers for this rank if it waits in a collective that the others will never join."""
+    """Looks at one check."""
 
     def __init__(self) -> None:
-        self._warned = 0
+        self._warned = -1
+        self._told: tuple[Any, ...] | None = None
+        """What the hub was told last of this call."""
+        self._position: tuple[int, ...] = ()
+        self._processor_time = 0.0
         self._blocked_since: float | None = None
 
     def look(self, check: Watched) -> None:
+        """Tell the hub where this rank is, if it has made no call for a while."""
+        if check.failed or check.line is None:
+            return
+        if check.line.verdict:
+            check.give_up(check.line.verdict)
+            return
         still = time.monotonic() - check.moved
-        if check.failed or not check.active or still < check.timeout / 2:
+        if still < min(_QUIET, check.timeout / 4):
             self._blocked_since = None
-        elif check.waiting:
-            self._ask(check, check.number, still)
-        elif check.places.asked(check.number + 1):
-            self._answer(check, check.number + 1)
-        elif still >= _LONG * check.timeout and self._warned != check.number:
-            self._warn_of_long_call(check, still)
-
-    def _ask(self, check: Watched, number: int, still: float) -> None:
-        check.places.ask(number)
-        check.places.tell(number, "seen", check.place)
-        if still >= check.timeout and self._warned != number:
-            self._warned = number
-            found = check.places.read(number, "seen", 0.0)
-            where = describe(found, set(range(check.size)) - set(found), check.last)
-            _logger.warning("rank %d has waited %.0f s for other ranks: %s", check.rank, still, where)
-
-    def _answer(self, check: Watched, number: int) -> None:
+            if self._told is not None:
+                self._told = None
+                check.line.status(None)
+            return
+        tail = check.journal.tail()
         where, inside, collective = stack_of(check.thread)
+        doing, place = self._find(check, where, collective, inside=inside)
+        # Where a late rank is in the caller's code is told at each look.
+        telling = (tail.epoch, tail.number, doing, int(2 * still / check.timeout) if inside else still)
+        if telling != self._told:
+            self._told, tail = telling, tail._replace(calls=tail.calls[-_SAID:])
+            check.line.status(status_of(tail, doing, place, inside=inside or check.waiting, seconds=still, patience=check.timeout))
+        if doing != MEETS and inside and still >= _LONG * check.timeout and self._warned != tail.number:
+            self._warned = tail.number
+            _logger.warning("rank %d %s for %.0f s, at %s", check.rank, check.journal.place.replace("is", "has been", 1), still, where)
+
+    def _find(self, check: Watched, where: str, collective: bool, *, inside: bool) -> tuple[str, str]:
+        """What this rank does, and where it is in words."""
+        call = check.journal.place
+        if check.waiting:
+            return MEETS, call
         if inside and (wait := check.device_wait) is not None:
             collective = wait.holds()
+        elif inside and not collective:
+            collective = self._is_idle(check.thread)
+        if self._is_blocked(check, collective):
+            waits = f"waits in torch.distributed at {where}"
+            return WAITS, f"{call}, {waits}" if inside else f"{waits}, outside unishard"
+        if not check.active and not inside:
+            return LEFT, call
+        return BUSY, f"{call} at {where}" if inside else f"is at {where}, outside unishard"
+
+    def _is_blocked(self, check: Watched, collective: bool) -> bool:
+        """Whether the thread has been in the same collective for a quarter of the timeout."""
+        now, before, self._position = time.monotonic(), self._position, position_of(check.thread)
         if not collective:
             self._blocked_since = None
-            check.places.tell(number, "seen", f"{check.place} at {where}" if inside else f"is at {where}, outside unishard")
-            return
-        place = f"waits in torch.distributed at {where}, {'in a call of an engine' if inside else 'outside unishard'}"
-        check.places.tell(number, "seen", place)
-        now = time.monotonic()
-        self._blocked_since = self._blocked_since or now
-        if now - self._blocked_since < check.timeout / 4:
-            return
-        seen = check.places.read(number, "seen", 0.0)
-        busy = [text for text in seen.values() if " at " in text and "torch.distributed" not in text]
-        if len(seen) == check.size and not busy:  # every rank waits, at this check or elsewhere: a deadlock
-            check.speak(number, place)
+        elif self._blocked_since is None or before != self._position:
+            self._blocked_since = now
+        return self._blocked_since is not None and now - self._blocked_since >= check.timeout / 4
 
-    def _warn_of_long_call(self, check: Watched, still: float) -> None:
-        where, inside, _ = stack_of(check.thread)
-        self._warned = check.number
-        if inside:
-            _logger.warning("rank %d %s for %.0f s, at %s", check.rank, check.place.replace("is", "has been", 1), still, where)
+    def _is_idle(self, thread: int) -> bool:
+        """Whether a thread has used no processor since the last look: engines also wait for collectives in C++."""
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return False
+        before, self._processor_time = self._processor_time, time.clock_gettime(time.pthread_getcpuclockid(thread))
+        return self._processor_time - before < 0.01
 
 
 def watch(check: Watched) -> None:

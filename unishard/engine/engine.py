@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.data.batches import Window
+from unishard.distributed.endings import names_causes
 from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
 from unishard.errors import ContractError
@@ -23,6 +24,7 @@ from unishard.errors import ContractError
 __all__ = ["Engine"]
 
 
+@names_causes
 class Engine(ParametersByName):
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
@@ -43,7 +45,8 @@ class Engine(ParametersByName):
         self._buffers.stale = self._buffers.stale or self.module.training
         if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
             self._order.enter("forward", ", frozen")
-            return self.module(*args, **kwargs)
+            with self._order.forwarding():
+                return self.module(*args, **kwargs)
         if self._accumulation is None or not self.module.training:
             return self._evaluation.run("forward", args, kwargs)
         if self._evaluation.lockstep_open is not None:
@@ -100,7 +103,7 @@ class Engine(ParametersByName):
             ContractError: The engine is closed.
         """
         self._order.require_open("discard")
-        self._order.enter("discard")
+        self._order.meet("discard")
         if self._accumulation is not None:
             self._accumulation.discard()
 
@@ -152,7 +155,7 @@ class Engine(ParametersByName):
             value: A scalar, such as a loss to log.
         """
         self._order.require_open("mean")
-        self._order.enter("mean")
+        self._order.meet("mean")
         total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
         with self._order.awaiting():
             dist.all_reduce(total)
@@ -195,7 +198,7 @@ class Engine(ParametersByName):
         """
         training = self._training("set_trainable")
         self._order.require_boundary("set_trainable")
-        self._order.enter("set_trainable")
+        self._order.meet("set_trainable")
         training.adapter.set_trainable(self._trainable.choose(names, trainable), trainable)
 
     @contextmanager

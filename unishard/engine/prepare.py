@@ -13,9 +13,11 @@ from unishard.config import Config, expect_config, leaves, value_at
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.distributed import collective_check, devices, process_group
+from unishard.distributed.endings import naming_causes
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.engine import Engine
 from unishard.engine.inference import ReplicaAdapter
+from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization
 from unishard.engine.model.dtypes import cast_model
@@ -88,10 +90,27 @@ def prepare(
         EngineMismatchError: The backend's engine does not match the config.
     """
     expect_config(cfg)
-    topology = process_group.ensure(Topology.from_environment())
+    with naming_causes():
+        topology = process_group.ensure(Topology.from_environment(), watched=True)
+        collective_check.begin(cfg.communication)
+        with collective_check.leaving("unishard.prepare"):
+            return _prepare(model, cfg, topology, optimizer, scheduler, train=train)
+
+
+def _prepare(
+    model: nn.Module,
+    cfg: Config,
+    topology: Topology,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None,
+    scheduler: SchedulerFactory | LRScheduler | None,
+    *,
+    train: bool,
+) -> Engine:
+    """Check, shard, verify. Collective; enters each part together with the other ranks, so that an error of one ends all."""
     _agree(model, cfg, topology, optimizer, train=train)
     backend = _backend(cfg, topology)
     plan = _plan(model, cfg, topology, optimizer, scheduler, train=train)
+    collective_check.meet("unishard.prepare (sharding)")
     # From here on the model changes.
     _prepared.add(model)
     model_class = type(model).__name__  # `fully_shard` changes the class
@@ -104,12 +123,22 @@ def prepare(
         put_in_training_mode(model, topology.rank)
         batch_norm.name_synchronized(model, topology, process_group.device_of(topology))
         devices.use_host_cores(cfg.offload, topology)
+    units = named_with_class(plan.units.gathered)
     adapter = _adapter(model, cfg, backend, plan, topology)
+    collective_check.meet("unishard.prepare (checking the engine)")
     _verify(adapter, model_class, cfg, plan, topology)
     setup = plan.setup
     if setup is None:  # keep the random state: inference must not affect another model's training
-        return Engine(cfg, adapter, model_class=model_class)
-    engine = Engine(cfg, adapter, model_class=model_class, group_names=setup.groups, optimizer=setup.optimizer, scheduler=setup.scheduler)
+        return Engine(cfg, adapter, model_class=model_class, units=units)
+    engine = Engine(
+        cfg,
+        adapter,
+        model_class=model_class,
+        group_names=setup.groups,
+        optimizer=setup.optimizer,
+        scheduler=setup.scheduler,
+        units=units,
+    )
     torch.manual_seed(cfg.training.seed + topology.rank)
     if cfg.checkpoint.dir is not None and cfg.checkpoint.on_existing == "resume":
         _resume(engine)

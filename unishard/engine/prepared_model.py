@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import torch
@@ -19,6 +20,7 @@ from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule
+from unishard.engine.loop.module_order import watch_modules
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
@@ -47,6 +49,7 @@ class PreparedModel(Process):
         group_names: Sequence[Sequence[str]] = (),
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | None = None,
+        units: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         """Set up the parts of the engine around an adapter. Collective.
 
@@ -57,11 +60,14 @@ class PreparedModel(Process):
             group_names: Names of the parameters in each optimizer group.
             optimizer: What was passed to `prepare` or built for it, which the user may hold; None for the adapter's own.
             scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
+            units: The modules whose parameters are gathered together, by name and class.
         """
         training = adapter.training
         self._cfg = cfg
         self._adapter = adapter
         self._order = order = CallOrder(cfg, adapter.module, adapter.device)
+        if adapter.forward_is_collective and order.compares_ranks:
+            watch_modules(order, units)
         self._buffers = Buffers(cfg, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
         self._batching = Batching(cfg, adapter.module, adapter.device, order, self._evaluation)

@@ -8,5 +8,6 @@ from mistakes.damage import DAMAGE
 from mistakes.habits import HABITS
 from mistakes.loop import LOOP
 from mistakes.own_loaders import DATA
+from mistakes.ranks import RANKS
 
-SUBJECTS = (CONFIGS, LOOP, HABITS, DATA, CHECKPOINTS, DAMAGE)
+SUBJECTS = (CONFIGS, LOOP, HABITS, DATA, RANKS, CHECKPOINTS, DAMAGE)

@@ -67,7 +67,8 @@ class Accumulation:
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE
         order.graph = order.graph or torch.is_grad_enabled()
-        output = self.adapter.forward(*args, **kwargs)
+        with order.forwarding():
+            output = self.adapter.forward(*args, **kwargs)
         self.adapter.watch(output)
         return output
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 
 import torch
@@ -40,6 +41,13 @@ class CallOrder:
         self._module = module
         self._device = device
         self._member = collective_check.join(cfg.communication)
+        self._trained = module.training
+        self._began, self._seconds = time.monotonic(), 0.0
+        """When the current window began, and what the last one took."""
+        self._forwarding = False
+        self._closing: list[Callable[[], None]] = []
+        self._checked, self._due = -1, 0
+        """The last update whose calls were all checked, and the next one whose calls will be."""
         self.phase = Phase.OPEN
         self.full_window = self.window = cfg.training.gradient_accumulation_steps
         """Micro-batches in a full accumulation window, and in the current one."""
@@ -73,29 +81,64 @@ class CallOrder:
     # -- comparing the ranks' calls ----------------------------------------------------------------------------------------
 
     def enter(self, call: str, detail: str = "") -> None:
-        """Check before a call's collectives that all ranks make the same call. Collective.
+        """Check that all ranks make the same call. Collective.
 
-        Checks the first updates and then samples; `meet` always checks.
-
-        Raises:
-            RankMismatchError: They do not; names each rank's call.
-        """
-        if collective_check.samples(self.updates):
-            self.meet(call, detail)
-
-    def meet(self, call: str, detail: str = "") -> None:
-        """Check as `enter` does, but in every update. Collective.
+        Before the call's collectives in the first updates, in later ones that are not shorter than the check can be, and in every tenth;
+        also where the model has changed between training and evaluation. Else together with the next call that is checked.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
         """
         if self._member is None:
             return
-        if self._module.training:
-            where = f"update {self.updates + 1}, micro-batch {self.micro_batch + 1} of {self.window}"
+        changed, self._trained = self._trained is not self._module.training, self._module.training
+        if changed or self.updates >= self._due or self.updates == self._checked or collective_check.samples(self.updates):
+            self.meet(call, detail)
         else:
-            where = f"evaluation, after update {self.updates}"
-        self._member.enter(call, where + detail)
+            self._member.note(call, self._where(detail))
+
+    def meet(self, call: str, detail: str = "") -> None:
+        """Check before the call's collectives, in every update. Collective.
+
+        Raises:
+            RankMismatchError: They do not; names each rank's call.
+        """
+        if self._member is not None:
+            slowest = self._member.enter(call, self._where(detail), self._seconds)
+            if self.updates >= self._due:
+                self._checked, self._due = self.updates, self.updates + collective_check.interval(slowest)
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """A block that runs the model, in which `enter_module` counts."""
+        self._forwarding = True
+        try:
+            yield
+        finally:
+            self._forwarding = False
+
+    def enter_module(self, name: str) -> None:
+        """Check that the forward enters the same module on all ranks: in the first updates before its parameters are gathered. Collective.
+
+        Raises:
+            RankMismatchError: The ranks enter different modules; names them.
+        """
+        if self._forwarding and self._member is not None:
+            self._member.enter_module(name, wait=self._module.training and collective_check.samples_modules(self.updates))
+
+    @property
+    def compares_ranks(self) -> bool:
+        """Whether there are other ranks to compare with."""
+        return self._member is not None
+
+    def on_close(self, act: Callable[[], None]) -> None:
+        """Call a function when the engine is closed."""
+        self._closing.append(act)
+
+    def _where(self, detail: str) -> str:
+        if self._module.training:
+            return f"update {self.updates + 1}, micro-batch {self.micro_batch + 1} of {self.window}{detail}"
+        return f"evaluation, after update {self.updates}{detail}"
 
     def awaiting(self) -> AbstractContextManager[None]:
         """A block with device collectives whose result the host reads."""
@@ -120,6 +163,8 @@ class CallOrder:
         """End the window after its update was made or skipped."""
         self.window, self.micro_batch = self.full_window, 0
         self.updates += 1
+        self._began, before = time.monotonic(), self._began
+        self._seconds = self._began - before
 
     def discard_window(self) -> None:
         """Discard the window after its gradients were dropped."""
@@ -129,6 +174,8 @@ class CallOrder:
     def close(self, why: BaseException | None) -> None:
         """Refuse all further calls."""
         self.phase = Phase.CLOSED
+        while self._closing:
+            self._closing.pop()()
         if self._member is not None:
             self._member.leave(why)
 

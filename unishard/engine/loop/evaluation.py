@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,21 +52,21 @@ class Evaluation:
         if self.lockstep_open is not None:
             raise ContractError("lockstep was entered inside lockstep; use one block")
         self._buffers.equalize_for_evaluation("lockstep")
-        self._order.enter("lockstep", ", begin")
+        self._order.meet("lockstep", ", begin")
         self.lockstep_open = lockstep = Lockstep(self._adapter.device)
         try:
             yield
             if self._adapter.forward_is_collective:
                 self._join(lockstep)
             else:
-                self._order.enter("lockstep", ", end")
+                self._order.meet("lockstep", ", end")
         finally:
             self.lockstep_open = None
 
     def gather_for_metrics(self, data: Any, *, pad: float | None) -> Any:
         """Gather what all ranks computed for a batch, in dataset order."""
         description = gather.describe(data, padded=pad is not None)
-        self._order.enter("gather_for_metrics", f", {description}")
+        self._order.meet("gather_for_metrics", f", {description}")
         return gather.gather(data, self._adapter.device, pad, self._tail)
 
     def run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,9 +81,8 @@ class Evaluation:
     def _run(self, kind: str, call: Call) -> Any:
         args, kwargs = call
         # Build a graph only for a loss through a frozen network, which needs gradients of that network's inputs.
-        if kind == "forward" and not self._trains and torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(call)):
-            return self._adapter.forward(*args, **kwargs)
-        with torch.no_grad():
+        graph = kind == "forward" and not self._trains and torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(call))
+        with self._order.forwarding(), nullcontext() if graph else torch.no_grad():
             return (self._adapter.forward if kind == "forward" else self._adapter.generate)(*args, **kwargs)
 
     def _take_turn(self, lockstep: Lockstep, kind: str | None, call: Call | None) -> tuple[str, Call] | None:

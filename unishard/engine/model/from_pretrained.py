@@ -47,7 +47,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
             transformers converts several tensors of the files into one parameter.
     """
     expect_config(cfg)
-    process_group.ensure(Topology.from_environment())
+    process_group.ensure(Topology.from_environment(), watched=True)
     folder = Path(path)
     model = _empty(cls, folder, kwargs)
     files = _files(folder)

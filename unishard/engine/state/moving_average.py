@@ -118,7 +118,7 @@ class MovingAverage:
         self._order.require_open("ema.parameter")
         if name not in self._shards.by_name:
             raise ContractError(f"ema.parameter: {name!r} is not the first name of a parameter that was trainable in prepare")
-        self._order.enter("ema.parameter", f", {name}")
+        self._order.meet("ema.parameter", f", {name}")
         return full_tensor(self._shards.by_name[name], self._adapter.device)
 
     @contextmanager

@@ -63,7 +63,7 @@ class ParameterAccess:
             raise ContractError("gathered: names were added to or removed from the dict; only edit its tensors")
         edited = {parameter: name for name, parameter in found.items() if tensors[name] is not full[parameter]}
         names_of = {parameter: name for name, parameter in found.items()} | edited
-        self._order.enter("gathered", ", writing back")
+        self._order.meet("gathered", ", writing back")
         with torch.no_grad():
             for parameter, name in names_of.items():
                 self._replace("gathered", name, parameter, tensors[name])
@@ -71,7 +71,7 @@ class ParameterAccess:
     @torch.no_grad()
     def parameter_norms(self) -> dict[str, float]:
         """The norm of each master weight by name."""
-        self._order.enter("parameter_norms")
+        self._order.meet("parameter_norms")
         return shard_norms({name: self._adapter.master_shard(parameter) for name, parameter in self._tensors.each()}, self._device)
 
     def find(self, call: str, name: str) -> nn.Parameter:
@@ -84,7 +84,7 @@ class ParameterAccess:
         self._order.require_open(call)
         named = self._tensors.named
         if name in named:
-            self._order.enter(call, f", {name}")
+            self._order.meet(call, f", {name}")
             return named[name]
         near = get_close_matches(str(name), named, 3) or [known for known in named if str(name) in known][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else f"the first of {len(named)} are {', '.join([*named][:3])}"
@@ -131,7 +131,7 @@ class GradientAccess:
     def grad_norms(self) -> dict[str, float]:
         """The norm of each gradient by name."""
         self._order.require_end_of_window("grad_norms")
-        self._order.enter("grad_norms")
+        self._order.meet("grad_norms")
         divisor = self._finish("grad_norms")
         shards = {}
         for name, parameter in self._tensors.each():

@@ -1,0 +1,169 @@
+"""The hub and the ranks' connections, all in this process: what a rank hears of the others, and when."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub
+from unishard.distributed.lifeline import Lifeline, _connect
+from unishard.distributed.verdict import Judgement
+
+TOKEN = "right"
+
+
+@contextmanager
+def ranks(
+    size: int, connected: int | None = None, judge: Any = lambda statuses: Judgement(), unreachable: Any = lambda rank: False
+) -> Iterator:
+    """Lines of the first ranks to one hub."""
+    hub = Hub(size, TOKEN, judge, unreachable or (lambda rank: False))
+    lines = []
+    for rank in range(size if connected is None else connected):
+        connection = _connect("localhost", hub.port, {"token": TOKEN, "rank": rank})
+        assert connection is not None
+        lines.append(Lifeline(connection, rank, size, None))
+    try:
+        yield lines if connected is None else (hub, lines)
+    finally:
+        for line in lines:
+            line._closed = True
+            line._socket.close()
+
+
+def together(lines: list[Lifeline], *args: Any, **kwargs: Any) -> list[dict[int, Any]]:
+    """What each of these ranks gets from the same collection; it gives its rank where no value is passed."""
+    answers: list[Any] = [None] * len(lines)
+
+    def collect(index: int) -> None:
+        answers[index] = lines[index].collect(args[0], args[1] if len(args) > 1 else lines[index].rank, **kwargs)
+
+    threads = [threading.Thread(target=collect, args=(index,)) for index in range(len(lines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return answers
+
+
+def die(line: Lifeline) -> None:
+    """End as a killed process does."""
+    line._socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_all_ranks_get_the_values_of_all() -> None:
+    with ranks(3) as lines:
+        assert together(lines, "key") == [{0: 0, 1: 1, 2: 2}] * 3
+        assert together(lines, "other", [1, "a"]) == [{0: [1, "a"], 1: [1, "a"], 2: [1, "a"]}] * 3
+
+
+def test_a_rank_that_dies_is_known_at_once_and_no_longer_waited_for() -> None:
+    with ranks(3) as lines:
+        start = time.monotonic()
+        threading.Timer(0.2, die, (lines[1],)).start()
+        assert together([lines[0], lines[2]], "key") == [{0: 0, 2: 2}] * 2
+        assert time.monotonic() - start < 2
+        for line in (lines[0], lines[2]):
+            assert line.endings[1].how == DIED
+            assert line.is_gone(1)
+            assert line.cause() == "rank 1 is gone: its process ended without an error (killed, for lack of memory, or in C++)"
+
+
+def test_what_explains_the_end_of_a_run_comes_before_what_follows_from_it() -> None:
+    with ranks(4) as lines:
+        lines[3].end("has ended its program", ENDED)
+        assert lines[0].cause(1.0) == "rank 3 has ended its program"
+        lines[1].end("raised RankMismatchError: no", FOLLOWED)
+        lines[2].end("raised ValueError: a broken sample", RAISED)
+        lines[2].end("has ended its program", ENDED)  # at the end of the process; the first word counts
+        assert all(line.wait(lambda line=line: 2 in line.endings, 1.0) for line in lines)
+        assert lines[0].cause() == "rank 2 raised ValueError: a broken sample"
+        assert [list(line.endings) for line in lines[:3]] == [[3, 1, 2]] * 3, "the same order everywhere"
+
+
+def test_a_rank_that_comes_later_hears_of_those_that_have_ended() -> None:
+    with ranks(3, connected=2) as (hub, lines):
+        lines[0].end("raised ValueError: no", RAISED)
+        die(lines[1])
+        assert lines[0].wait(lambda: lines[0].is_gone(1), 2.0)
+        connection = _connect("localhost", hub.port, {"token": TOKEN, "rank": 2})
+        assert connection is not None
+        late = Lifeline(connection, 2, 3, None)
+        assert late.wait(lambda: late.is_gone(1), 2.0)
+        assert str(late.others()[0]) == "rank 0 raised ValueError: no"
+        die(late)
+
+
+def test_the_end_of_rank_0_is_known_although_it_serves() -> None:
+    with ranks(2) as lines:
+        lines[0].end("raised ValueError: no", RAISED)
+        die(lines[1])  # the connection breaks, as at the end of the hub's process
+        assert lines[1].wait(lambda: lines[1].is_gone(0), 2.0)
+        assert lines[1].cause() == "rank 0 raised ValueError: no"
+        assert lines[1].collect("key", 5) == {1: 5}
+
+
+def test_a_collection_can_end_without_those_that_are_late_who_get_the_same() -> None:
+    with ranks(3) as lines:
+        assert together(lines[:2], "key", seconds=0.3) == [{0: 0, 1: 1}] * 2
+        assert lines[2].collect("key", 2, seconds=0.3) == {0: 0, 1: 1}
+
+
+def test_a_value_can_be_given_before_others_ask() -> None:
+    with ranks(2) as lines:
+        lines[1].give("key", "early")
+        time.sleep(0.1)
+        assert lines[0].collect("key", "asked", seconds=2.0) == {0: "asked", 1: "early"}
+
+
+def test_ranks_that_are_waited_for_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with ranks(4, connected=2) as (_, lines), caplog.at_level(logging.WARNING, "unishard"):
+        thread = threading.Thread(target=together, args=(lines, "key"), kwargs={"what": "to call prepare", "patience": 0.2}, daemon=True)
+        thread.start()
+        time.sleep(2.0)
+        assert caplog.messages == ["rank 0 has waited 0 s for ranks 2, 3 to call prepare"]
+        for line in lines:
+            die(line)
+
+
+def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
+    with ranks(3, connected=2, unreachable=lambda rank: rank == 2) as (_, lines):
+        assert together(lines, "key", patience=0.2) == [{0: 0, 1: 1}] * 2
+
+
+def test_the_judge_hears_of_ranks_that_all_stand_still_and_is_heard_by_all() -> None:
+    asked: list[Any] = []
+
+    def judge(statuses: Any) -> Judgement:
+        asked.append(dict(statuses))
+        return Judgement("no rank can go on" if statuses[1] == "stuck" else "")
+
+    with ranks(2, judge=judge) as lines:
+        lines[0].status("waits")
+        lines[1].status("busy")
+        lines[1].status(None)
+        lines[0].status("waits")
+        lines[1].status("stuck")
+        assert all(line.wait(lambda line=line: bool(line.verdict), 2.0) for line in lines)
+        assert {line.cause() for line in lines} == {"no rank can go on"}
+        assert {0: "waits", 1: "busy"} in asked
+        assert all(len(statuses) == 2 for statuses in asked)
+
+
+@pytest.mark.parametrize("hello", [{"token": "wrong", "rank": 1}, {"token": TOKEN, "rank": 0}, {"rank": 1}, []])
+def test_a_stranger_is_refused(hello: Any) -> None:
+    with ranks(2, connected=1) as (hub, lines):
+        assert _connect("localhost", hub.port, hello) is None
+        with socket.create_connection(("localhost", hub.port)) as connection:
+            connection.sendall(b"\x00\xff not json\n")
+            assert connection.recv(1) == b""
+        assert not lines[0].endings
+        assert json.dumps(lines[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'

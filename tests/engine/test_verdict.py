@@ -1,0 +1,85 @@
+"""What the hub makes of ranks that stand still."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from unishard.distributed.journal import Journal, Tail
+from unishard.distributed.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, different_calls, status_of
+
+FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 13)"
+
+
+def tail(*places: str, units: tuple[str, ...] = ()) -> Tail:
+    journal = Journal()
+    for place in places:
+        journal.note(place)
+    for unit in units:
+        journal.enter(unit)
+    return journal.tail()
+
+
+def status(doing: str, *places: str, inside: bool = True, seconds: float = 12.0, place: str = "") -> Any:
+    where = place or places[-1]
+    return json.loads(json.dumps(status_of(tail(*places), doing, where, inside=inside, seconds=seconds, patience=10.0)))
+
+
+OUTSIDE = "waits in torch.distributed at train.py:7 in main, outside unishard"
+
+
+def test_ranks_in_different_calls_are_named_whatever_they_do() -> None:
+    verdict = Judge()({0: status(MEETS, "a", SAVE, seconds=2.0), 1: status(BUSY, "a", FORWARD, seconds=2.0)}).verdict
+    assert verdict == f"ranks made different calls and would deadlock: rank 0 {SAVE}; rank 1 {FORWARD}"
+
+
+def test_a_difference_of_before_is_told_with_what_to_do() -> None:
+    verdict = Judge()({0: status(BUSY, "a", SAVE, "b"), 1: status(BUSY, "a", FORWARD, "b")}).verdict
+    assert f"rank 0 {SAVE}; rank 1 {FORWARD}; they have trained on since, perhaps differently: go back to a checkpoint" in verdict
+
+
+@pytest.mark.parametrize(
+    ("ranks", "deadlock"),
+    [
+        ([(MEETS, 2, True), (WAITS, 1, False)], True),  # one is in save, the other in a barrier of its own
+        ([(WAITS, 2, True), (WAITS, 1, False)], True),  # one is in a forward that the other will not reach
+        ([(WAITS, 2, True), (LEFT, 3, False)], True),  # the other has closed its engine after this call
+        ([(WAITS, 2, True), (WAITS, 2, False)], False),  # the other is through with it, and waits for the first outside
+        ([(MEETS, 2, True), (LEFT, 1, False)], False),  # the other may come: it has only closed an engine before
+        ([(MEETS, 2, True), (BUSY, 1, False)], False),  # it reads data
+        ([(WAITS, 2, True), (WAITS, 2, True)], False),  # a slow network
+        ([(WAITS, 1, False), (WAITS, 1, False)], False),  # a collective of the caller's
+        ([(MEETS, 2, True), (WAITS, 1, False), (BUSY, 1, False)], False),  # the third may be what the second waits for
+    ],
+)
+def test_ranks_that_wait_for_each_other_in_vain(ranks: list[tuple[str, int, bool]], deadlock: bool) -> None:
+    calls = ("a", "b", "c")
+    statuses = {rank: status(doing, *calls[:number], inside=inside) for rank, (doing, number, inside) in enumerate(ranks)}
+    assert bool(Judge()(statuses).verdict) is deadlock
+    fresh = {rank: [*each[:4], 1.0, each[5]] for rank, each in statuses.items()}
+    assert Judge()(fresh).verdict == "", "they have just come there"
+
+
+def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> None:
+    judge = Judge()
+    late = status(BUSY, "a", inside=False, place="is at train.py:33 in load, outside unishard")
+    statuses = {0: late, 1: status(MEETS, "a", SAVE), 2: status(MEETS, "a", SAVE)}
+    said = f"has waited 12 s for other ranks: rank 0 is at train.py:33 in load, outside unishard; ranks 1, 2 {SAVE.replace('is', 'are', 1)}"
+    assert judge(statuses) == Judgement(late={1: said})
+    assert judge(statuses) == Judgement()
+
+
+def test_modules_that_differ_are_told_with_the_field_that_allows_it() -> None:
+    text = different_calls({0: tail(FORWARD, units=("left (Expert)",)), 1: tail(FORWARD, units=("right (Other)",))}, {})
+    assert f"rank 0 enters left (Expert) and {FORWARD}; rank 1 enters right (Other) and {FORWARD}" in text
+    assert "except those of the classes in sharding.conditional_modules: add Expert, Other there" in text
+
+
+def test_a_rank_that_is_gone_is_told_with_its_error_or_with_its_last_call() -> None:
+    tails = {0: tail("is in engine.step (update 12)", FORWARD)}
+    assert different_calls(tails, {1: ""}).endswith(
+        f"rank 0 {FORWARD}; rank 1 is gone or gave no answer, last seen in engine.step (update 12)"
+    )
+    assert different_calls(tails, {1: "raised ValueError: no"}).endswith(f"rank 0 {FORWARD}; rank 1 raised ValueError: no")

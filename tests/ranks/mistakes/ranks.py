@@ -1,0 +1,64 @@
+"""What one rank does and the others do not."""
+
+from __future__ import annotations
+
+from mistakes.mistake import Mistakes
+
+RANKS = Mistakes("One rank of several")
+_FAULTS = "tests/ranks/test_faults.py::"
+_ENDS = _FAULTS + "test_a_rank_that_ends_is_named_in_the_first_line_and_ends_the_others"
+_CALLS = _FAULTS + "test_other_calls_of_one_rank_in_any_update_are_one_error_on_all"
+_DIFFERENT = "RankMismatchError: ranks made different calls and would deadlock: "
+
+RANKS.elsewhere(
+    "an error on one rank, before, inside or after `prepare`",
+    "The first line of the output is the cause, its traceback follows once, and every other rank ends with one line: unishard: rank 0 of 2 "
+    "ended in engine.step (...) because rank 1 raised ValueError: a broken sample (...)",
+    _ENDS,
+)
+RANKS.elsewhere(
+    "a rank that is killed, for example for lack of memory",
+    "unishard: rank 0 of 2 ended in engine.backward (...) because rank 1 is gone: its process ended without an error (killed, for lack of "
+    "memory, or in C++)",
+    _ENDS,
+)
+RANKS.elsewhere(
+    "`sys.exit()` on one rank",
+    "unishard: rank 0 of 2 ended in engine.step (...) because rank 1 has ended its program, or left it with sys.exit",
+    _ENDS,
+)
+RANKS.elsewhere(
+    "`if rank == 0: engine.mean(loss)`",
+    _DIFFERENT + "rank 0 is in engine.mean (...); rank 1 is in engine.forward (...)",
+    _CALLS,
+)
+RANKS.elsewhere(
+    "`if rank == 0: engine.save(folder)`",
+    _DIFFERENT + "rank 0 is in engine.save (...); rank 1 is in engine.forward (...)",
+    _CALLS,
+)
+RANKS.elsewhere(
+    "`if rank == 0: torch.distributed.barrier()`",
+    _DIFFERENT + "rank 0 waits in torch.distributed at train.py:31 in main, outside unishard; rank 1 is in engine.forward (...)...",
+    _CALLS,
+)
+RANKS.elsewhere(
+    "another `clip_grad_norm` on each rank",
+    _DIFFERENT
+    + "rank 0 is in engine.step (..., clip_grad_norm=1.0); rank 1 is in engine.step (..., clip_grad_norm=2.0); they have trained on "
+    "since, perhaps differently: go back to a checkpoint from before this",
+    _CALLS,
+)
+RANKS.elsewhere(
+    "two engines, updated in another order on each rank",
+    _DIFFERENT + "rank 0 is in engine 1.forward (...); rank 1 is in engine 2.forward (...)...",
+    _CALLS,
+)
+RANKS.elsewhere(
+    "a branch in the forward that depends on the data, under `full_shard`",
+    _DIFFERENT
+    + "rank 0 enters left (Expert) and is in engine.forward (...); rank 1 enters right (Expert) and is in engine.forward (...); all "
+    "ranks must run the same modules in the same order, except those of the classes in sharding.conditional_modules: add Expert there, or "
+    "let every rank take the same branch",
+    _FAULTS + "test_ranks_in_other_branches_are_told_of_conditional_modules",
+)

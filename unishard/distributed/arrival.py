@@ -1,0 +1,124 @@
+"""The ranks meet before the process group starts: waits that can be interrupted, and that name the ranks that are missing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as connect
+
+from unishard.config.topology import Topology, rendezvous, store_of_launcher
+from unishard.distributed import excepthook, lifeline
+from unishard.distributed.endings import headline
+from unishard.distributed.hub import RAISED
+from unishard.errors import RankMismatchError
+
+__all__ = ["join_group", "leave", "meet", "started", "stay_away"]
+
+_CALLS = "unishard.prepare, unishard.init or unishard.from_pretrained"
+_PATIENCE = 10.0
+"""Seconds until a rank that is waited for is named in a warning."""
+_FAREWELL = 3.0
+"""Seconds in which a rank that fails tries to tell those that wait for it."""
+_POLL = 0.05
+"""Seconds between two attempts to reach rank 0."""
+
+_logger = logging.getLogger("unishard")
+_world: Any = None
+"""The process group of the caller that has a line."""
+
+
+def meet(topology: Topology, timeout: timedelta) -> Any:
+    """Wait for all ranks, and connect them. Collective.
+
+    Returns:
+        The store for the process group.
+
+    Raises:
+        RankMismatchError: A rank has ended instead of coming here, or is later than the timeout.
+    """
+    method = rendezvous(topology)
+    assert method is not None
+    host, port, served = store_of_launcher(method)
+    store = _store(topology, method, host, port, timeout, serves=topology.rank == 0 and not served)
+    line = lifeline.open_line(store, topology.rank, topology.world_size, [host])
+    if line is not None:
+        excepthook.install(line)
+        there = line.collect("arrived", "", what=f"to call {_CALLS}", patience=_PATIENCE)
+        if len(there) < topology.world_size:
+            raise RankMismatchError(f"{line.cause(1.0)}, before it called {_CALLS}")
+    return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+
+
+def join_group() -> None:
+    """Connect the ranks of a process group that the caller has started. Collective; does nothing the second time."""
+    global _world
+    if dist.get_world_size() == 1 or lifeline.current() is not None or _world is dist.group.WORLD:
+        return
+    _world = dist.group.WORLD
+    group: Any = dist.group.WORLD
+    line = lifeline.open_line(group.get_group_store(), dist.get_rank(), dist.get_world_size(), [])
+    if line is not None:
+        excepthook.install(line)
+
+
+def stay_away(error: BaseException) -> None:
+    """Tell ranks that wait in `meet` that this one ends instead of coming.
+
+    Args:
+        error: Why.
+    """
+    topology = Topology.from_environment()
+    if dist.is_initialized():
+        return
+    method = rendezvous(topology)
+    assert method is not None
+    host, port, served = store_of_launcher(method)
+    serves = topology.rank == 0 and not served
+    store = _store(topology, method, host, port, timedelta(seconds=_FAREWELL), serves=serves)
+    if topology.rank and not lifeline.is_served(store, _FAREWELL):
+        return
+    line = lifeline.open_line(store, topology.rank, topology.world_size, [host])
+    if line is not None:
+        line.end(f"raised {headline(error)}", RAISED)
+        if topology.rank == 0:
+            line.wait(lambda: len(line.endings) == line.size, _FAREWELL)  # the others hear it when they come
+
+
+def started() -> None:
+    """Note that the process group has started: torch has replaced `sys.excepthook`."""
+    if (line := lifeline.current()) is not None:
+        excepthook.install(line)
+
+
+def leave() -> None:
+    """Tell the other ranks that this one ends without an error, unless they have heard of one."""
+    if (line := lifeline.current()) is not None:
+        line.close()
+        lifeline.forget()
+
+
+def _store(topology: Topology, method: str, host: str, port: int, timeout: timedelta, *, serves: bool) -> Any:
+    if serves:
+        # Unlike torch's rendezvous, which waits for the others inside C++ until the timeout.
+        server: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+        return server(host, port, topology.world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    began, warned = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), _PATIENCE).close()
+            break
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited > timeout.total_seconds():
+                raise RankMismatchError(f"rank 0 did not call {_CALLS} within {waited:.0f} s ({host}, port {port}: {error})") from None
+            if waited > _PATIENCE and not warned:
+                warned = True
+                _logger.warning("rank %d has waited %.0f s for rank 0 to call %s (%s, port %d)", topology.rank, waited, _CALLS, host, port)
+            time.sleep(_POLL)
+    store, _, _ = next(connect(method, topology.rank, topology.world_size, timeout=timeout))
+    return store

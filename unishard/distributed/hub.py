@@ -1,0 +1,241 @@
+"""The hub on rank 0: a thread to which every rank holds a connection, so that the end of a process is known to all within milliseconds.
+
+It passes on what ranks say when they end, collects what all ranks have to give, and is silent in a healthy run. Messages are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.distributed.verdict import Judgement
+
+__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub"]
+
+DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
+"""How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an error."""
+_TICK = 0.5
+"""Seconds between two looks at what ranks wait for."""
+_STOPPED = 5.0
+"""Seconds to wait for a rank that reads nothing, since its process is stopped."""
+_REMEMBERED = 32
+"""Complete collections that a late rank can still ask for."""
+_LONGEST = 16 * 2**20
+"""Bytes of a message; what is longer does not come from a rank."""
+
+
+Judge = Callable[[Mapping[int, Any]], Judgement]
+
+
+class _Link:
+    """A connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.rank = -1
+        self.buffer = b""
+
+
+class _Collection:
+    """Values of all ranks under one key."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.began = time.monotonic()
+        self.deadline: float | None = None
+        """When it is complete whoever is missing."""
+        self.patience: float | None = None
+        """Seconds until a warning names the ranks that are missing."""
+        self.values: dict[int, Any] = {}
+        self.complete = False
+
+    def answer(self, key: str) -> dict[str, Any]:
+        """The values, equal ones once."""
+        grouped: dict[str, tuple[Any, list[int]]] = {}
+        for rank, value in sorted(self.values.items()):
+            grouped.setdefault(json.dumps(value), (value, []))[1].append(rank)
+        return {"kind": "collected", "key": key, "values": list(grouped.values())}
+
+
+class Hub:
+    """Serves the connections of all ranks in a thread of its own."""
+
+    def __init__(self, size: int, token: str, judge: Judge, unreachable: Callable[[int], bool]) -> None:
+        """Start the thread.
+
+        Args:
+            size: Number of ranks.
+            token: What a rank must say first; others are refused.
+            judge: Called with the statuses of all ranks that live when each of them stands still.
+            unreachable: Whether a rank has said elsewhere that it cannot connect.
+        """
+        self._size, self._token, self._judge, self._unreachable = size, token, judge, unreachable
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=both)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._links: dict[int, _Link] = {}
+        self._ended: set[int] = set()
+        self._endings: list[dict[str, Any]] = []
+        """What was said of them, for ranks that come later."""
+        self._collections: dict[str, _Collection] = {}
+        self._statuses: dict[int, Any] = {}
+        self._judged = False
+        threading.Thread(target=self._serve, name="unishard-hub", daemon=True).start()
+
+    def close_in_child(self) -> None:
+        """Close a forked process's copies of the sockets, which would keep the connections open after the end of this process."""
+        for link in self._links.values():
+            link.socket.close()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while self._links or not self._ended:
+            for key, _ in self._selector.select(_TICK if self._is_waited_for() else None):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._receive(key.data)
+            self._look()
+        self._listener.close()
+
+    def _is_waited_for(self) -> bool:
+        return any(not found.complete and (found.deadline or found.patience) for found in self._collections.values())
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a node that is gone closes nothing
+        connection.settimeout(_STOPPED)
+        self._selector.register(connection, selectors.EVENT_READ, _Link(connection))
+
+    def _receive(self, link: _Link) -> None:
+        try:
+            data = link.socket.recv(65536)
+        except OSError:
+            data = b""
+        *lines, link.buffer = (link.buffer + data).split(b"\n")
+        for line in lines:
+            try:
+                self._handle(link, json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError):  # not from a rank
+                data = b""
+                break
+        if not data or len(link.buffer) > _LONGEST:
+            self._drop(link)
+
+    def _drop(self, link: _Link) -> None:
+        self._selector.unregister(link.socket)
+        link.socket.close()
+        if link.rank >= 0:
+            del self._links[link.rank]
+            self._end(link.rank, "", DIED)
+
+    def _handle(self, link: _Link, message: dict[str, Any]) -> None:
+        if link.rank < 0:
+            if message["token"] != self._token or message["rank"] in self._links:
+                raise ValueError("a stranger")
+            link.rank = int(message["rank"])
+            self._links[link.rank] = link
+            for message in ({"kind": "welcome"}, *self._endings):
+                self._send(link, message)
+            return
+        match message["kind"]:
+            case "collect":
+                self._collect(link, message)
+            case "status":
+                self._statuses[link.rank] = message["status"]
+                self._consider()
+            case "ended":
+                self._end(link.rank, message["text"], message["how"])
+            case "printed":
+                self._cast({"kind": "printed", "rank": link.rank})
+
+    def _end(self, rank: int, text: str, how: str) -> None:
+        said = [{"kind": "gone", "rank": rank}] if how == DIED else []
+        if rank not in self._ended:
+            self._ended.add(rank)
+            said.insert(0, {"kind": "ended", "rank": rank, "text": text, "how": how})
+        for each in said:
+            self._endings.append(each)
+            self._cast(each)
+        for key in list(self._collections):
+            self._finish(key)
+
+    def _cast(self, message: dict[str, Any]) -> None:
+        for rank in sorted(self._links, reverse=True):  # this process last: it may end as soon as it hears
+            self._send(self._links[rank], message)
+
+    def _send(self, link: _Link, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            link.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    # -- collections ------------------------------------------------------------------------------------------------------
+
+    def _collect(self, link: _Link, message: dict[str, Any]) -> None:
+        key = message["key"]
+        if key not in self._collections:
+            complete = [each for each, found in self._collections.items() if found.complete]
+            for old in complete[: max(0, len(complete) - _REMEMBERED)]:
+                del self._collections[old]
+            self._collections[key] = _Collection(message["what"])
+        found = self._collections[key]
+        if found.complete:
+            self._send(link, found.answer(key))
+            return
+        found.values[link.rank] = message["value"]
+        if found.deadline is None and message["seconds"] is not None:
+            found.deadline = time.monotonic() + message["seconds"]
+        if found.patience is None and message["patience"] is not None:
+            found.began, found.patience = time.monotonic(), message["patience"]
+        self._finish(key)
+
+    def _finish(self, key: str, *, late: bool = False) -> None:
+        found = self._collections[key]
+        if found.complete or (not late and set(range(self._size)) - found.values.keys() - self._ended):
+            return
+        found.complete = True
+        self._cast(found.answer(key))
+
+    def _look(self) -> None:
+        """Complete collections whose time is over, and warn of ranks that are waited for."""
+        now = time.monotonic()
+        for key, found in list(self._collections.items()):
+            if found.complete:
+                continue
+            if found.deadline is not None and now >= found.deadline:
+                self._finish(key, late=True)
+            elif found.patience is not None and now >= found.began + found.patience:
+                self._warn(found, found.patience)
+                found.patience = None
+                self._finish(key)
+
+    def _warn(self, found: _Collection, seconds: float) -> None:
+        self._ended |= {rank for rank in range(self._size) if rank not in self._links and self._unreachable(rank)}
+        missing = sorted(set(range(self._size)) - found.values.keys() - self._ended)
+        link = self._links.get(min(found.values, default=-1))
+        if missing and link is not None:
+            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:16]))}"
+            self._send(link, {"kind": "late", "text": f"has waited {seconds:.0f} s for {ranks} {found.what}"})
+
+    # -- ranks that stand still -------------------------------------------------------------------------------------------
+
+    def _consider(self) -> None:
+        """Judge, once the status of every rank that lives is known."""
+        live = self._links.keys() - self._ended
+        statuses = {rank: status for rank in live if (status := self._statuses.get(rank)) is not None}
+        if self._judged or len(statuses) < len(live) or len(live | self._ended) < self._size:
+            return
+        verdict, late = self._judge(statuses)
+        if verdict:
+            self._judged = True
+            self._cast({"kind": "verdict", "text": verdict})
+        for rank, text in late.items():
+            self._send(self._links[rank], {"kind": "late", "text": text})
