@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -240,3 +241,20 @@ def branch(folder: str, backend: str, first: int, wider: bool) -> None:
             started(folder)
         engine.backward(engine(**batch))
         engine.step()
+
+
+# -- signals --------------------------------------------------------------------------------------------------------------
+
+
+def signalled(folder: str, backend: str, name: str, on_signal: tuple[str, ...]) -> None:
+    """Rank 0 waits for rank 1, which is late, and gets a signal twice: inside gloo, where Python handles none."""
+    cfg = config(backend, checkpoint={"dir": str(Path(folder, "checkpoints")), "on_signal": [*on_signal]} if on_signal else None)
+    engine = unishard.prepare(MODELS["mlp"].build(), cfg)
+    if my_rank() == 0:
+        number = signal.Signals[name]
+        started(folder)
+        for delay in (1.0, 1.2, 2.5):  # a terminal and torchrun both pass on a Ctrl-C: the second does not count
+            threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+    else:
+        time.sleep(4.0)
+    engine.mean(1.0)

@@ -15,6 +15,7 @@ from faulting import (
     other_clip,
     other_order,
     save_alone,
+    signalled,
     train,
 )
 
@@ -49,11 +50,12 @@ MISUSE = {
 MISUSES = [(misuse, (act, backend)) for act in MISUSE for backend in BACKENDS]
 BRANCHES = [(branch, (backend, first, False)) for backend in BACKENDS for first in (2, 13)]
 ABORT = (branch, ("fsdp", 13, True))
+SIGNALS = [(signalled, ("fsdp", "SIGINT", ())), (signalled, ("deepspeed", "SIGTERM", ("SIGTERM",)))]
 
 
 def ending(run: tuple) -> Ending:
     """How a run ended; all of them are run together."""
-    found = endings((*FAULTS, *MISUSES, *BRANCHES, ABORT))[run]
+    found = endings((*FAULTS, *MISUSES, *BRANCHES, ABORT, *SIGNALS))[run]
     assert 0 <= found.seconds < BOUND, found
     assert not any(code.startswith("Hung") for code in found.codes.values()), found
     return found
@@ -107,3 +109,14 @@ def test_ranks_in_other_branches_are_told_of_conditional_modules(run):
 def test_a_rank_that_gloo_aborts_in_another_branch_leaves_a_hint():
     found = ending(ABORT)
     assert found.lines[-1].endswith("it ran other modules than right (Expert): see sharding.conditional_modules"), found
+
+
+@pytest.mark.parametrize("run", SIGNALS, ids=name)
+def test_the_second_signal_ends_a_rank_that_is_stuck_in_a_collective(run):
+    found = ending(run)
+    stuck = f"was stuck in engine.mean (update 1, micro-batch 1 of 1), and was ended by a second {run[1][1]}"
+    assert found.lines == [
+        f"unishard: rank 0 of 2 {stuck}",
+        f"unishard: rank 1 of 2 ended in engine.mean (update 1, micro-batch 1 of 1) because rank 0 {stuck}",
+    ]
+    assert found.codes[0] == f"Died: the process ended with exit code {128 + {'SIGINT': 2, 'SIGTERM': 15}[run[1][1]]} before it answered"

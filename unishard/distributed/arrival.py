@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as connect
 
 from unishard.config.topology import Topology, rendezvous, store_of_launcher
-from unishard.distributed import excepthook, lifeline
+from unishard.distributed import excepthook, lifeline, second_signal
 from unishard.distributed.endings import headline
 from unishard.distributed.hub import RAISED
 from unishard.errors import RankMismatchError
@@ -43,6 +43,7 @@ def meet(topology: Topology, timeout: timedelta) -> Any:
     """
     method = rendezvous(topology)
     assert method is not None
+    second_signal.install()
     host, port, served = store_of_launcher(method)
     store = _store(topology, method, host, port, timeout, serves=topology.rank == 0 and not served)
     line = lifeline.open_line(store, topology.rank, topology.world_size, [host])
@@ -60,6 +61,7 @@ def join_group() -> None:
     if dist.get_world_size() == 1 or lifeline.current() is not None or _world is dist.group.WORLD:
         return
     _world = dist.group.WORLD
+    second_signal.install()
     group: Any = dist.group.WORLD
     line = lifeline.open_line(group.get_group_store(), dist.get_rank(), dist.get_world_size(), [])
     if line is not None:

@@ -62,3 +62,8 @@ RANKS.elsewhere(
     "let every rank take the same branch",
     _FAULTS + "test_ranks_in_other_branches_are_told_of_conditional_modules",
 )
+RANKS.elsewhere(
+    "Ctrl-C or SIGTERM, twice, while a rank waits for one that never comes",
+    "unishard: rank 0 of 2 was stuck in engine.mean (...), and was ended by a second SIGINT",
+    _FAULTS + "test_the_second_signal_ends_a_rank_that_is_stuck_in_a_collective",
+)

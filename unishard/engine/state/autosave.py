@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from unishard import config
+from unishard.distributed.second_signal import REPEATED
 from unishard.errors import ContractError
 
 __all__ = ["EXIT_CODE", "Autosave", "Cause"]
@@ -46,7 +48,9 @@ class Autosave:
         self._device = device
         self._every, self._seconds = cfg.every_steps, None if cfg.every_minutes is None else 60 * cfg.every_minutes
         self._began = time.monotonic()
-        self._caught = 0
+        self._caught, self._caught_at = 0, 0.0
+        self._saving = False
+        """Whether the save because of a signal has begun."""
         self._former: dict[int, Any] = {}
         self._closed = False
         if cfg.on_signal and threading.current_thread() is not threading.main_thread():
@@ -65,6 +69,7 @@ class Autosave:
         """
         code = self._agreed() if self._seconds is not None or self._former else 0
         if code & _SIGNAL:
+            self._saving = True
             return Cause("a signal to this rank" if self._caught else "a signal to another rank", ends=True)
         if self._every is not None and updates % self._every == 0:
             return Cause(f"checkpoint.every_steps = {self._every}", ends=False)
@@ -89,10 +94,23 @@ class Autosave:
         return int(flags[0]) * _TIME + int(flags[1]) * _SIGNAL
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        self._caught = number
+        now, again = time.monotonic(), self._caught == number and not self._saving
+        if again and now - self._caught_at >= REPEATED:
+            self._give_way(number)
+            return
+        if not again:
+            self._caught, self._caught_at = number, now
         former = _open(number, self._former[number])
         if isinstance(getattr(former, "__self__", None), Autosave):
             former(number, frame)  # the handler of another engine, which saves too if its update ends first
+
+    def _give_way(self, number: int) -> None:
+        """Let a signal that comes again do what it does without this handler: end a process whose update never ends."""
+        handler = self._former[number]
+        while isinstance(owner := getattr(handler, "__self__", None), Autosave):
+            handler = owner._former[number]
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.kill(os.getpid(), number)
 
 
 def _open(number: int, handler: Any) -> Any:
