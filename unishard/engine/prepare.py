@@ -86,7 +86,7 @@ def prepare(
         ConfigError: The backend or the number of ranks does not support the config, the config has an optimizer or scheduler
             in addition to the one passed, or the one passed would not train the model as configured.
         ModelError: The model cannot be sharded as configured.
-        RankMismatchError: Ranks hold different configs, models or optimizers.
+        RankMismatchError: Ranks hold different configs, models, optimizers or schedulers, or another rank has ended.
         EngineMismatchError: The backend's engine does not match the config.
     """
     expect_config(cfg)
@@ -126,8 +126,10 @@ def _prepare(
     units = named_with_class(plan.units.gathered)
     adapter = _adapter(model, cfg, backend, plan, topology)
     collective_check.meet("unishard.prepare (checking the engine)")
-    _verify(adapter, model_class, cfg, plan, topology)
     setup = plan.setup
+    if setup is not None and not (optimizer is scheduler is None):  # what a function makes is known only now
+        process_group.agree(setup.description, "optimizers")
+    _verify(adapter, model_class, cfg, plan, topology)
     if setup is None:  # keep the random state: inference must not affect another model's training
         return Engine(cfg, adapter, model_class=model_class, units=units)
     engine = Engine(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+from playing import config, my_rank
+
+import unishard
 from mistakes.mistake import Mistakes
+from unishard.testing.models import MODELS
 
 RANKS = Mistakes("One rank of several")
 _FAULTS = "tests/ranks/test_faults.py::"
 _ENDS = _FAULTS + "test_a_rank_that_ends_is_named_in_the_first_line_and_ends_the_others"
 _CALLS = _FAULTS + "test_other_calls_of_one_rank_in_any_update_are_one_error_on_all"
+_OPTIMIZERS = "RankMismatchError: ranks hold different optimizers; start every rank with the same:..."
 _DIFFERENT = "RankMismatchError: ranks made different calls and would deadlock: "
 
 RANKS.elsewhere(
@@ -67,3 +73,36 @@ RANKS.elsewhere(
     "unishard: rank 0 of 2 was stuck in engine.mean (...), and was ended by a second SIGINT",
     _FAULTS + "test_the_second_signal_ends_a_rank_that_is_stuck_in_a_collective",
 )
+
+
+def _prepare_with(backend, optimizer, scheduler=None):
+    unishard.prepare(MODELS["mlp"].build(), config(backend, optimizer=None), optimizer, scheduler).close()
+
+
+@RANKS.raises(
+    "an optimizer function that gives each rank another rate",
+    _OPTIMIZERS + "lr of group 0: rank 0 has 0.1, rank 1 has 0.2...",
+)
+def other_rates(backend):
+    _prepare_with(backend, lambda parameters: torch.optim.SGD(parameters, lr=0.1 * (1 + my_rank())))
+
+
+@RANKS.raises(
+    "an optimizer function that makes another class on each rank",
+    _OPTIMIZERS + "optimizer: rank 0 has 'SGD', rank 1 has 'Adagrad'...",
+)
+def other_optimizers(backend):
+    _prepare_with(backend, lambda parameters: (torch.optim.SGD, torch.optim.Adagrad)[my_rank()](parameters, lr=0.1))
+
+
+@RANKS.raises(
+    "a scheduler function that starts at another rate on each rank",
+    _OPTIMIZERS + "first rates of the scheduler: rank 0 has [0.1], rank 1 has [0.05]...",
+)
+def other_schedulers(backend):
+    part = 1 / (1 + my_rank())
+    _prepare_with(
+        backend,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: part),
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
-from unishard.engine.optim.optimizers import factory, from_factory, move_to_shards
+from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 from unishard.errors import ConfigError, Problem
 from unishard.plugins.backend import OptimizerBuilder, OptimizerFactory
@@ -49,6 +50,8 @@ class OptimizerSetup:
         """The caller's scheduler, once the optimizer is built."""
         self.optimizer: torch.optim.Optimizer | None = None
         """What was built, or the caller's own object."""
+        self.description: dict[str, Any] = {}
+        """What was built, in what must be equal on all ranks: classes, groups, rates."""
 
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         """The optimizer over these trainable parameters."""
@@ -59,6 +62,9 @@ class OptimizerSetup:
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:
             self.scheduler = build_scheduler(self._scheduler, optimizer)  # type: ignore[arg-type]  # not a scheduler, so a function
+        self.description = description_of_built(optimizer, names)
+        if self.scheduler is not None:
+            self.description |= {"scheduler": type(self.scheduler).__name__, "first rates of the scheduler": self.scheduler.get_last_lr()}
         return optimizer
 
 

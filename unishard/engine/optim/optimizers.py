@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from unishard.engine.optim.parameter_groups import groups_of
 from unishard.errors import ConfigError, Problem
 from unishard.plugins.backend import OptimizerBuilder, OptimizerFactory
 
-__all__ = ["description_of", "factory", "from_factory", "move_to_shards", "require_package"]
+__all__ = ["description_of", "description_of_built", "factory", "from_factory", "move_to_shards", "require_package"]
 
 _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update is not element-wise, so updating a shard would give other values (torch 2.13)."""
@@ -163,15 +163,25 @@ def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharde
 
 def description_of(optimizer: object, model: object) -> dict[str, Any]:
     """Describe what must be equal on all ranks: the class, and each group's parameters and plain options. Raises nothing."""
-    described: dict[str, Any] = {"optimizer": "that of the config" if optimizer is None else type(optimizer).__name__}
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(model, nn.Module):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for index, group in enumerate(optimizer.param_groups):
-            described[f"parameters of group {index}"] = ", ".join(names.get(id(parameter), "another") for parameter in group["params"])
-            for option, value in group.items():
-                plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                if isinstance(plain, int | float | str | tuple | None):
-                    described[f"{option} of group {index}"] = plain
+        return description_of_built(optimizer, {id(parameter): name for name, parameter in model.named_parameters()})
+    return {"optimizer": "that of the config" if optimizer is None else type(optimizer).__name__}
+
+
+def description_of_built(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """The same of an optimizer.
+
+    Args:
+        optimizer: Any.
+        names: Names of the parameters, by `id`.
+    """
+    described: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        described[f"parameters of group {index}"] = ", ".join(names.get(id(parameter), "another") for parameter in group["params"])
+        for option, value in group.items():
+            plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if isinstance(plain, int | float | str | tuple | None):
+                described[f"{option} of group {index}"] = plain
     return described
 
 
