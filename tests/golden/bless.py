@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"
 TOPOLOGY = unishard.Topology(world_size=8, local_world_size=4)
 COMMANDS = (
-    *("", "translate", "diff", "explain", "init", "set", "migrate", "schema", "docs", "backends", "doctor", "demo", "export"),
+    *("", "translate", "diff", "explain", "check", "init", "set", "migrate", "schema", "docs", "backends", "doctor", "demo", "export"),
     *("checkpoint", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint diff", "checkpoint convert"),
 )
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_explain_on_a_narrow_terminal_is_one_block_for_each_field(monkeypatch: p
     assert lines[at + 2].startswith("             stage 2; gradients travel"), "the note of what is not exact"
     assert any(line.startswith("  fsdp       exact: ") for line in lines[at:])
     assert max(map(len, lines)) <= columns
-    assert "zero_optimization.stage3_prefetch_bucket_size" in shown.split(), "no word is torn apart"
+    assert "zero_optimization.reduce_bucket_size" in shown.split(), "no word is torn apart"
     assert "│" not in shown
 
 
@@ -111,3 +112,44 @@ def test_bad_config_prints_all_problems_and_no_traceback(config: Path) -> None:
 def test_unknown_backend(native: tuple[str, ...]) -> None:
     result = run("explain", TINY, "horovod", *native)
     assert (result.exit_code, result.stderr) == (1, "no backend named 'horovod'; installed: deepspeed, fsdp\n")
+
+
+def test_changed_is_what_the_file_and_the_overrides_set(config: Path) -> None:
+    config.write_text("sharding: zero2\noffload: {optimizer: cpu}\ntraining: {seed: 42}\nnative: {deepspeed: {steps_per_print: 10}}\n")
+    lines = run("explain", "c.yaml", "--changed", "--set", "compile=none").stdout.split("\n\n")[0].splitlines()[1:]
+    assert [(line.split()[0], line.split()[2]) for line in lines if not line.startswith("native ")] == [
+        ("sharding.strategy", "c.yaml:1"),
+        ("offload.optimizer", "c.yaml:2"),
+        ("training.seed", "c.yaml:3"),
+        ("compile.mode", "override"),
+        ("native.deepspeed.steps_per_print", "c.yaml:4"),
+    ]
+    only = run("explain", "c.yaml", "fsdp", "--changed").stdout
+    assert "seed" in only
+    assert "native.deepspeed" not in only, "it is another backend's"
+
+
+def test_changed_of_a_file_that_sets_nothing(config: Path) -> None:
+    config.write_text("{}")
+    assert run("explain", "c.yaml", "--changed").stdout == "nothing is set; every field has its default\n"
+    refused = run("explain", "c.yaml", "--changed", "--native")
+    assert refused.exit_code == 2
+    assert "leave out --changed" in refused.stderr
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_what_is_off_does_not_read_as_if_it_were_on(config: Path, backend: str) -> None:
+    config.write_text(
+        "sharding: ddp\nactivation_checkpointing: none\ncheckpoint: {keep_last: null}\ncommunication: {desync_check: false}\n"
+    )
+    shown = run("explain", "c.yaml", backend).stdout
+    lines = {line.split()[0]: re.split(r"  +", line)[-1] for line in reversed(shown.splitlines()) if line}
+    for path in ("activation_checkpointing", "compile.mode", "checkpoint.dir", "optimizer.amsgrad", "optimizer.groups", "strict"):
+        assert lines[path] == "off", path
+    assert lines["compile.backend"] == "unused: nothing is compiled"
+    assert lines["offload.pin_memory"] == "unused: nothing is offloaded"
+    assert lines["sharding.group_size"] == "unused: the strategy has no groups"
+    assert lines["communication.desync_timeout"] == "unused: desync_check is off"
+    assert lines["training.global_batch_size"] not in ("off", "unused")
+    assert "prefetch" not in shown.partition("\n\n")[2], "nothing is said of how a setting differs that is not there"
+    assert "group_size" in run("explain", "c.yaml", backend, "--set", "sharding=hybrid_shard").stdout

@@ -17,7 +17,7 @@ OLD = '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "au
 
 def test_yes_asks_nothing_and_writes_a_config_that_loads(config: Path) -> None:
     result = run("init", "--yes", "-o", "c.yaml")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "c.yaml: written\n", "")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "c.yaml: written\nnext: unishard check c.yaml\n", "")
     cfg = unishard.load(config)
     assert (cfg.backend, cfg.sharding.strategy, cfg.precision.compute) == ("fsdp", "full_shard", "bf16")
     for backend in unishard.available():
@@ -82,6 +82,7 @@ def test_an_old_config_of_another_tool_answers_what_it_says(config: Path) -> Non
     assert result.exit_code == 0
     assert "needs input: training.micro_batch_size comes from " in result.stderr
     assert "not in the existing config: optimizer.lr; using 0.001" in result.stderr
+    assert result.stdout == "c.yaml: written\nnext: unishard set c.yaml training.micro_batch_size=VALUE\n"
     with pytest.raises(unishard.ConfigError, match=r"^\S*c\.yaml:\d+: training\.micro_batch_size: needs a value"):
         unishard.load(config)
     assert run("set", "c.yaml", "training.micro_batch_size=2").exit_code == 0
@@ -136,6 +137,8 @@ def test_a_conversation(config: Path) -> None:
         4,
     )
     assert "Engine (deepspeed, fsdp) [fsdp]:" in shown
-    assert "training.micro_batch_size: must be a whole number of at least 1, got 'four' (text)" in shown
+    assert "training.micro_batch_size: must be a whole number of at least 1, got 'four' (text)" in " ".join(shown.split())
+    assert re.search(r"What is sharded across the ranks \(no_shard,[^\[]*\n    \w+", shown), "a long question is wrapped between words"
+    assert "hybrid_shard_grad_op)" in shown.split()
     assert re.search(r"Optimizer \(adamw, .*\) \[adamw\]:", shown)
     assert "Where the sharded parameters live" not in shown, "nothing to ask with zero2"

@@ -50,7 +50,7 @@ def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     ]
     assert "2 unsupported" in rows[1][6]
     assert broken[0].startswith("cannot be read: project/conf/broken.json: 1: is not ")
-    assert counts == ["2 configs, 1 translate to unishard, 1 cannot be read"]
+    assert counts == ["10 files: 1 translates to unishard, 1 refused, 1 cannot be read, 7 skipped (no configs, or above 1 MiB)"]
 
 
 def test_as_json(project: Path) -> None:
@@ -64,6 +64,52 @@ def test_as_json(project: Path) -> None:
     assert [one["path"] for one in said["unreadable"]] == ["project/conf/broken.json"]
 
 
+def test_every_file_is_counted_once(project: Path) -> None:
+    strict = "strict: true\nbackend: fsdp\nsharding: zero2\nnative: {deepspeed: {vocabulary_size: 3}}\n"
+    (project / "strict.yaml").write_text(strict)
+    (project / "secret.json").symlink_to(project / "nowhere.json")
+    said = json.loads(run("migrate", "project", "--report", "json").stdout)
+    counts = said["counts"]
+    assert counts == {"files": 11, "translates": 1, "refused": 1, "approximate": 1, "unreadable": 1, "skipped": 7}
+    assert counts["files"] == sum(counts.values()) - counts["files"]
+    assert (len(said["configs"]), len(said["unreadable"]), len(said["skipped"])) == (3, 1, 7)
+    there = {str(path.relative_to(project.parent)) for path in project.rglob("*") if path.suffix in (".yaml", ".yml", ".json", ".toml")}
+    there = {path for path in there if not {".git", "node_modules", "env"} & set(path.split("/"))} - {"project/secret.json"}
+    listed = [one["path"] for kind in ("configs", "unreadable", "skipped") for one in said[kind]]
+    assert sorted(listed) == sorted(there)
+    assert {one["path"]: one["why"] for one in said["skipped"]}["project/large.json"] == "above 1 MiB"
+    shown = run("migrate", "project").stdout.splitlines()[-1]
+    assert shown.startswith(
+        "11 files: 1 translates to unishard, 1 refused, 1 only approximate, and strict is on, 1 cannot be read, 7 skipped"
+    )
+
+
+def test_a_file_that_cannot_be_opened_is_counted(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unishard.formats import surveying
+
+    real = surveying.open_source
+
+    def refuse(path: Path) -> object:
+        if path.name == "mine.yaml":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(surveying, "open_source", refuse)
+    said = json.loads(run("migrate", "project", "--report", "json").stdout)
+    assert {"path": "project/conf/mine.yaml", "why": "cannot be opened (Permission denied)"} in said["unreadable"]
+    assert said["counts"]["files"] == 10
+
+
+def test_what_translate_refuses_at_the_end_is_refused(config: Path) -> None:
+    Path("p").mkdir()
+    Path("p/ds.json").write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}')
+    translated, (found,) = (
+        run("translate", "p/ds.json", "--to", "unishard"),
+        json.loads(run("migrate", "p", "--report", "json").stdout)["configs"],
+    )
+    assert translated.exit_code == found["status"]
+
+
 def test_nothing_is_written(project: Path) -> None:
     before = {path: path.read_bytes() for path in project.parent.rglob("*") if path.is_file()}
     run("migrate", "project")
@@ -71,7 +117,8 @@ def test_nothing_is_written(project: Path) -> None:
 
 
 def test_a_project_without_configs(config: Path) -> None:
-    assert run("migrate", ".").stdout == "0 configs, 0 translate to unishard, 0 cannot be read\n"
+    said = "0 files: 0 translate to unishard, 0 refused, 0 cannot be read, 0 skipped (no configs, or above 1 MiB)\n"
+    assert run("migrate", ".").stdout == said
 
 
 def test_what_is_no_folder_and_what_is_no_format(config: Path) -> None:

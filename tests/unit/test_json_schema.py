@@ -28,7 +28,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "null": (type(None),),
 }
-ABOUT = {"title", "description", "default", "$defs", "$schema"}
+ABOUT = {"title", "description", "default", "$defs", "$schema", "$comment"}
 
 
 def accepts(schema: Any, value: Any) -> bool:
@@ -72,8 +72,14 @@ def _holds(key: str, rule: Any, schema: dict[str, Any], value: Any) -> bool:
         case "properties":
             return not isinstance(value, dict) or all(accepts(rule[name], item) for name, item in value.items() if name in rule)
         case "additionalProperties":
-            known = schema.get("properties", {})
-            return not isinstance(value, dict) or all(accepts(rule, item) for name, item in value.items() if name not in known)
+            known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+            return not isinstance(value, dict) or all(
+                accepts(rule, item)
+                for name, item in value.items()
+                if name not in known and not any(re.search(one, name) for one in patterns)
+            )
+        case "patternProperties":
+            return rule == {"^x-": {}}
     raise AssertionError(f"the schema uses {key!r}, which this test does not know")
 
 
@@ -105,6 +111,8 @@ def test_takes_every_valid_config(document: dict[str, Any]) -> None:
         {"checkpoint": "runs/a"},
         {"checkpoint": {"dir": "runs/a", "on_signal": ["TERM", "sigusr1", "SIGHUP"]}},
         {"native": {"deepspeed": {"anything": [1]}}},
+        {"backend": "DeepSpeed"},
+        {"x-mine": {"lr": 1}},
     ],
     ids=str,
 )
@@ -139,6 +147,11 @@ def test_refuses_what_load_refuses(document: dict[str, Any]) -> None:
     assert not accepts(SCHEMA, document)
 
 
+def test_a_backend_is_one_that_is_installed() -> None:
+    assert SCHEMA["properties"]["backend"]["anyOf"][0] == {"enum": list(unishard.available())}
+    assert not accepts(SCHEMA, {"backend": "horovod"}), "load takes it, prepare does not"
+
+
 def test_every_field_has_a_description_in_the_editor() -> None:
     for definition in (SCHEMA, *SCHEMA["$defs"].values()):
         for name, field in definition["properties"].items():
@@ -147,3 +160,14 @@ def test_every_field_has_a_description_in_the_editor() -> None:
 
 def test_command() -> None:
     assert json.loads(CliRunner().invoke(app, ["schema"]).stdout) == SCHEMA
+
+
+def test_a_file_and_how_to_attach_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    result = CliRunner().invoke(app, ["schema", "-o", str(path)])
+    assert (result.exit_code, json.loads(path.read_text())) == (0, SCHEMA)
+    assert result.stdout.startswith(f"{path}: written. Attach it:\n")
+    for said in (f"# yaml-language-server: $schema={path}", f'"yaml.schemas": {{"{path}": ["configs/*.yaml"]}}', "JSON Schema Mappings"):
+        assert said in result.stdout
+    assert "PyCharm" in SCHEMA["$comment"]
+    assert "VS Code, PyCharm" in " ".join(CliRunner().invoke(app, ["schema", "--help"]).stdout.split())

@@ -186,8 +186,8 @@ def test_a_backend_that_is_not_installed_is_an_error_at_its_field() -> None:
     with pytest.raises(ConfigError) as caught:
         translate(unishard.load({"backend": "deepsped", "native": {"fsdq": {}}}))
     assert str(caught.value).splitlines() == [
-        "backend: no backend named 'deepsped'; did you mean 'deepspeed'?",
-        "native.fsdq: no backend named 'fsdq'; did you mean 'fsdp'?",
+        "backend: no backend named 'deepsped'; did you mean 'deepspeed'? installed: deepspeed, fsdp",
+        "native.fsdq: no backend named 'fsdq'; did you mean 'fsdp'? installed: deepspeed, fsdp",
     ]
 
 

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from unishard.cli.notes import plain_notes
+from unishard.cli.wrapping import echo, keep_words_whole
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
@@ -53,6 +54,7 @@ class Commands(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = dict.fromkeys(_COMMANDS)  # type: ignore[assignment]  # built by `get_command`
+        keep_words_whole(self)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import and build one command; building all of them takes longer than a translation."""
@@ -78,7 +80,8 @@ class Commands(TyperGroup):
             if message is None:
                 raise
             with contextlib.suppress(OSError):  # stderr may be the stream that failed
-                typer.echo(message, err=True, nl=bool(message))
+                if message:
+                    echo(message, err=True)
             raise SystemExit(_TROUBLE.get(self._command or "", 1)) from None
 
 
@@ -90,7 +93,7 @@ def _built(name: str) -> Any:
     if group is None:
         group = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         group.command(name)(getattr(module, word))
-    return typer.main.get_command(group)
+    return keep_words_whole(typer.main.get_command(group))
 
 
 def _message(error: UnishardError | OSError) -> str | None:
@@ -123,7 +126,6 @@ app = typer.Typer(
     cls=Commands,
     help="One config and one training loop for PyTorch FSDP2 and DeepSpeed ZeRO.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

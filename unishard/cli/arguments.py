@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from unishard.cli.completion import changes
 from unishard.config.topology import Topology
 
 __all__ = ["ConfigFile", "GpusPerNode", "Output", "Overrides", "Ranks", "WorldSize", "topology_of"]
@@ -14,7 +15,13 @@ __all__ = ["ConfigFile", "GpusPerNode", "Output", "Overrides", "Ranks", "WorldSi
 ConfigFile = Annotated[Path, typer.Argument(metavar="CFG", help="A unishard config (YAML).", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, such as training.seed=1. Repeatable.", show_default=False),
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Override a field, such as training.seed=1. Repeatable.",
+        show_default=False,
+        autocompletion=changes,
+    ),
 ]
 WorldSize = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")]
 Ranks = Annotated[

@@ -13,6 +13,8 @@ def backends() -> None:
     """List the installed backends.
 
     Shows the package of each, whether its engine can be imported, and how to install it if not.
+
+    Example: unishard backends
     """
     from unishard.plugins import registry
 

@@ -9,6 +9,7 @@ import typer
 
 from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, Ranks, topology_of
 from unishard.cli.checkpoint_formats import own_file
+from unishard.cli.wrapping import echo
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
@@ -36,6 +37,8 @@ def check(
     Finds everything that `prepare` would refuse before it sees the model: fields and values, batch sizes and groups for the number of
     ranks, what the backend does not support, packages that are not installed, and the directory of checkpoints. Exits with 1 if
     anything is refused.
+
+    Example: unishard check cfg.yaml --world-size 64
     """
     topology = topology_of(world_size, gpus_per_node)
     try:
@@ -50,9 +53,9 @@ def check(
     if as_json:
         typer.echo(json.dumps(_object(str(config), passed), indent=2))
         return
-    typer.echo(f"{config}: ok for {passed.backend} on {_in_words(passed.ranks)}")
+    echo(f"{config}: ok for {passed.backend} on {_in_words(passed.ranks)}")
     for note in passed.notes:
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
 
 
 def _check(config: ConfigFile, changes: list[str], topology: Topology | None) -> _Passed:

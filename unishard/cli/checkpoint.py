@@ -15,6 +15,7 @@ from unishard.cli.bar import bar
 from unishard.cli.convert import convert
 from unishard.cli.report import plain, value_of
 from unishard.cli.table import is_narrow, show, show_blocks
+from unishard.cli.wrapping import echo
 from unishard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def list_(
     """List the checkpoints in a directory.
 
     Marks the latest one, and lists incomplete ones left by killed runs.
+
+    Example: unishard checkpoint list runs/llama
     """
     from unishard.checkpoint import finding
 
@@ -60,7 +63,7 @@ def list_(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     elif not found:
-        typer.echo(f"no checkpoints in {root}")
+        echo(f"no checkpoints in {root}")
     else:
         more = [name for name in ("run", "metric") if _is_shown(name, found)]
         _table(("step", "written", "ranks", "backend", "strategy", *more, "size", "state"), [_row(each, more) for each in found])
@@ -75,6 +78,8 @@ def inspect(
     """Show the content of a checkpoint.
 
     For another tool's torch.distributed.checkpoint directory, shows its tensors.
+
+    Example: unishard checkpoint inspect runs/llama --tensors
     """
     from unishard.checkpoint import finding, manifest
 
@@ -98,6 +103,8 @@ def verify(
 
     Compares the size and checksum of every file with the manifest. Exits with 0 if all match, with 1 and the names of damaged files if
     not, and with 2 if there is no checkpoint.
+
+    Example: unishard checkpoint verify runs/llama --bits
     """
     from unishard.checkpoint import finding, manifest, verifying
 
@@ -105,7 +112,7 @@ def verify(
     try:
         facts = manifest.read(folder)
     except CheckpointError as error:  # it exists, so it is damaged
-        typer.echo(str(error))
+        echo(str(error))
         raise typer.Exit(FOUND) from None
     with bar("files", sum(file.bytes for file in facts.files.values())) as advance:
         problems = verifying.damaged(folder, facts, advance=advance)
@@ -115,11 +122,11 @@ def verify(
         with bar("tensors", sum(map(bytes_of, facts.tensors.values()))) as advance:
             problems = verifying.hashes_of(folder, facts, advance)
     for problem in problems:
-        typer.echo(problem)
+        echo(problem)
     if problems:
         raise typer.Exit(FOUND)
     also = f" and {len(facts.tensors)} tensors" if bits else ""
-    typer.echo(f"{folder}: ok; {len(facts.files)} files{also} match the manifest")
+    echo(f"{folder}: ok; {len(facts.files)} files{also} match the manifest")
 
 
 @app.command()
@@ -131,6 +138,8 @@ def diff(
 
     Verifies all files of both, then compares their manifests (steps, ranks, configs, ...) and their tensors, with the largest
     differences. Exits with 0 if they are equal, with 1 if they differ, and with 2 if a checkpoint is damaged or cannot be read.
+
+    Example: unishard checkpoint diff runs/a runs/b
     """
     from unishard.checkpoint import comparing, finding
 
@@ -138,7 +147,7 @@ def diff(
     with bar("tensors", comparing.to_read(*folders)) as advance:
         found = comparing.compare(*folders, advance)
     if not any((found.facts, found.only_a, found.only_b, found.forms, found.values)):
-        typer.echo(f"equal: {found.tensors} tensors, and all metadata")
+        echo(f"equal: {found.tensors} tensors, and all metadata")
         return
     _show_comparison(found)
     raise typer.Exit(FOUND)
@@ -221,7 +230,7 @@ def _inspect_other(folder: Path, as_json: bool) -> None:
         said = {"path": str(folder), "format": "torch.distributed.checkpoint", "tensors": tensors, "pickles": sorted(found.others)}
         typer.echo(json.dumps(said, indent=2))
         return
-    typer.echo(
+    echo(
         f"{folder}: a torch.distributed.checkpoint directory without a unishard manifest; "
         "make it a unishard checkpoint with `unishard checkpoint convert`"
     )
@@ -236,7 +245,7 @@ def _show_comparison(found: Comparison) -> None:
     gaps = [(gap.name, f"{gap.differing:,} of {gap.numel:,}", f"{gap.absolute:.3g}", f"{gap.relative:.3g}") for gap in found.values]
     _table(("tensor", "elements that differ", "largest difference", "relative"), gaps, apart=bool(facts))
     same = found.tensors - len(found.forms) - len(found.values)
-    typer.echo(f"\n{same} of {found.tensors} common tensors are equal")
+    echo(f"\n{same} of {found.tensors} common tensors are equal")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart: bool = False) -> None:

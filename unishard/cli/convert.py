@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from unishard.cli.bar import bar
+from unishard.cli.wrapping import echo
 
 __all__ = ["convert"]
 
@@ -26,11 +27,13 @@ def convert(
 
     Runs in one process, without a GPU or the model. Reads unishard, deepspeed, accelerate and dcp (a torch.distributed.checkpoint
     directory); writes unishard, deepspeed-universal and dcp. Reports on stderr what was not converted. DST only appears once complete.
+
+    Example: unishard checkpoint convert ds_checkpoint runs/step-00000100
     """
     from unishard.checkpoint.converting import convert as run
 
     with ExitStack() as stack:
         notes = run(source, destination, from_=from_, to=to, progress=lambda total: stack.enter_context(bar("converting", total)))
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     typer.echo(str(destination))

@@ -18,6 +18,8 @@ def demo(
     """Train a tiny Llama on each engine.
 
     Runs one script with one config, changing only the backend, and compares the loss curves.
+
+    Example: unishard demo --world-size 2 --steps 60
     """
     from unishard.demo import run_demo
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from unishard.cli.completion import formats as formats_like
 from unishard.cli.report import value_of
 from unishard.cli.table import is_narrow, show, show_blocks
+from unishard.cli.wrapping import echo
 
 if TYPE_CHECKING:
     from unishard.formats.comparing import Side
@@ -25,13 +27,19 @@ Document = typer.Argument(help="A config of any tool.", show_default=False)
 def diff(
     a: Annotated[Path, Document],
     b: Annotated[Path, Document],
-    from_a: Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of A. [default: detected]")] = None,
-    from_b: Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of B. [default: detected]")] = None,
+    from_a: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Format of A. [default: detected]", autocompletion=formats_like)
+    ] = None,
+    from_b: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Format of B. [default: detected]", autocompletion=formats_like)
+    ] = None,
 ) -> None:
     """Compare the meaning of two configs.
 
-    They may be of different tools. Exits with 0 if they describe same training, with 1 if they differ, and with 2 if one cannot be
+    They may be of different tools. Exits with 0 if they describe the same training, with 1 if they differ, and with 2 if one cannot be
     read.
+
+    Example: unishard diff accelerate.yaml cfg.yaml
     """
     from unishard import formats
     from unishard.formats.comparing import compare
@@ -41,7 +49,7 @@ def diff(
     for reading in readings:
         refused = [entry for entry in reading.entries if entry.meaning.fit == "unsupported"]
         for entry in refused:
-            typer.echo(f"not compared: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
+            echo(f"not compared: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
     if not found:
         typer.echo("same training")
         return

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from unishard.cli.wrapping import echo
 from unishard.errors import UnishardError
 
 __all__ = ["docs"]
@@ -20,6 +21,8 @@ def docs(
 
     MAPPING.md from the backends' rules, docs/formats.md from the formats' tables, docs/schema.md from the config schema,
     docs/manifest.md from the manifest schema, and in docs/engines.md the table of private names.
+
+    Example: unishard docs --check
     """
     from unishard.reference.pages import pages, sections
 
@@ -34,4 +37,4 @@ def docs(
             path.write_text(text, encoding="utf-8")
     if check and stale:
         raise UnishardError("\n".join(f"{name}: is out of date; run `unishard docs` and commit it" for name in stale))
-    typer.echo("\n".join(f"{name}: written" for name in stale) or "up to date")
+    echo("\n".join(f"{name}: written" for name in stale) or "up to date")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unishard.cli.table import is_narrow, show, show_blocks
+from unishard.cli.wrapping import echo
 
 if TYPE_CHECKING:
     from unishard.doctor import Check
@@ -24,6 +25,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write it as JSO
 
     Checks versions and whether they were tested, the engines, the private names that workarounds need, accelerators, and the
     launcher's variables. Imports the installed engines. Exits with 1 if training cannot run.
+
+    Example: unishard doctor --json
     """
     from unishard.doctor import Status, examine, worst
 
@@ -42,7 +45,7 @@ def _show(checks: Sequence[Check]) -> None:
         show_blocks(((name, [line for line in lines if line[1]]) for name, lines in blocks), sys.stdout)
     else:
         show(_COLUMNS, [(check.status, check.name, check.found, check.instead) for check in checks], sys.stdout)
-    typer.echo(", ".join(f"{count} {status}" for status, count in _counts(checks).items()))
+    echo(", ".join(f"{count} {status}" for status, count in _counts(checks).items()))
 
 
 def _counts(checks: Sequence[Check]) -> dict[str, int]:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from unishard.cli import completion
 from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, WorldSize, topology_of
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.table import is_narrow, show, show_blocks
+from unishard.cli.wrapping import echo
 from unishard.config.describe import bare
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
-from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.config import Config
@@ -30,21 +31,34 @@ _COLUMNS = ("field", "value", "from")
 def explain(
     config: ConfigFile,
     backend: Annotated[
-        str | None, typer.Argument(metavar="[BACKEND]", help="Show only this backend (see `unishard backends`).", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="|".join(completion.installed_backends()) or "BACKEND",
+            help="Show only this backend.",
+            show_default=False,
+            autocompletion=completion.backends,
+        ),
     ] = None,
     native: Annotated[
         bool, typer.Option("--native", help="Print the JSON that `prepare` passes to the engine. [default backend: from the config]")
     ] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Show only what the file and --set set, not the defaults.")] = False,
     set_: Overrides = None,
     world_size: WorldSize = 1,
     gpus_per_node: GpusPerNode = None,
 ) -> None:
     """Show every value and its translation.
 
-    For each field of the config: its value, its origin, and what it becomes on each installed backend.
+    For each field of the config: its value, its origin, and what it becomes on each installed backend. A field that is off says so.
+
+    Example: unishard explain cfg.yaml deepspeed --changed
     """
     from unishard.loading import read
 
+    if native and changed:
+        raise typer.BadParameter("--native prints the whole native config; leave out --changed")
+
+    backend = backend and backend.lower()
     topology = topology_of(world_size, gpus_per_node) or Topology()
     with own_file(config):
         cfg, origins = read(config, set_ or ())
@@ -52,7 +66,7 @@ def explain(
         if native:
             _print_native(cfg, backend, topology)
         else:
-            _show(cfg, origins, backend, topology)
+            _show(cfg, origins, backend, topology, changed=changed)
     except ConfigError as error:
         raise origins.locate(error) from None
 
@@ -64,12 +78,17 @@ def _print_native(cfg: Config, backend: str | None, topology: Topology) -> None:
     typer.echo(json.dumps(translation.native, indent=2, allow_nan=False))
 
 
-def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology) -> None:
+def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology, *, changed: bool) -> None:
     from unishard.plugins import registry
     from unishard.plugins.explain import explain as rows_of
 
     rows = rows_of(cfg, origins, topology)
     names = [registry.get(backend).name] if backend else sorted({name for row in rows for name in row.images})
+    if changed:
+        rows = [row for row in rows if row.is_set and any(name in row.images for name in names)]
+        if not rows:
+            echo("nothing is set; every field has its default")
+            return
     if is_narrow(len(_COLUMNS) + len(names), sys.stdout):
         show_blocks(((f"{row.path} = {bare(row.value)}  ({row.origin})", list(_lines(row, names))) for row in rows), sys.stdout)
     else:
@@ -80,10 +99,7 @@ def _show_tables(rows: Sequence[ExplainedField], names: Sequence[str]) -> None:
     cells = [(row.path, bare(row.value), row.origin, *(_becomes(row.images.get(name)) for name in names)) for row in rows]
     show((*_COLUMNS, *names), cells, sys.stdout)
     notes = [
-        (name, row.path, image.fit, image.note)
-        for name in names
-        for row in rows
-        if (image := row.images.get(name)) and image.fit is not Fit.EXACT
+        (name, row.path, image.fit, image.note) for name in names for row in rows if (image := row.images.get(name)) and image.has_note
     ]
     if notes:
         sys.stdout.write("\n")
@@ -95,9 +111,11 @@ def _lines(row: ExplainedField, names: Sequence[str]) -> Iterator[tuple[str, str
     for name in names:
         if image := row.images.get(name):
             yield name, _becomes(image)
-            if image.fit is not Fit.EXACT:
+            if image.has_note:
                 yield "", image.note
 
 
 def _becomes(image: Image | None) -> str:
-    return f"{image.fit}: {image.native}" if image else ""
+    if image is None:
+        return ""
+    return image.native if image.off else f"{image.fit}: {image.native}"

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from unishard.cli.wrapping import echo
+
 __all__ = ["export"]
 
 
@@ -34,6 +36,8 @@ def export(
 
     Writes safetensors with config.json, generation_config.json and the tokenizer, or PEFT adapters, from either engine. Runs in
     one process, without a GPU, and keeps only small blocks in memory.
+
+    Example: unishard export runs/llama exported --dtype bf16
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -60,8 +64,8 @@ def export(
         )
     count = len(layout.files)
     word = str(layout.dtype).removeprefix("torch.")
-    typer.echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {size(layout.size)} in {word}, from {folder}")
+    echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {size(layout.size)} in {word}, from {folder}")
     if layout.bare:
-        typer.echo(
+        echo(
             "no config.json written, because the checkpoint has none; add --model DIR, the directory with the model's config.json", err=True
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 
 from unishard.cli.arguments import Overrides
 from unishard.cli.saving import save
+from unishard.cli.wrapping import echo, width_of, wrapped
 from unishard.config.describe import shown
 from unishard.errors import ConfigError, UnishardError
 
@@ -31,6 +33,8 @@ def init(
     """Write a new config, question by question.
 
     Each field gets a comment. With --from, an existing config of any tool supplies values.
+
+    Example: unishard init -o cfg.yaml --set backend=deepspeed
     """
     if output.exists() and not force:
         raise UnishardError(f"{output}: exists; name another file with -o, or overwrite it with --force")
@@ -51,9 +55,11 @@ def init(
             _take(draft, question)
     draft.check()
     save(output, draft.text)
-    typer.echo(f"{output}: written")
     for path, who in draft.undecided.items():
-        typer.echo(f"needs input: {path} comes from {who}; run: unishard set {output} {path}=VALUE", err=True)
+        echo(f"needs input: {path} comes from {who}", err=True)
+    echo(f"{output}: written")
+    command = ["unishard", "set", str(output), *(f"{path}=VALUE" for path in draft.undecided)]
+    echo(f"next: {shlex.join(command if draft.undecided else ['unishard', 'check', str(output)])}")
 
 
 def _started(old: Path, changes: list[str]) -> Draft:
@@ -64,13 +70,13 @@ def _started(old: Path, changes: list[str]) -> Draft:
     reading = formats.translate(old, "unishard", overrides=changes).reading
     for entry in reading.entries:
         if entry.meaning.fit == "unsupported":
-            typer.echo(f"not used: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
+            echo(f"not used: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
     return Draft.of(reading)
 
 
 def _take(draft: Draft, question: Question) -> None:
     if question.path in draft.left:
-        typer.echo(f"not in the existing config: {question.path}; using {shown(draft.proposal(question.path))}", err=True)
+        echo(f"not in the existing config: {question.path}; using {shown(draft.proposal(question.path))}", err=True)
     draft.answer([_change(draft, question)])
 
 
@@ -90,9 +96,11 @@ def _ask(draft: Draft, question: Question) -> None:
         text += f" [in the existing config, it comes from {who}]"
     default = _change(draft, question).partition("=")[2]
     while True:
-        said = typer.prompt(text, default=default)
+        said = typer.prompt(
+            wrapped(f"{text} [{default}]", width_of(sys.stdout) - len(": "), hanging="    "), default=default, show_default=False
+        )
         try:
             draft.answer([f"{question.path}={said}"])
             return
         except ConfigError as error:
-            typer.echo(str(error), err=True)
+            echo(error, err=True)

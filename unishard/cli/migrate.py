@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from unishard.cli.completion import formats as formats_like
 from unishard.cli.table import is_narrow, show, show_blocks
+from unishard.cli.wrapping import echo
 from unishard.errors import UnishardError
 from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
-    from unishard.formats.surveying import FoundConfig, UnreadableConfig
+    from unishard.formats.surveying import FoundConfig, SkippedFile, UnreadableConfig
 
 __all__ = ["migrate"]
 
@@ -31,16 +34,18 @@ class MigrateForm(StrEnum):
 
 def migrate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Root directory of a project.", show_default=False)],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="Target format.")] = "unishard",
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="Target format.", autocompletion=formats_like)] = "unishard",
     report: Annotated[MigrateForm, typer.Option(help="Output format.")] = MigrateForm.TEXT,
 ) -> None:
     """Find the configs of a project.
 
-    Shows the format of each and how it would translate. Writes nothing. Skips virtual environments, node_modules, .git, and files above
-    1 MiB.
+    Shows the format of each and how it would translate. Writes nothing. Looks at YAML, JSON and TOML files up to 1 MiB, except in virtual
+    environments, node_modules and .git. The last line counts all files: each translates, is refused, cannot be read, or is skipped.
+
+    Example: unishard migrate . --to unishard
     """
     from unishard.formats import catalog
-    from unishard.formats.surveying import FoundConfig, UnreadableConfig, survey
+    from unishard.formats.surveying import FoundConfig, SkippedFile, UnreadableConfig, survey
 
     if not folder.is_dir():
         raise UnishardError(f"{folder}: is not a directory; name the directory of a project")
@@ -48,10 +53,33 @@ def migrate(
     seen = list(survey(folder, to))
     configs = [one for one in seen if isinstance(one, FoundConfig)]
     broken = [one for one in seen if isinstance(one, UnreadableConfig)]
+    skipped = [one for one in seen if isinstance(one, SkippedFile)]
     if report is MigrateForm.JSON:
-        typer.echo(json.dumps({"to": to, "configs": list(map(_object, configs)), "unreadable": [_unread(one) for one in broken]}, indent=2))
+        whole = {"configs": list(map(_object, configs)), "unreadable": list(map(_why, broken)), "skipped": list(map(_why, skipped))}
+        typer.echo(json.dumps({"to": to, "counts": _counts(configs, broken, skipped), **whole}, indent=2))
         return
     _show(configs, broken, to)
+    echo(_in_words(_counts(configs, broken, skipped), to))
+
+
+def _counts(configs: list[FoundConfig], broken: list[UnreadableConfig], skipped: list[SkippedFile]) -> dict[str, int]:
+    """How many files there are, and how many of them are what; the others add up to the first."""
+    outcomes = Counter(_OUTCOMES[one.status] for one in configs)
+    whole = {"files": len(configs) + len(broken) + len(skipped)}
+    return whole | {word: outcomes[word] for word in _OUTCOMES.values()} | {"unreadable": len(broken), "skipped": len(skipped)}
+
+
+def _in_words(counts: dict[str, int], to: str) -> str:
+    """`9 files: 1 translates to unishard, 1 refused, 1 cannot be read, 6 are not configs`."""
+    files, translates, skipped = counts["files"], counts["translates"], counts["skipped"]
+    parts = [
+        f"{translates} translate{'s' if translates == 1 else ''} to {to}",
+        f"{counts['refused']} refused",
+        *([f"{counts['approximate']} only approximate, and strict is on"] if counts["approximate"] else []),
+        f"{counts['unreadable']} cannot be read",
+        f"{skipped} skipped (no configs, or above 1 MiB)",
+    ]
+    return f"{files} file{'' if files == 1 else 's'}: {', '.join(parts)}"
 
 
 def _show(configs: list[FoundConfig], broken: list[UnreadableConfig], to: str) -> None:
@@ -61,8 +89,7 @@ def _show(configs: list[FoundConfig], broken: list[UnreadableConfig], to: str) -
     elif configs:
         show(columns, [_cells(one) for one in configs], sys.stdout)
     for one in broken:
-        typer.echo(f"cannot be read: {one.path}: {one.why}")
-    typer.echo(f"{len(configs)} configs, {sum(one.status == 0 for one in configs)} translate to {to}, {len(broken)} cannot be read")
+        echo(f"cannot be read: {one.path}: {one.why}")
 
 
 def _cells(one: FoundConfig) -> tuple[str, ...]:
@@ -82,5 +109,5 @@ def _object(one: FoundConfig) -> dict[str, object]:
     }
 
 
-def _unread(one: UnreadableConfig) -> dict[str, str]:
+def _why(one: UnreadableConfig | SkippedFile) -> dict[str, str]:
     return {"path": one.path, "why": one.why}

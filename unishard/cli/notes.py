@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-import typer
-
+from unishard.cli.wrapping import echo
 from unishard.errors import RenamedFieldWarning
 
 __all__ = ["collected", "plain_notes"]
@@ -47,4 +46,4 @@ def plain_notes() -> Iterator[None]:
             yield
         finally:
             for note in notes:
-                typer.echo(f"warning: {note}", err=True)
+                echo(f"warning: {note}", err=True)

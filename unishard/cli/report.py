@@ -6,9 +6,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from unishard.cli.table import FIT_STYLES, is_narrow, show, show_blocks
+from unishard.cli.table import FIT_STYLES, fitting, is_narrow, show, show_blocks
+from unishard.cli.wrapping import Prose, width_of
 from unishard.config.describe import bare
 from unishard.mapping.rules import Fit
 
@@ -47,7 +48,7 @@ def write_report(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
         case ReportForm.MARKDOWN:
             file.write(_markdown(outcome))
         case ReportForm.TEXT | ReportForm.FULL:
-            _write_text(outcome, form, file)
+            _write_text(outcome, form, cast("TextIO", Prose(file)))
 
 
 def _sorted(outcome: Outcome, *, full: bool) -> list[Item]:
@@ -90,10 +91,10 @@ def _write_text(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
         columns = ("where", "key = value", "fit", "becomes", "note")
         rows = [(_where(item, outcome), _key_value(item), str(item.fit), item.becomes, item.note) for item in items]
         show(columns, rows, file)
-    elif is_narrow(3, file):
+    elif is_narrow(3, file) or (widths := fitting(_rows(outcome, items), file)) is None:
         show_blocks(((f"{_key_value(item)}  ({_where(item, outcome)})", _lines(item, outcome.to)) for item in items), file)
     else:
-        _draw(outcome, items, file)
+        _draw(outcome, items, widths, file)
     for line in _closing(outcome, len(outcome.items) - len(items)):
         file.write(f"{line}\n")
 
@@ -103,20 +104,26 @@ def _lines(item: Item, to: str) -> list[tuple[str, str]]:
     return [(to, becomes), *([("", item.note)] if item.note else [])]
 
 
-def _draw(outcome: Outcome, items: Sequence[Item], file: TextIO) -> None:
+def _rows(outcome: Outcome, items: Sequence[Item]) -> list[tuple[str, str, str, str]]:
+    """The cells of the table that is drawn, without styles."""
+    rows = [("" if item.line is None else str(item.line), _key_value(item), str(item.fit), _becomes(item).plain) for item in items]
+    return [("line", outcome.reading.format, "fit", outcome.to), *rows]
+
+
+def _draw(outcome: Outcome, items: Sequence[Item], widths: Sequence[int], file: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(header_style="bold")
-    table.add_column("line", justify="right", style="dim", no_wrap=True)
-    table.add_column(outcome.reading.format, overflow="fold", ratio=4)
-    table.add_column("fit", no_wrap=True)
-    table.add_column(outcome.to, overflow="fold", ratio=5)
+    table.add_column("line", justify="right", style="dim", width=widths[0])
+    table.add_column(outcome.reading.format, width=widths[1])
+    table.add_column("fit", width=widths[2])
+    table.add_column(outcome.to, width=widths[3])
     for item in items:
         style = FIT_STYLES[item.fit]
         line = "" if item.line is None else str(item.line)
         table.add_row(line, _text(_key_value(item), "dim" if item.assumed else ""), _text(str(item.fit), style), _becomes(item))
-    Console(file=file).print(table)
+    Console(file=file, width=width_of(file)).print(table)
 
 
 def _text(text: str, style: str) -> Text:

@@ -6,11 +6,26 @@ import json
 
 import typer
 
+from unishard.cli.arguments import Output
+from unishard.cli.saving import save
+from unishard.cli.wrapping import echo
+
 __all__ = ["schema"]
 
 
-def schema() -> None:
-    """Print the config's JSON Schema, for editors."""
-    from unishard.reference.json_schema import json_schema
+def schema(output: Output = None) -> None:
+    """Print the config's JSON Schema, for editors.
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    With it VS Code, PyCharm and other editors complete, explain and check the fields of a config. To attach it, write it to a file with
+    -o, which says what to add where. It knows the backends that are installed.
+
+    Example: unishard schema -o unishard.schema.json
+    """
+    from unishard.reference.json_schema import ATTACH, json_schema
+
+    text = json.dumps(json_schema(), indent=2)
+    if output is None:
+        typer.echo(text)
+        return
+    save(output, text + "\n")
+    echo(f"{output}: written. Attach it:\n{ATTACH.replace('unishard.schema.json', str(output)).rstrip()}")

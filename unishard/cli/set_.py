@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from unishard.cli import completion
 from unishard.cli.arguments import ConfigFile
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.saving import save
@@ -16,11 +17,18 @@ __all__ = ["set_"]
 
 def set_(
     config: ConfigFile,
-    changes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE...", help="For example training.seed=1.", show_default=False)],
+    changes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FIELD=VALUE...", help="For example training.seed=1.", show_default=False, autocompletion=completion.changes
+        ),
+    ],
 ) -> None:
     """Edit fields of a unishard file in place.
 
     Keeps comments, order and quotes. Does not change the file if the result would be invalid.
+
+    Example: unishard set cfg.yaml training.seed=1 optimizer.lr=1e-4
     """
     from unishard.loading.document import from_text
     from unishard.loading.editing import check_text, edit

@@ -1,19 +1,23 @@
-"""Tables: drawn on a terminal, plain aligned columns elsewhere."""
+"""Tables: drawn on a terminal, plain aligned columns elsewhere. No word is broken where a line ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from unishard.cli.wrapping import width_of, wrapped
+
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["FIT_STYLES", "is_narrow", "show", "show_blocks"]
+__all__ = ["FIT_STYLES", "fitting", "is_narrow", "show", "show_blocks"]
 
 FIT_STYLES = {
     "exact": "green",
     "equivalent": "cyan",
     "ignored": "dim",
+    "off": "dim",
+    "unused": "dim",
     "approximate": "yellow",
     "needs input": "bold magenta",
     "unsupported": "bold red",
@@ -31,52 +35,77 @@ Block = tuple[str, Sequence[tuple[str, str]]]
 
 def is_narrow(columns: int, file: TextIO) -> bool:
     """Whether a stream is a terminal too narrow for a table with this many columns."""
-    if not file.isatty():
-        return False
-    from rich.console import Console
+    return file.isatty() and width_of(file) < _READABLE * columns
 
-    return Console(file=file).width < _READABLE * columns
+
+def fitting(rows: Sequence[Sequence[str]], file: TextIO) -> list[int] | None:
+    """The width of each column of a table, so that it fits a terminal and every word fits its column; None if none do.
+
+    Args:
+        rows: The cells, the heading included.
+        file: The terminal.
+    """
+    from rich.cells import cell_len
+
+    columns = list(zip(*rows, strict=True))
+    longest = [max((cell_len(word) for cell in column for word in cell.split()), default=1) for column in columns]
+    whole = [max((cell_len(line) for cell in column for line in cell.splitlines()), default=1) for column in columns]
+    room = width_of(file) - 3 * len(columns) - 1  # each column has a border and two spaces
+    if sum(whole) <= room:
+        return whole
+    spare = room - sum(longest)
+    if spare < 0:
+        return None
+    widths, left = list(longest), len(columns)
+    for at in sorted(range(left), key=lambda at: whole[at] - longest[at]):  # what is nearly whole comes first
+        more = min(whole[at] - longest[at], spare // left)
+        widths[at], spare, left = longest[at] + more, spare - more, left - 1
+    return widths
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> None:
-    """Write a table to a stream."""
+    """Write a table to a stream; to a terminal on which a word would not fit its column, a block for each row."""
     if file.isatty():
-        _draw(columns, rows, file)
+        widths = fitting([columns, *rows], file)
+        if widths is None:
+            show_blocks(((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), file)
+        else:
+            _draw(columns, rows, widths, file)
         return
-    widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
+    whole = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
     for row in (columns, *rows):
-        file.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
+        file.write("  ".join(cell.ljust(width) for cell, width in zip(row, whole, strict=True)).rstrip() + "\n")
 
 
 def show_blocks(blocks: Iterable[Block], file: TextIO) -> None:
-    """Write blocks to a terminal, wrapped at its width."""
+    """Write blocks to a terminal, wrapped between words."""
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=file)
+    width = width_of(file)
+    console = Console(file=file, width=width)
     for heading, lines in blocks:
-        console.print(Text(heading, style="bold", overflow="fold"))
-        grid = Table.grid("label", "text", padding=(0, 2, 0, 0))
+        console.print(Text(wrapped(heading, width, hanging="  "), style="bold"), soft_wrap=True)
+        indent = 4 + max((len(label) for label, _ in lines), default=0)
         for label, text in lines:
-            grid.add_row(Text(label), _colored(text))
-        if lines:
-            console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+            style = FIT_STYLES.get(text.partition(":")[0], "")
+            room = width - indent
+            beside = all(len(word) <= room for word in text.split())
+            start = f"  {label}".ljust(indent) if beside else f"  {label}\n    " if label else "    "
+            body = wrapped(text, width, start=" " * (indent if beside else 4))
+            console.print(Text.assemble(start, (body.lstrip(" "), style)), soft_wrap=True)
 
 
-def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> None:
+def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], file: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=file)
-    whole = max(len(row[0]) for row in rows) <= console.width // len(columns)
     table = Table(header_style="bold", show_lines=False)
-    for at, name in enumerate(columns):
-        table.add_column(name, overflow="fold", no_wrap=at == 0 and whole)
+    for name, width in zip(columns, widths, strict=True):
+        table.add_column(name, overflow="fold", width=width)
     for row in rows:
         table.add_row(*map(_colored, row))
-    console.print(table)
+    Console(file=file, width=width_of(file)).print(table)
 
 
 def _colored(cell: str) -> Text:

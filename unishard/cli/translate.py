@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topology_of
+from unishard.cli.completion import formats as formats_like
 from unishard.cli.notes import collected
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.saving import save
@@ -30,8 +31,10 @@ _REASONS = {
 
 def translate(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML.", show_default=False)],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="The format to write.", show_default=False)],
-    from_: Annotated[str | None, typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]")] = None,
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="The format to write.", show_default=False, autocompletion=formats_like)],
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]", autocompletion=formats_like)
+    ] = None,
     output: Output = None,
     world_size: Ranks = None,
     gpus_per_node: GpusPerNode = None,
@@ -43,6 +46,8 @@ def translate(
 
     Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf, lightning, axolotl,
     composer, torchtitan, llamafactory, swift, trl. Exits with 1 and writes nothing if a key has no equivalent.
+
+    Example: unishard translate ds_config.json --to unishard -o cfg.yaml
     """
     from unishard import formats
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-__all__ = ["Spellings"]
+__all__ = ["Spellings", "in_any_case"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,12 @@ class Spellings:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         words = handler(schema)
-        return {"anyOf": [words, {"type": "string", "pattern": f"^({'|'.join(map(_any_case, (*words['enum'], *self.aliases)))})$"}]}
+        return {"anyOf": [words, {"type": "string", "pattern": in_any_case((*words["enum"], *self.aliases))}]}
+
+
+def in_any_case(words: Iterable[str]) -> str:
+    """A pattern for any of these words, in any case."""
+    return f"^({'|'.join(map(_any_case, words))})$"
 
 
 def _any_case(word: str) -> str:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unishard.config import value_at
-from unishard.errors import UnishardError
+from unishard.errors import ConfigError, UnishardError
 from unishard.formats import catalog
+from unishard.formats.checking import check
 from unishard.formats.source import open_source
-from unishard.formats.translating import translate
+from unishard.formats.translating import Outcome, translate
 from unishard.mapping.rules import Fit
 
-__all__ = ["FoundConfig", "UnreadableConfig", "survey"]
+__all__ = ["FoundConfig", "SkippedFile", "UnreadableConfig", "survey"]
 
 _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})
 _ELSEWHERE = frozenset(
@@ -49,7 +50,15 @@ class UnreadableConfig:
     why: str
 
 
-def survey(root: Path, to: str) -> Iterator[FoundConfig | UnreadableConfig]:
+@dataclass(frozen=True, slots=True)
+class SkippedFile:
+    """A YAML, JSON or TOML file that was not looked at, or in which no key speaks for a tool."""
+
+    path: str
+    why: str
+
+
+def survey(root: Path, to: str) -> Iterator[FoundConfig | UnreadableConfig | SkippedFile]:
     """Look at every file below a folder that may be a config. Writes nothing.
 
     Args:
@@ -57,17 +66,24 @@ def survey(root: Path, to: str) -> Iterator[FoundConfig | UnreadableConfig]:
         to: The format that each would become.
 
     Yields:
-        What each config is, in the order of their paths. A file in which no key speaks for a tool is passed over.
+        What each YAML, JSON and TOML file is, in the order of their paths: each exactly once.
     """
     for path in _candidates(root):
         try:
-            found = _look(path, to)
+            if path.stat().st_size > _LARGEST:
+                yield SkippedFile(str(path), "above 1 MiB")
+            else:
+                yield _look(path, to) or SkippedFile(str(path), "not a config")
         except UnishardError as error:
-            if catalog.mentions(path.read_text(encoding="utf-8", errors="replace")):
-                yield UnreadableConfig(str(path), str(error).splitlines()[0].removeprefix(str(path)).lstrip(": "))
-        else:
-            if found:
-                yield found
+            yield _failed(path, str(error))
+        except OSError as error:
+            yield UnreadableConfig(str(path), f"cannot be opened ({error.strerror})")
+
+
+def _failed(path: Path, message: str) -> UnreadableConfig | SkippedFile:
+    if not catalog.mentions(path.read_text(encoding="utf-8", errors="replace")):
+        return SkippedFile(str(path), "not a config")
+    return UnreadableConfig(str(path), message.splitlines()[0].removeprefix(str(path)).lstrip(": "))
 
 
 def _candidates(root: Path) -> Iterator[Path]:
@@ -76,7 +92,7 @@ def _candidates(root: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if name not in _ELSEWHERE and not (here / name / "pyvenv.cfg").exists())
         for name in sorted(files):
             path = here / name
-            if path.suffix.lower() in _SUFFIXES and path.is_file() and path.stat().st_size <= _LARGEST:
+            if path.suffix.lower() in _SUFFIXES and path.is_file():
                 yield path
 
 
@@ -88,4 +104,15 @@ def _look(path: Path, to: str) -> FoundConfig | None:
     reading, config = outcome.reading, outcome.reading.config
     counts = {fit: len(outcome.of(fit)) for fit in Fit}
     backend, strategy, precision = ("needs input" if field in reading.undecided else value_at(config, field) for field in _TOLD)
-    return FoundConfig(str(path), reading.format, backend, strategy, precision, counts, outcome.status(strict=config.strict))
+    return FoundConfig(str(path), reading.format, backend, strategy, precision, counts, _status(outcome))
+
+
+def _status(outcome: Outcome) -> int:
+    """What `unishard translate` would exit with."""
+    status = outcome.status(strict=outcome.reading.config.strict)
+    try:
+        if not status:
+            check(outcome)
+    except ConfigError:
+        return 1
+    return status

@@ -10,12 +10,16 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.describe import bare
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.config.unused import unused
 from unishard.loading import Origins
 from unishard.mapping.rules import Fit
 from unishard.plugins import registry
 from unishard.plugins.translate import check_batch, translate
 
 __all__ = ["ExplainedField", "Image", "explain"]
+
+_NULL_IS_ON = frozenset({"sharding.group_size"})
+"""Fields whose `null` stands for a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,15 @@ class Image:
 
     fit: Fit
     native: str
-    """The settings written, such as `zero_optimization.stage = 3`; if there are none, what implements the field."""
+    """The settings written, such as `zero_optimization.stage = 3`; if there are none, what implements the field, or that it is off."""
     note: str
+    off: bool = False
+    """Whether the field is off, or decides nothing under this config."""
+
+    @property
+    def has_note(self) -> bool:
+        """Whether the note says how a setting differs."""
+        return self.fit is not Fit.EXACT and not self.off
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,11 @@ class ExplainedField:
     images: Mapping[str, Image]
     """By backend; empty for a computed value."""
 
+    @property
+    def is_set(self) -> bool:
+        """Whether the file or an override sets the field."""
+        return self.origin != "default" and not self.origin.startswith("computed ")
+
 
 def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> list[ExplainedField]:
     """Explain a config for every installed backend, in schema order.
@@ -49,12 +65,14 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
     topology = topology or Topology()
     computed = {"training.global_batch_size": check_batch(cfg, topology.world_size)}
     reports = {name: list(translate(cfg, backend=name, topology=topology).report) for name in registry.available()}
-    rows = []
+    rows, idle = [], unused(cfg)
     for path, _ in leaves(Config):
         value, origin = value_at(cfg, path), origins.describe(cfg, path)
         if value is None and path in computed:
             value, origin = computed[path], f"computed for {topology.world_size} {'rank' if topology.world_size == 1 else 'ranks'}"
-        rows.append(ExplainedField(path, value, origin, {name: _image(name, path, cfg, topology) for name in reports}))
+        rows.append(
+            ExplainedField(path, value, origin, {name: _image(name, path, cfg, topology, value, idle.get(path)) for name in reports})
+        )
     known = {row.path for row in rows}
     for name, lines in reports.items():
         rows += [
@@ -65,8 +83,18 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
     return rows
 
 
-def _image(name: str, path: str, cfg: Config, topology: Topology) -> Image:
+def _image(name: str, path: str, cfg: Config, topology: Topology, value: Any, idle: str | None) -> Image:
     rule = registry.get(name).rules[path]
     fit, note = rule.outcome(cfg)
     settings = {} if fit is Fit.UNSUPPORTED else dict(flat(rule.to(cfg, topology)))
-    return Image(fit, ", ".join(f"{key} = {bare(value)}" for key, value in settings.items()) or rule.key, note)
+    if idle and fit is not Fit.UNSUPPORTED:
+        return Image(fit, f"unused: {idle}", note, off=True)
+    if settings:
+        return Image(fit, ", ".join(f"{key} = {bare(value)}" for key, value in settings.items()), note)
+    if fit is Fit.EXACT and path not in _NULL_IS_ON and _is_off(value):
+        return Image(fit, "off", note, off=True)
+    return Image(fit, rule.key, note)
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in ("none", [], {})

@@ -101,8 +101,8 @@ def load(group: str, name: str) -> Any:
     points = available(group)
     if name not in points:
         near = get_close_matches(name, points, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"installed: {', '.join(points) or 'none'}"
-        raise BackendError(f"no {_KINDS[group]} named {name!r}; {hint}")
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise BackendError(f"no {_KINDS[group]} named {name!r}; {hint}installed: {', '.join(points) or 'none'}")
     return points[name].load()
 
 

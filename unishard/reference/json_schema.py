@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from unishard.config import Config, Section
+from unishard.config.aliases import in_any_case
+from unishard.plugins import registry
 
-__all__ = ["json_schema"]
+__all__ = ["ATTACH", "json_schema"]
+
+ATTACH = """\
+In a config, with any editor that has the YAML language server (VS Code with the extension "YAML" by Red Hat, Neovim, Helix, Zed), as the
+first line: # yaml-language-server: $schema=unishard.schema.json
+For all configs of a project, in VS Code, in .vscode/settings.json: "yaml.schemas": {"unishard.schema.json": ["configs/*.yaml"]}
+In PyCharm: Settings > Languages & Frameworks > Schemas and DTDs > JSON Schema Mappings: add unishard.schema.json for configs/*.yaml
+"""
+"""How to attach the schema in editors."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -25,4 +35,12 @@ def json_schema() -> dict[str, Any]:
                 **{key: value for key, value in whole.items() if key != "$ref"},
                 "anyOf": [{"$ref": whole["$ref"]}, bare],
             }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    schema["properties"]["backend"] |= _installed()
+    schema["patternProperties"] = {"^x-": {}}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$comment": ATTACH, **schema}
+
+
+def _installed() -> dict[str, Any]:
+    """The installed backends, in any case."""
+    names = list(registry.available())
+    return {"anyOf": [{"enum": names}, {"type": "string", "pattern": in_any_case(names)}]}

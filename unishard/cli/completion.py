@@ -1,0 +1,80 @@
+"""What the shell offers for backends, formats and `FIELD=VALUE`. The completion itself is typer's: `--install-completion`."""
+
+from __future__ import annotations
+
+from textwrap import shorten
+
+import typer
+
+__all__ = ["backends", "changes", "formats", "installed_backends"]
+
+
+def installed_backends() -> list[str]:
+    """The installed backends; none if two packages offer the same name, which a command that needs one reports."""
+    from unishard.errors import BackendError
+    from unishard.plugins import registry
+
+    try:
+        return list(registry.available())
+    except BackendError:
+        return []
+
+
+def backends(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The installed backends; after `--set FIELD=` in bash, the field's values."""
+    path = _cut_off(ctx)
+    return [word for word in (_words(path) if path else installed_backends()) if word.startswith(incomplete.lower())]
+
+
+def formats(incomplete: str) -> list[str]:
+    """The formats of `--from` and `--to`."""
+    from unishard.formats.catalog import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def changes(ctx: typer.Context, incomplete: str) -> list[str | tuple[str, str]]:
+    """Fields that begin like this, with a `=`; of a single field, its values."""
+    from unishard.config import Config, leaves
+
+    if path := _cut_off(ctx):
+        return [word for word in _words(path) if word.startswith(incomplete)]
+    path, equals, start = incomplete.partition("=")
+    known = dict(leaves(Config))
+    fields = [field for field in known if (field == path if equals else field.startswith(path))]
+    if len(fields) != 1:
+        return [(f"{field}=", _first_sentence(field)) for field in fields]
+    (field,) = fields
+    return [f"{field}={word}" for word in _words(field) if word.startswith(start)] or ([] if equals else [f"{field}="])
+
+
+def _cut_off(ctx: typer.Context) -> str | None:
+    """The field whose value is being typed, where the shell cuts words at `=`, as bash does: it hands over `FIELD`, then the value."""
+    from unishard.config import Config, leaves
+
+    typed = [str(change) for name in ("changes", "set_") for change in ctx.params.get(name) or () if change != "="]
+    return typed[-1] if typed and typed[-1] in dict(leaves(Config)) else None
+
+
+def _words(path: str) -> list[str]:
+    """The values that a field offers: its choices, or else its default."""
+    from unishard.config import Config, leaves, value_at
+    from unishard.config.describe import bare, choices
+
+    if path == "backend":
+        return installed_backends()
+    kind = dict(leaves(Config))[path].annotation
+    default = value_at(Config(), path)
+    if isinstance(default, bool):
+        return ["true", "false"]
+    text = bare(default)
+    return choices(kind) or ([text] if text.isprintable() and not set(text) & set(" []{}") else [])
+
+
+def _first_sentence(path: str) -> str:
+    from unishard.config import Config
+
+    section, _, name = path.rpartition(".")
+    owner = Config.model_fields[section].annotation if section else Config
+    text = owner.descriptions()[name]  # type: ignore[union-attr]  # a section
+    return shorten(text.partition(". ")[0].partition(": ")[0].replace("`", ""), 70, placeholder=" ...").rstrip(".")
