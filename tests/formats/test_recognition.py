@@ -98,3 +98,20 @@ def test_a_reading_that_knows_nothing_explains_nothing() -> None:
     found = by_entries(read({"zero_stage": 3, "lr": 1}, "deepspeed").entries)
     assert (found.share, found.most, found.unknown) == (0, False, ("zero_stage", "lr"))
     assert by_entries([]).most
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (
+            "from torchtitan.trainer import Trainer\n\ndef debug() -> Trainer.Config:\n    return Trainer.Config()\n",
+            "torchtitan 0.3 or later",
+        ),
+        ("config = {}\n", "is Python, which unishard does not run; name a YAML, JSON or TOML file"),
+    ],
+)
+def test_python_is_not_run(text: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "config_registry.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=what):
+        recognized(path)

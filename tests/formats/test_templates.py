@@ -144,3 +144,9 @@ def test_statements_of_jinja_are_named(tmp_path: Path) -> None:
     path.write_text("per_device_train_batch_size: 1\n{% if fp16 %}\nfp16: true\n{% endif %}\n")
     with pytest.raises(ConfigError, match=r"args\.yaml:2: is a Jinja template \({% if fp16 %}\); render it, and translate the result"):
         translate(path, "unishard")
+
+
+def test_jinja_inside_text_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    path.write_text("per_device_train_batch_size: 1\nchat_template: |\n  {% for m in messages %}\n  role: {{ m.role }}\n  {% endfor %}\n")
+    assert translate(path, "unishard").reading.source.data["chat_template"].startswith("{% for m in messages %}\nrole: {{ m.role }}")

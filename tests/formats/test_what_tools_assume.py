@@ -160,7 +160,7 @@ def test_nothing_of_a_file_that_is_not_there_is_guessed() -> None:
     assert list(outcome.reading.undecided) == OF_THE_FILE
     found = item(outcome, "deepspeed_config_file")
     assert found.fit is Fit.NEEDS_INPUT
-    assert "was not found: its stage, precision, clipping, optimizer and schedule are unknown" in found.note
+    assert "absent/zero3.json was not found: its stage, precision, clipping, optimizer and schedule are unknown" in found.note
     assert outcome.document["precision"]["compute"] == "${precision.compute}"
 
 

@@ -24,6 +24,8 @@ _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\t', re.DOTALL)
 _STATEMENT = re.compile(r"^[ \t]*\{%-?\s*(?:if|for|set|include|extends|macro|block)\b[^%\n]*%\}", re.MULTILINE)
 _VALUE = re.compile(r"(?<=[:\[,=-])([ \t]*)(\{\{[^{}\n]*\}\}[^\s,\]}#]*)(?=[ \t]*(?:[,\]}#]|$))", re.MULTILINE)
 """A placeholder of Jinja that stands as a value without quotes, which YAML and JSON would take for a mapping."""
+_PYTHON = "is Python, which unishard does not run; name a YAML, JSON or TOML file, or run `unishard init`"
+_TITAN = "is a Python config of torchtitan 0.3 or later, which unishard does not run; name the TOML of 0.2, or run `unishard init`"
 _DEEPEST = 100
 _MOST_LINES = 10_000
 _BRACKET = re.compile(r"[][{}]")
@@ -91,10 +93,25 @@ def _is_file(path: Path) -> bool:
 
 
 def _parsed(content: str, path: Path) -> _Parsed:
-    if statement := _STATEMENT.search(content):
+    if path.suffix.lower() == ".py":
+        raise _file_error(path, _TITAN if "torchtitan" in content else _PYTHON)
+    try:
+        return _as_it_is(content, path)
+    except ConfigError:
+        quoted, count = _VALUE.subn(_quoted, content)
+        statement = _STATEMENT.search(content)
+        if not count and not statement:
+            raise
+        try:
+            return _as_it_is(quoted, path)
+        except ConfigError:
+            if not statement:
+                raise
         line = content.count("\n", 0, statement.start()) + 1
-        raise _file_error(path, f"is a Jinja template ({statement.group()}); render it, and translate the result", line)
-    content = _VALUE.sub(_quoted, content)
+        raise _file_error(path, f"is a Jinja template ({statement.group().strip()}); render it, and translate the result", line) from None
+
+
+def _as_it_is(content: str, path: Path) -> _Parsed:
     if path.suffix.lower() == ".toml":
         return _toml(content, path), Origins(Origin(str(path))), [], []
     if not looks_like_json(content):
