@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from unishard.formats.signs import has
 from unishard.mapping.entries import Entry, Path
 
 __all__ = ["Explained", "by_entries", "by_signs"]
 
-_LOUD = 3
+_LOUD, _CLEAR = 3, 2
 
 
 class Explained(NamedTuple):
@@ -37,8 +38,10 @@ def by_entries(entries: Iterable[Entry]) -> Explained:
 
 
 def by_signs(keys: Mapping[str, int], data: Mapping[str, Any]) -> Explained:
-    """What the keys that speak loudly for a format hold of a document, without the format's tables."""
-    loud = {tuple(key.split(".")) for key, weight in keys.items() if weight >= _LOUD}
+    """What the keys that speak for a format hold of a document, if one speaks loudly, without the format's tables."""
+    if not any(weight >= _LOUD and has(data, key) for key, weight in keys.items()):
+        return Explained(0.0)
+    loud = {tuple(key.split(".")) for key, weight in keys.items() if weight >= _CLEAR}
     return Explained(_share({path: any(path[:length] in loud for length in range(1, len(path) + 1)) for path in _leaves(data)}))
 
 
