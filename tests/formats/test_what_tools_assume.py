@@ -184,6 +184,15 @@ def test_a_format_without_a_word_for_what_is_unknown_refuses_it_and_names_what_t
     assert decided.status(strict=False) == 0
 
 
+def test_in_its_own_format_the_name_of_an_absent_file_stays() -> None:
+    outcome = translate({**ABSENT, "num_machines": 1}, "accelerate")
+    assert outcome.status(strict=False) == 0
+    assert outcome.document["deepspeed_config"] == {"deepspeed_config_file": "absent/zero3.json"}
+    assert item(outcome, "deepspeed_config_file").fit is Fit.EXACT
+    decided = translate(ABSENT, "accelerate", overrides=["sharding.strategy=full_shard"])
+    assert decided.status(strict=False) == 1
+
+
 def test_training_arguments_that_name_an_absent_file_say_what_is_unknown() -> None:
     arguments = {"per_device_train_batch_size": 1, "deepspeed": "absent/ds.json"}
     found = item(translate(arguments, "unishard"), "deepspeed")

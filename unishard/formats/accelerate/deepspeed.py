@@ -15,7 +15,7 @@ from unishard.mapping.key_rows import listed, number
 from unishard.mapping.rules import Fit
 from unishard.mapping.templates import is_placeholder
 
-__all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "deepspeed_entries", "experts", "no_file"]
+__all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "OF_THE_FILE", "deepspeed_entries", "experts", "no_file"]
 
 NAMES: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
@@ -54,7 +54,7 @@ NEVER = 1e30
 
 _ACCUMULATION = Undecided("gradient_accumulation_steps of the Accelerator")
 _CLIPS = f"{TOOL} clips to 1.0 where the file has no gradient_clipping; so does DeepSpeed since 0.19.3"
-_OF_THE_FILE = ("sharding.strategy", "precision.compute", "training.gradient_clipping", "optimizer.name", "scheduler.name")
+OF_THE_FILE = ("sharding.strategy", "precision.compute", "training.gradient_clipping", "optimizer.name", "scheduler.name")
 """What only DeepSpeed's own file says, once a document names one."""
 _NVME = "used as meant; Accelerate 1.15.0 never passes it on: use a deepspeed_config_file"
 _CPU_ADAM = "unishard steps your optimizer; Accelerate 1.15.0 may swap it for DeepSpeedCPUAdam"
@@ -162,4 +162,4 @@ def no_file(path: Path, name: Any) -> Entry:
         f"{name} was not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} fails as well; add the file"
     )
     said = Undecided(f"{name}, which was not found", required=True)
-    return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said)))
+    return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(OF_THE_FILE, said)))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.accelerate.deepspeed import OF_THE_FILE
+from unishard.formats.accelerate.entries import block_of
 from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.launch import launch_of
 from unishard.formats.accelerate.reading import entries_of, ranks_of
@@ -16,7 +18,8 @@ from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry
-from unishard.mapping.express import Expressed
+from unishard.mapping.express import Expressed, FieldResult
+from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 
@@ -50,7 +53,7 @@ class AccelerateFormat(Format):
         Raises:
             ConfigError: Accelerate does not know the engine.
         """
-        return expressed(reading, topology)
+        return _with_absent_file(expressed(reading, topology), reading)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML in the order of `accelerate config`."""
@@ -58,3 +61,16 @@ class AccelerateFormat(Format):
 
 
 FORMAT = AccelerateFormat()
+
+_BLOCK, _FILE = "deepspeed_config", "deepspeed_config_file"
+
+
+def _with_absent_file(said: Expressed, reading: ReadDocument) -> Expressed:
+    """The document, pointing to DeepSpeed's file as before if that is not there and nobody decided what it would say."""
+    open_ = [field for field in OF_THE_FILE if field in reading.undecided and reading.undecided[field].required]
+    if reading.format != FORMAT.name or len(open_) < len(OF_THE_FILE):
+        return said
+    beside = {key: value for key, value in said.document.items() if key not in (_BLOCK, "mixed_precision")}
+    name = block_of(reading.source.data, _BLOCK)[_FILE]
+    words = dict.fromkeys(open_, FieldResult(Fit.EXACT, f"{_BLOCK}.{_FILE}", ""))
+    return Expressed({**beside, _BLOCK: {_FILE: name}}, {**said.fields, **words})
