@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -152,10 +153,57 @@ def test_what_cannot_be_had_is_refused_with_1_at_its_line(config: Path) -> None:
     result = run("translate", "c.yaml", "--to", "unishard", "-o", "new.yaml")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "c.yaml:3  offload.params = nvme" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("nothing written: 2 refused (no equivalent); ")
+    assert result.stderr.splitlines()[-3].startswith("nothing written: 2 refused (no equivalent); ")
     assert not Path("new.yaml").exists()
     quiet = run("translate", "c.yaml", "--to", "unishard", "--report", "none")
     assert quiet.stderr.startswith("c.yaml:3: offload.params: PyTorch")
+
+
+@pytest.mark.parametrize("report", ["text", "full", "none"])
+def test_a_refusal_ends_with_a_command_that_works(config: Path, report: str) -> None:
+    Path("a file.json").write_text(
+        '{"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}, "tensor_parallel": {"autotp_size": 2},'
+        ' "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}, "stage3_[x]": 1}}'
+    )
+    options = ("--set", "backend=fsdp", "--set", "training.seed=3", "--world-size", "8", "--gpus-per-node", "4", "-o", "new.yaml")
+    result = run("translate", "a file.json", "--to", "unishard", "--from", "deepspeed", *options, "--report", report)
+    assert result.exit_code == 1
+    title, command = result.stderr.splitlines()[-2:]
+    assert title == "this works:"
+    program, *arguments = shlex.split(command)
+    assert program == "unishard"
+    again = run(*arguments, "--report", "json")
+    assert again.exit_code == 0, again.stderr
+    made = unishard.load("new.yaml")
+    assert (made.training.seed, made.offload.params, made.optimizer.name) == (3, "cpu", "adamw")
+    assert [one["key"] for one in json.loads(again.stderr)["dropped"]] == [
+        "tensor_parallel.autotp_size",
+        "zero_optimization.offload_param.nvme_path",
+        "zero_optimization.stage3_[x]",
+    ]
+
+
+def test_all_that_is_not_supported_is_dropped_and_listed(config: Path) -> None:
+    config.write_text(REFUSED)
+    result = run("translate", "c.yaml", "--to", "unishard", "--drop-unsupported")
+    assert result.exit_code == 0
+    assert unishard.load(write("new.yaml", result.stdout)).offload.params == "none"
+    assert [line for line in result.stderr.splitlines() if line.startswith("dropped")] == [
+        "dropped: offload.params = nvme (line 3)",
+        "dropped: offload.nvme_path = files (line 4)",
+    ]
+
+
+def test_a_key_to_drop_that_is_not_there(config: Path) -> None:
+    config.write_text(REFUSED)
+    result = run("translate", "c.yaml", "--to", "unishard", "--drop", "offload.param")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("c.yaml: --drop offload.param: matches no key")
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
 
 
 def test_what_contradicts_the_ranks_is_refused(config: Path) -> None:

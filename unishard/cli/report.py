@@ -95,6 +95,8 @@ def _write_text(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
         show_blocks(((f"{_key_value(item)}  ({_where(item, outcome)})", _lines(item, outcome.to)) for item in items), file)
     else:
         _draw(outcome, items, widths, file)
+    for one in outcome.dropped:
+        file.write(f"dropped: {one.key} = {value_of(one.value)}{f' (line {one.line})' if one.line else ''}\n")
     for line in _closing(outcome, len(outcome.items) - len(items)):
         file.write(f"{line}\n")
 
@@ -166,6 +168,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "needs_input": _needs_input(outcome),
         "launch": outcome.launch,
         "warnings": list(outcome.warnings),
+        "dropped": [{"key": one.key, "value": plain(one.value), "line": one.line} for one in outcome.dropped],
         "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
     }
 
@@ -195,6 +198,7 @@ def _markdown(outcome: Outcome) -> str:
         cells = (line, _code(_key_value(item)), fit, _code(item.becomes), _escaped(item.note))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in _needs_input(outcome).items())]
+    lines += [f"- dropped: {_code(f'{one.key} = {value_of(one.value)}')}" for one in outcome.dropped]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -12,6 +12,7 @@ from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topolo
 from unishard.cli.completion import formats as formats_like
 from unishard.cli.notes import collected
 from unishard.cli.report import ReportForm, write_report
+from unishard.cli.request import TranslateRequest
 from unishard.cli.saving import save
 from unishard.errors import ConfigError, Problem
 from unishard.mapping.rules import Fit
@@ -24,7 +25,7 @@ __all__ = ["translate"]
 APPROXIMATE = 2
 """Exit status under `--strict` when a key is only approximate."""
 _REASONS = {
-    1: (Fit.UNSUPPORTED, "refused (no equivalent)", "do what the note says, or remove the key"),
+    1: (Fit.UNSUPPORTED, "refused (no equivalent)", "do what the note says, or drop the key (--drop KEY)"),
     APPROXIMATE: (Fit.APPROXIMATE, "only approximate, and strict is on", "change the key, or turn strict off"),
 }
 
@@ -39,32 +40,50 @@ def translate(
     world_size: Ranks = None,
     gpus_per_node: GpusPerNode = None,
     set_: Overrides = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="KEY", help="Leave out a key of IN; globs work. Repeatable.", show_default=False),
+    ] = None,
+    drop_unsupported: Annotated[bool, typer.Option("--drop-unsupported", help="Leave out every key without an equivalent.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 and write nothing if a key is only approximate.")] = False,
     report: Annotated[ReportForm, typer.Option(help="Form of the report on stderr.")] = ReportForm.TEXT,
 ) -> None:
     """Translate a config of any tool into the format of another.
 
     Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf, lightning, axolotl,
-    composer, torchtitan, llamafactory, swift, trl. Exits with 1 and writes nothing if a key has no equivalent.
+    composer, torchtitan, llamafactory, swift, trl. Exits with 1 and writes nothing if a key has no equivalent; then it prints a command
+    that works.
 
     Example: unishard translate ds_config.json --to unishard -o cfg.yaml
     """
     from unishard import formats
 
     topology = topology_of(world_size, gpus_per_node)
+    request = TranslateRequest(source, to, from_, topology, tuple(set_ or ()), tuple(drop or ()), output)
     with collected() as notes:
-        outcome = formats.translate(source, to, from_=from_, overrides=set_ or (), topology=topology)
+        outcome = request.translate(drop_unsupported=drop_unsupported)
     outcome = outcome._replace(warnings=(*outcome.warnings, *notes))
     write_report(outcome, report, sys.stderr)
     status = outcome.status(strict=strict or outcome.reading.config.strict)
     if status:
         _say(outcome, status, report)
+        _say_what_works(request, status, report)
         raise typer.Exit(status)
     formats.check(outcome, topology)
     if output is None:
         typer.echo(outcome.text, nl=False)
     else:
         save(output, outcome.text)
+
+
+def _say_what_works(request: TranslateRequest, status: int, form: ReportForm) -> None:
+    """Print a command that translates the rest of a refused file."""
+    if status == APPROXIMATE or form not in (ReportForm.NONE, ReportForm.TEXT, ReportForm.FULL):
+        return
+    with collected():
+        working = request.working()
+    if working:
+        typer.echo(f"this works:\n  {working.command()}", err=True)
 
 
 def _say(outcome: Outcome, status: int, form: ReportForm) -> None:

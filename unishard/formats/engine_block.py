@@ -107,7 +107,9 @@ def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) 
     kept = (repeats and silent) or (bool(found) and all(one.kept for one in found))
     unknown, notable = bool(found) and all(one.unknown for one in found), spot.notable or any(one.notable for one in found)
     elsewhere = {name: value for one in said for name, value in one.elsewhere.items()}
+    decides: tuple[str, ...] = ()
     if worst is Fit.UNSUPPORTED:
+        decides = tuple(dict.fromkeys(name for one in said for name in (*one.decides, *one.fields)))
         fields, native, elsewhere = {}, {}, {}
-    meaning = Meaning(worst, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable)
+    meaning = Meaning(worst, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides)
     return Entry(spot.path, spot.value, meaning, spot.assumed)

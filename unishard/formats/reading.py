@@ -20,7 +20,7 @@ from unishard.loading.overrides import override
 from unishard.loading.placeholders import STAND_INS, stand_ins
 from unishard.loading.renamed import current_change
 from unishard.loading.validation import dotted, findings_of
-from unishard.mapping.entries import Entry, Undecided
+from unishard.mapping.entries import Entry, Meaning, Undecided
 from unishard.mapping.rules import Fit
 
 __all__ = ["ReadDocument", "assemble", "default_of"]
@@ -28,6 +28,9 @@ __all__ = ["ReadDocument", "assemble", "default_of"]
 _LEFT_OUT: Any = object()
 _BACKEND = "backend="
 _FIELDS = dict(leaves(Config))
+_CLASS = ("type", "class_path", "_target_")
+"""Keys that name a class, whose arguments stand beside them."""
+_SECTIONS = {path.partition(".")[0] for path in _FIELDS}
 
 
 class ReadDocument(NamedTuple):
@@ -80,7 +83,7 @@ def assemble(
         ConfigError: An override cannot be used.
     """
     overrides = tuple(map(current_change, overrides))
-    found = _without_contradictions(_on_another_engine(entries, overrides))
+    found = _without_contradictions(_lifted(_on_another_engine(entries, overrides), overrides), _paths(overrides))
     unneeded: frozenset[str] = frozenset()
     while True:
         fields = _fields(found)
@@ -119,8 +122,45 @@ def _instead(entry: Entry, said: Mapping[str, Any]) -> Entry:
     return entry._replace(meaning=entry.meaning._replace(fit=Fit.EQUIVALENT, fields={**fields, **said}, native={}))
 
 
-def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:
-    """Those that are written in their order, then those that are assumed, which yield; what is undecided goes with any decision."""
+def _lifted(entries: Sequence[Entry], overrides: Sequence[str]) -> list[Entry]:
+    """The entries, where a refused one whose field an override decides leaves it to the override.
+
+    If it names a class, the arguments that mean something for this class only go with it.
+    """
+    found = [_left_to_override(entry, overrides) for entry in entries]
+    classes = {new.path[:-1] for new, old in zip(found, entries, strict=True) if new is not old and new.path[-1] in _CLASS}
+    return [_without_class(entry) if any(entry.path[: len(path)] == path for path in classes if path) else entry for entry in found]
+
+
+def _left_to_override(entry: Entry, overrides: Sequence[str]) -> Entry:
+    """The fields beside the first follow its section's defaults; one in another section must be overridden as well."""
+    decides = [field for field in entry.meaning.decides if field in _FIELDS or field in _SECTIONS]
+    if entry.meaning.fit is not Fit.UNSUPPORTED or not decides:
+        return entry
+    section = decides[0].partition(".")[0]
+    needed = [decides[0], *(field for field in decides[1:] if field.partition(".")[0] != section)]
+    if not all(_overridden(field, _paths(overrides)) for field in needed):
+        return entry
+    said = " ".join(f"--set {text}" for text in overrides if any(_overridden(field, _paths([text])) for field in needed))
+    fields = {field: Undecided("--set") for field in needed if field in _FIELDS}
+    return entry._replace(meaning=Meaning(Fit.IGNORED, f"{said} decides instead", fields))
+
+
+def _without_class(entry: Entry) -> Entry:
+    meaning = entry.meaning
+    own = meaning.fit is Fit.IGNORED and meaning.kept and not (meaning.fields or meaning.native)
+    return entry._replace(meaning=meaning._replace(kept=False)) if own else entry
+
+
+def _paths(overrides: Iterable[str]) -> frozenset[str]:
+    return frozenset(text.partition("=")[0].strip() for text in overrides)
+
+
+def _without_contradictions(entries: Sequence[Entry], changed: Collection[str] = ()) -> list[Entry]:
+    """Those that are written in their order, then those that are assumed, which yield; what is undecided goes with any decision.
+
+    So does what an override decides.
+    """
     said: dict[str, tuple[Entry, Any]] = {}
     found: list[Entry] = []
     for entry in sorted(entries, key=lambda entry: entry.assumed):
@@ -131,7 +171,7 @@ def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:
             if not fields:
                 continue
             entry = entry._replace(meaning=entry.meaning._replace(fields=fields, native={}))
-        elif clashes := [name for name in clashes if not isinstance(said[name][1], Undecided) and not isinstance(sayings[name], Undecided)]:
+        elif clashes := [name for name in clashes if not _overridden(name, changed) and not _undecided(said[name][1], sayings[name])]:
             other = said[clashes[0]][0]
             found.append(entry.but(Fit.UNSUPPORTED, f"contradicts {other.key}, which is {shown(other.value)}; keep one of the two"))
             continue
@@ -140,6 +180,10 @@ def _without_contradictions(entries: Sequence[Entry]) -> list[Entry]:
             if name not in said or isinstance(said[name][1], Undecided):
                 said[name] = entry, value
     return found
+
+
+def _undecided(*values: Any) -> bool:
+    return any(isinstance(value, Undecided) for value in values)
 
 
 def _fields(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -194,7 +238,7 @@ def _override(document: Document, overrides: Iterable[str]) -> frozenset[str]:
     ]
     if problems:
         raise ConfigError(problems)
-    return frozenset(text.partition("=")[0].strip() for text in overrides)
+    return _paths(overrides)
 
 
 def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
+from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source, open_source
@@ -53,6 +54,8 @@ class Outcome(NamedTuple):
     warnings: tuple[str, ...]
     launch: str = ""
     """The torchrun line for the processes that the source asks for, where the other format does not say it; empty where there is none."""
+    dropped: tuple[DroppedKey, ...] = ()
+    """What was left out on request."""
 
     def of(self, fit: Fit) -> list[Item]:
         """The items with this fit."""
@@ -94,6 +97,7 @@ def translate(
     from_: str | None = None,
     overrides: Iterable[str] = (),
     topology: Topology | None = None,
+    drop: Iterable[str] = (),
 ) -> Outcome:
     """Translate a config of any tool into the format of another. Imports neither torch nor an engine.
 
@@ -103,15 +107,16 @@ def translate(
         from_: Name of the source's format; left out, it is recognised from its keys.
         overrides: Changes on top, such as `backend=fsdp`; they also decide what only the training script knows.
         topology: The ranks; left out, those that the document speaks of, or one.
+        drop: Keys to leave out, as dotted names or globs; the document then means what it means without them.
 
     Returns:
         The document and one item for each key of the source. What is not supported stands among the items as refused.
 
     Raises:
-        ConfigError: The file cannot be read, is in no known format, or an override cannot be used.
+        ConfigError: The file cannot be read, is in no known format, an override cannot be used, or a key to drop is not there.
     """
-    target, overrides = catalog.get(to), tuple(overrides)
-    reading = read(source, from_, overrides, topology)
+    target, overrides, drop = catalog.get(to), tuple(overrides), tuple(drop)
+    reading, dropped = _read_without(open_source(source), from_, overrides, topology, drop)
     ranks = topology or reading.topology or Topology()
     expressed = _written(target, reading, ranks)
     yielding = _without_refused_assumptions(reading, expressed)
@@ -120,15 +125,31 @@ def translate(
             reading.format, reading.source, yielding, overrides=overrides, topology=reading.topology, fills_auto=reading.fills_auto
         )
         expressed = _written(target, reading, ranks)
-    items = tuple(_item(entry, reading, target, expressed) for entry in reading.entries)
+    items = (*(_item(entry, reading, target, expressed) for entry in reading.entries), *_refused_overrides(overrides, reading, expressed))
     document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {})
     warnings = (*reading.source.warnings, *filter(None, [getattr(target, "notice", "")]))
-    return Outcome(reading, to, items, document, target.render(document, reading), warnings, _launch(reading, to))
+    return Outcome(reading, to, items, document, target.render(document, reading), warnings, _launch(reading, to), tuple(dropped))
 
 
 def _launch(reading: ReadDocument, to: str) -> str:
     launch = getattr(catalog.get(reading.format), "launch", None)
     return launch(reading).torchrun() if launch and reading.format != to else ""
+
+
+def _read_without(
+    source: Source, from_: str | None, overrides: tuple[str, ...], topology: Topology | None, drop: tuple[str, ...]
+) -> tuple[ReadDocument, list[DroppedKey]]:
+    """What a document says without the keys to drop. They count for its format, and for nothing else."""
+    format_ = catalog.get(from_) if from_ else catalog.recognise(source)
+    source, dropped = drop_keys(source, drop)
+    reading = format_.read(source, overrides, topology)
+    if not drop:
+        return reading, dropped
+    entries, further = drop_entries(reading.entries, drop)
+    check_used(drop, [*dropped, *further], source)
+    if further:
+        reading = assemble(reading.format, source, entries, overrides=overrides, topology=reading.topology, fills_auto=reading.fills_auto)
+    return reading, [*dropped, *further]
 
 
 def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Expressed:
@@ -172,6 +193,16 @@ def _kept_keys(reading: ReadDocument) -> Native:
                 value = {name: value}
             kept = merge(kept, value)
     return kept
+
+
+def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expressed: Expressed) -> Iterator[Item]:
+    """Overrides that are not supported, of fields that no key of the document decides."""
+    said = {field for entry in reading.entries for field in entry.meaning.fields}
+    for text in overrides:
+        field = text.partition("=")[0].strip()
+        result = expressed.fields.get(field)
+        if result and result.fit is Fit.UNSUPPORTED and field not in said:
+            yield Item(f"--set {field}", value_at(reading.config, field), result.fit, result.key, result.note, None, assumed=False)
 
 
 def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> Item:

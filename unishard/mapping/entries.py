@@ -64,6 +64,8 @@ class Meaning(NamedTuple):
     """Whether the tool has no such key, so that the document may be another tool's."""
     notable: bool = False
     """Whether the default report has a line for it also where the tool assumes it."""
+    decides: tuple[str, ...] = ()
+    """If unsupported: the fields that the key decides otherwise. An override of the first decides instead of the key."""
 
 
 class Given:
@@ -125,7 +127,8 @@ class Entry(NamedTuple):
         """The same with another fit; if that is `unsupported`, it sets no fields."""
         refused = fit is Fit.UNSUPPORTED
         fields, native = ({}, {}) if refused else (self.meaning.fields, self.meaning.native)
-        return self._replace(meaning=self.meaning._replace(fit=fit, note=note, fields=fields, native=native))
+        decides = (*self.meaning.decides, *self.meaning.fields) if refused else ()
+        return self._replace(meaning=self.meaning._replace(fit=fit, note=note, fields=fields, native=native, decides=decides))
 
 
 def interpret(
@@ -206,12 +209,15 @@ def _not_a_block(key: str, value: Any, keys: Mapping[str, Key]) -> Meaning:
 
 def _read(row: Key, value: Any, given: Given) -> Meaning:
     try:
-        return row.read(value, given)
+        meaning = row.read(value, given)
     except Unreadable as error:
         # A key may also depend on another that holds one, which the message names then.
         if found := placeholders_in(value) or placeholders_in(str(error)):
             return _filled_in(row, found)
-        return Meaning(Fit.UNSUPPORTED, str(error))
+        meaning = Meaning(Fit.UNSUPPORTED, str(error))
+    if meaning.fit is Fit.UNSUPPORTED and row.fields:
+        return meaning._replace(decides=tuple(row.fields.split(", ")))
+    return meaning
 
 
 def _filled_in(row: Key, placeholders: Iterable[str]) -> Meaning:
@@ -233,7 +239,7 @@ def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[An
     except Unreadable as error:
         if value is None:
             return meaning._replace(note=f"null is invalid for {tool} here, so the key is omitted", kept=False)
-        return Meaning(Fit.UNSUPPORTED, str(error))
+        return Meaning(Fit.UNSUPPORTED, str(error), decides=tuple(meaning.fields))
     return meaning
 
 

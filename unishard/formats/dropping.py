@@ -1,0 +1,94 @@
+"""Keys that are left out of a document on request, by name or glob, as if its author had not written them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from unishard.errors import ConfigError, Problem
+from unishard.formats.source import Source
+from unishard.mapping.entries import Entry, Meaning, Path
+from unishard.mapping.rules import Fit
+
+__all__ = ["DroppedKey", "check_used", "drop_entries", "drop_keys"]
+
+
+class DroppedKey(NamedTuple):
+    """A key that was left out."""
+
+    key: str
+    value: Any
+    line: int | None
+    pattern: str
+    """The pattern that matches it."""
+
+
+def drop_keys(source: Source, patterns: Sequence[str]) -> tuple[Source, list[DroppedKey]]:
+    """The document without the keys that match, and without the blocks that this empties.
+
+    Args:
+        source: The document.
+        patterns: Dotted keys, or globs of them such as `zero_optimization.stage3_*`. A key takes everything below it along.
+    """
+    if not patterns:
+        return source, []
+    dropped: list[DroppedKey] = []
+    data = _without(source, source.data, patterns, (), dropped)
+    return source._replace(data=data), dropped
+
+
+def drop_entries(entries: Iterable[Entry], patterns: Sequence[str]) -> tuple[list[Entry], list[DroppedKey]]:
+    """The entries, those that match said to be left out: of a file that the document names, or of a key that it lacks and needs."""
+    found, dropped = [], []
+    for entry in entries:
+        refused = entry.meaning.fit is Fit.UNSUPPORTED
+        pattern = _match(entry.path, patterns) if refused or not entry.assumed else None
+        if pattern is None:
+            found.append(entry)
+            continue
+        dropped.append(DroppedKey(entry.key, entry.value, None, pattern))
+        found.append(entry._replace(meaning=Meaning(Fit.IGNORED, f"dropped (--drop {pattern})")))
+    return found, dropped
+
+
+def check_used(patterns: Iterable[str], dropped: Iterable[DroppedKey], source: Source) -> None:
+    """Refuse a pattern that matches nothing, which is a slip of the pen.
+
+    Raises:
+        ConfigError: One matches no key.
+    """
+    used = {one.pattern for one in dropped}
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused:
+        what = "matches no key; name one as the report does, such as zero_optimization.stage3_*"
+        raise ConfigError([Problem(f"--drop {pattern}", what, source.name) for pattern in unused])
+
+
+def _without(source: Source, data: Mapping[str, Any], patterns: Sequence[str], above: Path, dropped: list[DroppedKey]) -> Mapping[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in data.items():
+        path = (*above, name)
+        if pattern := _match(path, patterns):
+            dropped += _leaves(source, path, value, pattern)
+        elif isinstance(value, Mapping) and value:
+            inner = _without(source, value, patterns, path, dropped)
+            if inner:
+                kept[name] = inner
+        else:
+            kept[name] = value
+    return kept
+
+
+def _leaves(source: Source, path: Path, value: Any, pattern: str) -> Iterator[DroppedKey]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(source, (*path, name), item, pattern)
+    else:
+        yield DroppedKey(".".join(path), value, source.origins.of(path).line, pattern)
+
+
+def _match(path: Path, patterns: Sequence[str]) -> str | None:
+    """The pattern of a path: its own key, or that of a block around it."""
+    names = [".".join(path[: at + 1]) for at in range(len(path))]
+    return next((pattern for pattern in patterns for name in names if name == pattern or fnmatchcase(name, pattern)), None)
