@@ -178,7 +178,6 @@ def test_a_refusal_ends_with_a_command_that_works(config: Path, report: str) -> 
     assert (made.training.seed, made.offload.params, made.optimizer.name) == (3, "cpu", "adamw")
     assert [one["key"] for one in json.loads(again.stderr)["dropped"]] == [
         "tensor_parallel.autotp_size",
-        "zero_optimization.offload_param.nvme_path",
         "zero_optimization.stage3_[x]",
     ]
 
@@ -199,6 +198,23 @@ def test_a_key_to_drop_that_is_not_there(config: Path) -> None:
     result = run("translate", "c.yaml", "--to", "unishard", "--drop", "offload.param")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("c.yaml: --drop offload.param: matches no key")
+
+
+def test_verified_with_the_tool_that_reads_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unishard.verify import comparing
+    from unishard.verify.settings import Effective
+
+    right = run("translate", TINY, "--to", "unishard", "--verify", "--report", "none", "-o", "right.yaml")
+    assert (right.exit_code, Path("right.yaml").exists()) == (0, True)
+    assert right.stderr.splitlines()[0].split() == ["setting", "source", "written", "effective"]
+    assert right.stderr.splitlines()[-1].endswith("0 differ, 0 of these unreported")
+    monkeypatch.setattr(comparing, "read_settings", lambda outcome: Effective({"optimizer.lr": 7.0}, "DeepSpeed 1"))
+    wrong = run("translate", TINY, "--to", "unishard", "--verify", "--report", "none", "-o", "wrong.yaml")
+    assert (wrong.exit_code, Path("wrong.yaml").exists()) == (2, False)
+    assert re.search(r"optimizer\.lr +\S+ +\S+ +7\.0 +NOT REPORTED", wrong.stderr)
+    monkeypatch.setattr(comparing, "read_settings", lambda outcome: Effective({}, "X", missing="X is not installed; pip install x"))
+    absent = run("translate", TINY, "--to", "unishard", "--verify", "--report", "none")
+    assert (absent.exit_code, absent.stderr.splitlines()[-1]) == (0, "not verified: X is not installed; pip install x")
 
 
 def write(name: str, text: str) -> str:

@@ -24,6 +24,8 @@ __all__ = ["translate"]
 
 APPROXIMATE = 2
 """Exit status under `--strict` when a key is only approximate."""
+DIFFERENT = 2
+"""Exit status under `--verify` when a difference is not reported."""
 _REASONS = {
     1: (Fit.UNSUPPORTED, "refused (no equivalent)", "do what the note says, or drop the key (--drop KEY)"),
     APPROXIMATE: (Fit.APPROXIMATE, "only approximate, and strict is on", "change the key, or turn strict off"),
@@ -45,6 +47,9 @@ def translate(
         typer.Option("--drop", metavar="KEY", help="Leave out a key of IN; globs work. Repeatable.", show_default=False),
     ] = None,
     drop_unsupported: Annotated[bool, typer.Option("--drop-unsupported", help="Leave out every key without an equivalent.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the result with its own tool and compare; exit with 2 on an unreported difference.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 and write nothing if a key is only approximate.")] = False,
     report: Annotated[ReportForm, typer.Option(help="Form of the report on stderr.")] = ReportForm.TEXT,
 ) -> None:
@@ -70,10 +75,23 @@ def translate(
         _say_what_works(request, status, report)
         raise typer.Exit(status)
     formats.check(outcome, topology)
+    if verify:
+        _verify(outcome, request)
     if output is None:
         typer.echo(outcome.text, nl=False)
     else:
         save(output, outcome.text)
+
+
+def _verify(outcome: Outcome, request: TranslateRequest) -> None:
+    """Say what the tool that reads the result makes of it, and exit with 2 if the report does not say a difference."""
+    from unishard.cli.verification import write_verification
+    from unishard.verify import verify
+
+    found = verify(outcome, request.overrides)
+    write_verification(found, sys.stderr)
+    if not found.clean:
+        raise typer.Exit(DIFFERENT)
 
 
 def _say_what_works(request: TranslateRequest, status: int, form: ReportForm) -> None:
