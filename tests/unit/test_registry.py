@@ -95,7 +95,7 @@ def test_what_another_distribution_offers_is_found(install: Callable[..., None])
     assert registry.available()["other"].value == "other_engine:backend"
     formats = registry.available(registry.FORMATS)
     assert formats["other"].value == "other_format:FORMAT"
-    assert len(formats) == 9
+    assert formats.keys() > {"unishard", "deepspeed", "accelerate", "hf"}
 
 
 @pytest.mark.parametrize(("group", "kind"), [(registry.GROUP, "backend"), (registry.FORMATS, "format")])
