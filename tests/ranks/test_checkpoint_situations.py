@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from playing import config, my_rank, own_share, play, prepare, refused, train, values
 from torch import nn
 from torch.nn import functional
@@ -276,6 +278,43 @@ def test_state_that_cannot_be_saved_is_named_at_the_call(backend, root):
         assert "state.mask is torch.sparse_coo" in mask
         assert "quarters is torch.uint4, which cannot be saved" in quarters
     assert not (Path(root) / f"{backend}-strange").exists()
+
+
+NONSENSE = {
+    "data has 3 entries for 2 ranks": {"data": [None] * 3},
+    "data.1 is 'x'": {"data": [None, "x"]},
+    "data.0 is {'loader': 'unishard.dataloader'}": {"data": [{"loader": "unishard.dataloader"}, None]},
+    "optimizer.groups.0.options.lr is 'x'": {"lr": "x"},
+    "which this version cannot decode": {"data": [{"$tensor": ["float32", []]}, None]},
+    "training": {"config": {"training": [3]}},
+}
+
+
+def nonsense(backend, root):
+    """Loads a checkpoint whose manifest was edited in ways that its own checks allow."""
+    with prepare(config(backend)) as engine:
+        train(engine, own_share(1))
+        folder = engine.save(f"{root}/{backend}-nonsense")
+        path, told = folder / manifest.FILE, []
+        sound = path.read_text()
+        for said in NONSENSE.values():
+            facts = json.loads(sound)
+            del facts["crc32"]
+            facts["optimizer"]["groups"][0]["options"] |= {"lr": said["lr"]} if "lr" in said else {}
+            dist.barrier()
+            path.write_text(json.dumps(facts | {name: value for name, value in said.items() if name != "lr"}))
+            dist.barrier()
+            told.append(refused(engine.load, folder) if "config" not in said else engine.load(folder).step)
+        return told
+
+
+@everywhere
+def test_a_manifest_that_does_not_fit_together_is_one_error_on_every_rank(backend, root):
+    for told in played(nonsense, backend, root):
+        assert told.pop() == 1, "a config that cannot be read is not needed"
+        for message, part in zip(told, NONSENSE, strict=False):
+            assert message.startswith("CheckpointError: ")
+            assert part in message
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -522,3 +524,31 @@ def test_json_is_yaml(folder: Path) -> None:
 def test_a_list_where_a_short_form_is_meant() -> None:
     with pytest.raises(ConfigError, match=r"sharding\.strategy: must be one of .*, got \[\] \(a list\)"):
         unishard.load({"sharding": []})
+
+
+def test_a_pipe_is_read_and_an_empty_one_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "c.yaml"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"c\.yaml: is an empty pipe; name a YAML file, or start the writer of the pipe first"):
+        unishard.load(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    os.close(reader)
+    later = Timer(0.2, lambda: (os.write(writer, b"backend: deepspeed"), os.close(writer)))
+    later.start()
+    assert unishard.load(pipe).backend == "deepspeed", "as with a shell's <(command)"
+    later.join()
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{99999999999999999999}", "(" * 5000 + ")" * 5000], ids=len)
+def test_a_pattern_that_python_cannot_compile_is_one_short_error(pattern: str) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.no_decay: contains .*, which is not a regular expression") as error:
+        unishard.load({"optimizer": {"no_decay": [pattern]}})
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("seed", [10**5000, -(10**5000), [10**5000], {10**5000: 1}], ids=lambda seed: type(seed).__name__)
+def test_a_number_that_python_does_not_write_is_one_short_error(seed: object) -> None:
+    with pytest.raises(ConfigError, match=r"training\.seed: .*0x") as error:
+        unishard.load({"training": {"seed": seed}})
+    assert len(str(error.value)) < 300

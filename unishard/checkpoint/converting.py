@@ -18,6 +18,7 @@ from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
 from unishard.checkpoint.formats import Advance, CheckpointFormat, Contents
 from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, parameter_of
+from unishard.checkpoint.regular_file import open_file
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import require_sound, verified
@@ -80,7 +81,7 @@ def convert(
 def _verify(path: Path, size: int, advance: Advance) -> None:
     """Check a file of torch.save by its own checksums."""
     read = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for count in read_through(file, str(path)):
             read += count
             advance(count)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.headers import header_of
+from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
 __all__ = [
@@ -214,7 +215,7 @@ def entries(root: Path) -> list[str]:
 def _named(root: Path) -> str | None:
     """The name in the file `latest`, whether or not its checkpoint exists."""
     try:
-        match = STEP.fullmatch((root / LATEST).read_text(encoding="utf-8", errors="replace").strip())
+        match = STEP.fullmatch(read_bytes(root / LATEST).decode("utf-8", "replace").strip())
     except OSError:
         return None
     return match[0] if match else None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "ModelRecord",
     "OptimizerFacts",
     "ScheduleFacts",
+    "SchedulerRecord",
     "TensorFacts",
     "fingerprint_of",
     "read",
@@ -33,6 +36,10 @@ FILE = "manifest.json"
 _LAST = re.compile(rb',\n "crc32": "[0-9a-f]{8}"\n}\n\Z')
 """The entry with the checksum, and the end of the file."""
 
+_CRC32 = r"^[0-9a-f]{8}$"
+_LARGEST = 2**62
+"""No count of anything is as large."""
+
 
 class _Facts(BaseModel):
     # Non-finite values, such as the norms of a diverged run, are written as NaN and Infinity, which Python's json reads too.
@@ -42,9 +49,9 @@ class _Facts(BaseModel):
 class FileFacts(_Facts):
     """One file of the directory."""
 
-    bytes: int
+    bytes: int = Field(ge=0, lt=_LARGEST)
     """Size of the file."""
-    crc32: str
+    crc32: str = Field(pattern=_CRC32)
     """CRC-32 of the file, 8 hexadecimal digits."""
 
 
@@ -53,10 +60,17 @@ class TensorFacts(_Facts):
 
     shape: list[int]
     """Shape of the full tensor."""
-    dtype: str
+    dtype: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
     """torch's name of the dtype, such as `float32`."""
-    hash: str
+    hash: str = Field(pattern=r"^[0-9a-f]{16}$")
     """Hash of `unishard.checkpoint.hashing`, 16 hexadecimal digits; does not depend on how the tensor was sharded."""
+
+    @field_validator("shape")
+    @classmethod
+    def _is_a_shape(cls, shape: list[int]) -> list[int]:
+        if min(shape, default=0) < 0 or math.prod(shape) >= _LARGEST:
+            raise ValueError("is not the shape of a tensor")
+        return shape
 
 
 class ModelRecord(_Facts):
@@ -66,7 +80,7 @@ class ModelRecord(_Facts):
     """Class of the model."""
     fingerprint: str
     """Hash of the names and shapes of its parameters and persistent buffers."""
-    numel: int
+    numel: int = Field(ge=0, lt=_LARGEST)
     """Number of elements of all parameters, each parameter counted once."""
 
 
@@ -88,23 +102,32 @@ class OptimizerFacts(_Facts):
     """Its parameter groups, in order."""
 
 
+class SchedulerRecord(_Facts):
+    """A scheduler object of torch or transformers."""
+
+    class_name: str
+    """Class of the scheduler."""
+    state: Any
+    """What its `state_dict` returned, encoded as in `state` of the manifest, without tensors."""
+
+
 class ScheduleFacts(_Facts):
     """The learning rate schedule."""
 
-    updates: int
+    updates: int = Field(ge=0, lt=_LARGEST)
     """Optimizer steps taken; skipped ones are not counted."""
     peaks: list[float] = []
     """Peak learning rate of each parameter group, which the config's schedule multiplies."""
-    torch: dict[str, Any] | None = None
+    torch: SchedulerRecord | None = None
     """State of the scheduler object, if there was one."""
 
 
 class LossScaleFacts(_Facts):
     """The loss scale of fp16."""
 
-    value: float
+    value: float = Field(gt=0, allow_inf_nan=False)
     """The factor of the loss."""
-    made: int
+    made: int = Field(ge=0, lt=_LARGEST)
     """Optimizer steps since it last changed."""
 
 
@@ -119,15 +142,15 @@ class Manifest(_Facts):
     """Time of writing: UTC, ISO 8601."""
     versions: dict[str, str]
     """Versions of unishard, python, torch and the engine's package."""
-    step: int
+    step: int = Field(ge=0, lt=_LARGEST)
     """Completed accumulation windows, including skipped ones."""
-    run: str | None = None
+    run: str | None = Field(default=None, pattern=r"^[0-9a-f]{8}$")
     """The run that saved it, 8 hexadecimal digits: made at its first save, the same after a resume. None if unknown."""
-    commit: int | None = None
+    commit: int | None = Field(default=None, ge=0)
     """Number of this commit under its root: the highest is the newest checkpoint. None if unknown."""
     metric: float | None = None
     """What `engine.save` was passed as the metric, the lowest or highest of which is the best checkpoint."""
-    world_size: int
+    world_size: int = Field(ge=1, lt=2**31)
     """Ranks that wrote it."""
     config: dict[str, Any] | None = None
     """The config of the run; None if the checkpoint was converted from another tool's."""
@@ -155,8 +178,15 @@ class Manifest(_Facts):
     """All files of the directory except this one."""
     tensors: dict[str, TensorFacts]
     """All tensors."""
-    crc32: str | None = None
+    crc32: str | None = Field(default=None, pattern=_CRC32)
     """CRC-32 of the file up to this entry, which is the last, 8 hexadecimal digits; None if the writer gave none."""
+
+    @field_validator("files")
+    @classmethod
+    def _has_names(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
+        if "" in files or any("\0" in name for name in files):
+            raise ValueError("has an entry that cannot be the name of a file")
+        return files
 
 
 def text_of(manifest: Manifest) -> str:
@@ -182,7 +212,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / FILE
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
     except OSError as error:
         raise CheckpointError(f"{folder}: not a complete checkpoint ({FILE}: {error.strerror}); run `unishard checkpoint list`") from error
     try:
@@ -190,9 +220,8 @@ def read(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(each) for each in first["loc"])
-        raise CheckpointError(
-            f"{path}: {where + ': ' if where else ''}{first['msg']}; the file is damaged, or was written by a later version of unishard"
-        ) from error
+        what = (where + ": " if where else "") + first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path}: {what}; the file is damaged, or was written by a later version of unishard") from error
     last = _LAST.search(text)
     found = f"{zlib.crc32(text[: last.start()]):08x}" if last else None
     if manifest.crc32 not in (None, found):

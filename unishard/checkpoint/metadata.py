@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from unishard.checkpoint import dcp
+from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
 __all__ = ["FILE", "read"]
@@ -85,7 +86,7 @@ def read(folder: Path) -> Metadata:
     dcp.require()
     path = folder / FILE
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; this is not a torch.distributed.checkpoint directory") from error
     try:

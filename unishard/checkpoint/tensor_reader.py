@@ -15,6 +15,7 @@ from unishard.checkpoint import metadata
 from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.intervals import runs
 from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.checkpoint.regular_file import open_file
 from unishard.errors import CheckpointError
 
 __all__ = ["ReadRequest", "Tensors"]
@@ -160,7 +161,7 @@ class Tensors:
 
     def _open(self, chunk: _Chunk) -> IO[bytes]:
         try:
-            return (self.folder / chunk.file).open("rb")
+            return open_file(self.folder / chunk.file)
         except OSError as error:
             raise CheckpointError(f"{self.folder / chunk.file}: {error.strerror}; the checkpoint is incomplete") from error
 

@@ -99,7 +99,7 @@ def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:
     try:
         marker, packed = next(iter(json_value.items()))
         return _MARKERS[marker](packed, read)
-    except (KeyError, TypeError, ValueError, RuntimeError) as problem:  # RuntimeError: torch's, and RecursionError
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as problem:  # RuntimeError: torch's, and RecursionError
         if isinstance(problem, CheckpointError):
             raise
         raise CheckpointError(

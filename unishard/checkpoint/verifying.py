@@ -12,6 +12,7 @@ from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
+from unishard.checkpoint.regular_file import open_file
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.writing import CHUNK
 from unishard.distributed.dtypes import name_of
@@ -142,7 +143,7 @@ def _problem(folder: Path, name: str, facts: FileFacts | None, advance: Advance)
 
 def _crc32(path: Path, advance: Advance) -> str:
     crc, block = 0, memoryview(bytearray(_BLOCK))
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         while count := file.readinto(block):
             crc = zlib.crc32(block[:count], crc)
             advance(count)

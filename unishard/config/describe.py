@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from unishard.config import Section
+from unishard.config.section import Section
 
 __all__ = ["bare", "choices", "expected", "shown", "type_in_words"]
 
@@ -89,6 +89,8 @@ def shown(value: Any) -> str:
             text = "null"
         case bool():
             text = str(value).lower()
+        case int() if value.bit_length() > 1024:  # Python writes no integer of more than 4300 decimal digits
+            text = hex(value)
         case str():
             text = repr(value)
         case list() | tuple():
@@ -96,7 +98,7 @@ def shown(value: Any) -> str:
         case Section():
             return shown(value.model_dump(exclude_unset=True))
         case Mapping():
-            text = f"{{{', '.join(f'{key}: {bare(item)}' for key, item in value.items())}}}"
+            text = f"{{{', '.join(f'{bare(key)}: {bare(item)}' for key, item in value.items())}}}"
         case _:
             text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

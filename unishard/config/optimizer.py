@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unishard.config.aliases import Spellings
+from unishard.config.describe import shown
 from unishard.config.section import Section, refuse
 
 __all__ = ["Optimizer", "ParameterGroup"]
@@ -28,11 +29,11 @@ def _pair(value: Any) -> Any:
 def _pattern(value: str) -> str:
     try:
         re.compile(value)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise PydanticCustomError(
             "pattern",
             "contains {value}, which is not a regular expression ({error}); write a substring of a parameter's name",
-            {"value": repr(value), "error": str(error)},
+            {"value": shown(value), "error": str(error)},
         ) from None
     if not value:
         raise PydanticCustomError("pattern", "contains an empty pattern, which matches everything; write a substring of a parameter's name")

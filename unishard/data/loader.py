@@ -16,7 +16,7 @@ from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
 from unishard.errors import DataError
 
-__all__ = ["Cursor", "ShareLoader", "dataloader"]
+__all__ = ["Cursor", "ShareLoader", "dataloader", "is_count"]
 
 _DECIDED = {
     "batch_size": "is set by training.micro_batch_size in the config",
@@ -116,7 +116,7 @@ class ShareLoader(DataLoader[Any]):
             DataError: It is not such a state, or belongs to another order of samples.
         """
         identity = self._shares.identity
-        if not {"epoch", "samples", *identity} <= state.keys():
+        if not {"epoch", "samples", *identity} <= state.keys() or not (is_count(state["epoch"]) and is_count(state["samples"])):
             raise DataError(
                 f"the state ({', '.join(map(str, state))}) is not from a unishard.dataloader; pass what its state_dict() returned"
             )
@@ -127,6 +127,11 @@ class ShareLoader(DataLoader[Any]):
             )
         self.cursor.now = self.cursor.next = (state["epoch"], state["samples"])
         self.untouched = False
+
+
+def is_count(value: object) -> bool:
+    """Whether a number in a saved position can be one of epochs, samples or batches."""
+    return type(value) is int and 0 <= value < 2**62
 
 
 def dataloader(

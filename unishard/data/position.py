@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 
 from unishard.data.batches import length_of
-from unishard.data.loader import ShareLoader
+from unishard.data.loader import ShareLoader, is_count
 from unishard.errors import DataError
 
-__all__ = ["LoaderPass", "Position", "StatefulLoader", "epoch_of", "is_stateful", "of_rank", "resume"]
+__all__ = ["LoaderPass", "Position", "StatefulLoader", "epoch_of", "is_position", "is_stateful", "of_rank", "resume"]
 
 Position = dict[str, Any]
 """The kind of loader, the number of batches read in its epoch (0 after the last one), and the loader's own state."""
@@ -98,6 +98,15 @@ class LoaderPass(Iterable[Any]):
 
 def _kind(loader: StatefulLoader) -> str:
     return _SHARES if isinstance(loader, ShareLoader) else type(loader).__name__
+
+
+def is_position(value: object) -> bool:
+    """Whether this is a position, or the None of a rank that had none."""
+    if not isinstance(value, dict):
+        return value is None
+    kind, batches, state = (value.get(name) for name in ("loader", "batches", "state"))
+    sound = isinstance(kind, str) and is_count(batches) and {"loader", "batches", "state"} == value.keys()
+    return sound and (kind != _SHARES or (isinstance(state, dict) and is_count(state.get("epoch"))))
 
 
 def epoch_of(position: Position) -> int | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from unishard.checkpoint import keys, manifest
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.regular_file import read_bytes
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import verified
 from unishard.distributed.on_ranks import Ranks
@@ -77,7 +78,7 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
         if name.startswith(FOLDER):
             require_inside(name)
             try:
-                files[name] = (folder / name).read_bytes()
+                files[name] = read_bytes(folder / name)
             except OSError as error:
                 raise CheckpointError(f"{folder / name}: {error.strerror}; the checkpoint is incomplete") from error
             if f"{zlib.crc32(files[name]):08x}" != file.crc32:

@@ -7,7 +7,9 @@ because its constructors stop at the first duplicate key and turn dates into obj
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -19,6 +21,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
+from unishard.config.describe import shown
 from unishard.errors import ConfigError, Problem
 from unishard.loading.origins import Keys, Origin, Origins
 from unishard.loading.validation import Finding
@@ -156,8 +159,11 @@ def text_of(path: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(_LARGEST + 1)
+        with open(path, "rb", opener=_open_at_once) as file:
+            content = file.read(_LARGEST + 1)
+            if not content and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                raise _whole(path, "is an empty pipe; name a YAML file, or start the writer of the pipe first")
+            return content
     except FileNotFoundError:
         near = get_close_matches(path.name, (p.name for kind in ("*.y*ml", "*.json", "*.toml") for p in path.parent.glob(kind)), 1)
         hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "name a YAML file"
@@ -168,6 +174,15 @@ def _bytes(path: Path) -> bytes:
         raise _whole(path, f"cannot be read ({error.strerror}); name a readable YAML file") from None
     except ValueError as error:  # a NUL in the name
         raise _whole(path, f"is not a path ({error}); name a YAML file") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for the writer of a pipe, whose content is waited for."""
+    wait_not = getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags | wait_not)
+    if wait_not:
+        os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _whole(name: Path | str, what: str, line: int | None = None) -> ConfigError:
@@ -271,7 +286,7 @@ def _plain(value: Any, keys: Keys, findings: list[Finding]) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                findings.append(Finding(keys, f"has the key {key!r}, which is not a string; write the name of a field"))
+                findings.append(Finding(keys, f"has the key {shown(key)}, which is not a string; write the name of a field"))
         return {key: _plain(item, (*keys, key), findings) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, list | tuple):
         return [_plain(item, (*keys, index), findings) for index, item in enumerate(value)]

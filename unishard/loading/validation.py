@@ -177,7 +177,7 @@ def _readings(value: Any) -> Iterator[tuple[Any, str]]:
                 yield False, "write false"
             if word in ("none", "null", ""):
                 yield None, "write null"
-            yield [value], f"write [{value}]"
+            yield [value], f"write [{value}]" if len(value) <= 60 else "write it in a list"
 
 
 def _in_yaml(word: str) -> Any:

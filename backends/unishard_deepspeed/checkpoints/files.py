@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from unishard.checkpoint.regular_file import open_file
 from unishard.errors import CheckpointError
 
 __all__ = ["Address", "LossScaler", "load"]
@@ -57,6 +58,7 @@ def load(path: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read, or contains anything but tensors, plain values and the admitted classes of DeepSpeed.
     """
     try:
+        open_file(path).close()
         with torch.serialization.safe_globals(_STANDINS):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
 __all__ = ["Files", "files_of", "folder_of", "is_universal"]
@@ -41,7 +42,7 @@ def folder_of(source: Path) -> Path | None:
         return source
     latest = source / "latest"
     try:
-        named = source / latest.read_text(encoding="utf-8").strip()
+        named = source / read_bytes(latest).decode().strip()
     except (OSError, UnicodeDecodeError):
         inside = sorted({path.parent for path in source.glob(f"*/{_MODEL}")})
         return inside[0] if len(inside) == 1 else None

@@ -15,6 +15,7 @@ from unishard.checkpoint import dcp, metadata
 from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.formats import plain
+from unishard.checkpoint.regular_file import open_file
 
 __all__ = ["add", "read"]
 
@@ -46,7 +47,7 @@ def _value(folder: Path, place: Any) -> Any:
     """Load a value, which torch wrote with `torch.save` (torch 2.13, checkpoint/planner_helpers.py)."""
     if place.length > _LARGEST:
         raise ValueError("too large for an optimizer option")
-    with (folder / place.relative_path).open("rb") as file:
+    with open_file(folder / place.relative_path) as file:
         file.seek(place.offset)
         record = io.BytesIO(file.read(place.length))
     for _ in read_through(record, f"{folder / place.relative_path}: an option of the optimizer"):

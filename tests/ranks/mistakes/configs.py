@@ -37,6 +37,21 @@ CONFIGS = Mistakes("Configs")
     "ConfigError: training.seed: is a dotted name, which only an override has; write training: {seed: ...}",
     "training.seed: 3",
 )
+@CONFIGS.raises(
+    "`no_decay: ['layers[']`, or another pattern that is not a regular expression",
+    "ConfigError: optimizer.no_decay: contains 'layers[', which is not a regular expression (...); write a substring of a parameter's name",
+    "optimizer: {no_decay: ['layers[']}",
+)
+@CONFIGS.raises(
+    "`no_decay: ['x{99999999999}']`",
+    "ConfigError: optimizer.no_decay: contains 'x{99999999999}', which is not a regular expression (the repetition number is too large)...",
+    "optimizer: {no_decay: ['x{99999999999}']}",
+)
+@CONFIGS.raises(
+    "a seed of 5000 digits",
+    "ConfigError: training.seed: must be a whole number of at least 0 and below 4294967296, got 0xffff...",
+    "training: {seed: 0x" + "f" * 4200 + "}",
+)
 def loaded(backend, text):
     unishard.load({"backend": backend, **YAML(typ="safe", pure=True).load(text)})
 

@@ -109,3 +109,19 @@ DAMAGE.elsewhere(
     "CheckpointError: ...: model.weight is damaged: its hash differs from the manifest; use another checkpoint",
     "tests/checkpoint/formats/test_converting.py::test_of_a_checkpoint_of_ours",
 )
+DAMAGE.elsewhere(
+    "a manifest with nonsense, such as `world_size: 0` or a shape of `[-7, 11]`",
+    "CheckpointError: .../manifest.json: tensors.model.a.weight.shape: is not the shape of a tensor; the file is damaged, or "
+    "was written by a later version of unishard",
+    "tests/checkpoint/test_manifest.py::test_a_nonsense_manifest_is_one_error_that_names_the_field",
+)
+DAMAGE.elsewhere(
+    "a pipe in place of a file of a checkpoint",
+    "CheckpointError: ... (manifest.json: not a file but a pipe, a socket or a device); run `unishard checkpoint list`",
+    "tests/checkpoint/test_manifest.py::test_a_pipe_in_place_of_a_file_is_an_error_and_keeps_nobody_waiting",
+)
+DAMAGE.elsewhere(
+    "a pipe without a writer in place of a config",
+    "ConfigError: ...: is an empty pipe; name a YAML file, or start the writer of the pipe first",
+    "tests/unit/test_loading.py::test_a_pipe_is_read_and_an_empty_one_is_refused",
+)

@@ -74,7 +74,8 @@ class Schedule:
         self._updates = facts.updates
         if self._constant and then and list(facts.peaks) == self._peaks:
             for group, options in zip(self._groups, then, strict=True):
-                group["lr"] = float(options["lr"])
+                if options.get("lr") is not None:
+                    group["lr"] = float(options["lr"])
         self._write()
 
     def _write(self) -> None:

@@ -14,7 +14,7 @@ from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.checkpoint.user_state import pack, unpack
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
 
-__all__ = ["SchedulerFactory", "TorchSchedule", "build_scheduler", "check"]
+__all__ = ["SchedulerFactory", "TorchSchedule", "alike", "build_scheduler", "check"]
 
 SchedulerFactory = Callable[[Any], Any]
 """Builds an `LRScheduler` from the optimizer that it is given."""
@@ -127,7 +127,7 @@ class TorchSchedule:
         Raises:
             CheckpointError: The checkpoint has another schedule, and this one is at a later update.
         """
-        if facts.torch is None or facts.torch["class_name"] != type(self._scheduler).__name__:
+        if facts.torch is None or facts.torch.class_name != type(self._scheduler).__name__:
             if self._updates > facts.updates:
                 raise CheckpointError(
                     f"{type(self._scheduler).__name__} is at update {self._updates} and cannot go back to {facts.updates}, because the "
@@ -138,8 +138,13 @@ class TorchSchedule:
                 for _ in range(facts.updates - self._updates):
                     self.advance()
             return
+        state = unpack(facts.torch.state, _no_tensor)
+        if not isinstance(state, dict) or not all(
+            alike(state[key], now) for key, now in self._scheduler.state_dict().items() if key in state
+        ):
+            raise CheckpointError(f"schedule.torch.state in the manifest is not what {facts.torch.class_name}.state_dict() returned")
         self._updates = facts.updates
-        self._scheduler.load_state_dict(unpack(facts.torch["state"], _no_tensor))
+        self._scheduler.load_state_dict(state)
         written = ("lr", *(_CYCLED if _cycles(self._scheduler) else ()))
         for group, options in zip(self._groups, then, strict=bool(then)):
             for key in written:
@@ -147,8 +152,21 @@ class TorchSchedule:
                     group[key] = tuple(options[key]) if isinstance(options[key], list) else options[key]
 
 
+_LARGEST = 2**62
+"""No count, and no rate, is as large."""
 _CYCLED = ("momentum", "betas")
 """Options that OneCycleLR and CyclicLR write in addition to the learning rate (torch 2.13, optim/lr_scheduler.py)."""
+
+
+def alike(saved: object, now: object) -> bool:
+    """Whether a saved value can replace one of now: False for anything but numbers where there are numbers now."""
+    if saved is None:
+        return True
+    if isinstance(now, list | tuple) and now:
+        return isinstance(saved, list | tuple) and all(alike(each, now[0]) for each in saved)
+    if isinstance(now, bool) or not isinstance(now, int | float):
+        return True
+    return isinstance(saved, float) or (isinstance(saved, int) and abs(saved) < _LARGEST)
 
 
 def _cycles(scheduler: Any) -> bool:

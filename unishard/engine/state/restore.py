@@ -28,6 +28,7 @@ from unishard.engine.results import Resumed
 from unishard.engine.state.moving_average import resume_average
 from unishard.engine.state.resume import resume
 from unishard.engine.state.run import Run
+from unishard.engine.state.sense import require_sense
 from unishard.errors import CheckpointError
 
 __all__ = ["restore"]
@@ -52,6 +53,8 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     manifest = on_all(group, lambda: manifests.read(folder))
     on_all(group, lambda: _verify_files(folder, manifest, all_of_them=verify is not None))
     tensors = on_all(group, lambda: Tensors(folder))
+    positions = on_all(group, lambda: [unpack(each, tensors.full) for each in manifest.data]) if data else []
+    on_all(group, lambda: require_sense(manifest, positions, run.param_groups if run.accumulation is not None else []))
     run.adapter.settle()
     reader = on_all(group, lambda: CheckpointReader(run, folder, manifest, tensors, strict=strict))
     if run.accumulation is not None:
@@ -61,8 +64,6 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     notes = [*reader.notes, *resume(run, manifest, tensors, group)]
     if run.accumulation is not None:
         notes += on_all(group, lambda: [*resume_average(run.tensors.average, tensors)])
-    positions = on_all(group, lambda: [unpack(each, tensors.full) for each in manifest.data])
-    positions = positions if data else []
     run.batching.resume(positions, manifest.world_size)
     if verify == "bits":
         on_all(group, reader.compare_bits)

@@ -53,7 +53,7 @@ def _casts(run: Run, manifest: Manifest) -> Iterator[str]:
 def _global_batch(run: Run, manifest: Manifest) -> Iterator[str]:
     training = (manifest.config or {}).get("training", {})
     fields = ("micro_batch_size", "gradient_accumulation_steps")
-    if not all(isinstance(training.get(field), int) for field in fields):
+    if not isinstance(training, Mapping) or not all(isinstance(training.get(field), int) for field in fields):
         return
     then = math.prod(training[field] for field in fields) * manifest.world_size
     now = math.prod(getattr(run.cfg.training, field) for field in fields) * dist.get_world_size()
@@ -81,7 +81,7 @@ def _resume_optimizer(run: Run, accumulation: Accumulation, manifest: Manifest) 
     schedule.resume(manifest.schedule, [each.options for each in then])
     facts = schedule.facts()
     saved = manifest.schedule.torch
-    same_scheduler = saved is not None and saved["class_name"] == facts.get("torch", {}).get("class_name")
+    same_scheduler = saved is not None and saved.class_name == facts.get("torch", {}).get("class_name")
     yield from _changed_options(then, run.param_groups, same_scheduler=same_scheduler)
     for index, (before, after) in enumerate(zip(manifest.schedule.peaks, facts.get("peaks", []), strict=False)):
         if before != after:

@@ -1,0 +1,41 @@
+"""Opens files of a checkpoint: a pipe or a device in place of one would make a reader wait, or read, forever."""
+
+from __future__ import annotations
+
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+__all__ = ["open_file", "read_bytes"]
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file for reading.
+
+    Raises:
+        OSError: It cannot be opened, or is not a file.
+    """
+    return open(path, "rb", opener=_open_file)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: It cannot be read, or is not a file.
+    """
+    with open_file(path) as file:
+        return file.read()
+
+
+def _open_file(path: str, flags: int) -> int:
+    # Without O_NONBLOCK, opening a pipe waits for its writer; on files it has no effect (open(2)).
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(21, "Is a directory", path)
+    raise OSError(22, "not a file but a pipe, a socket or a device", path)
