@@ -56,7 +56,7 @@ def project(config: Path) -> Path:
     (Path(LONG) / "ds.json").write_text((ROOT / "examples/configs/ds_zero2.json").read_text())
     folder = Path("runs/step-00000004")
     folder.mkdir(parents=True)
-    record = TensorFacts(shape=[64, 64], dtype="float32", hash="0" * 32)
+    record = TensorFacts(shape=[64, 64], dtype="float32", hash="0" * 16)
     tensors = {f"model.layers.{at}.mlp.down_projection.weight": record for at in (0, 1)}
     facts = Manifest(
         written="2026-01-01T00:00:00+00:00",
