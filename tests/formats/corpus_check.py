@@ -1,7 +1,8 @@
 """Translates every config in a folder to every format and both engines: `python tests/formats/corpus_check.py DIR`.
 
 Each file is read or gets one `ConfigError`; nothing else may be raised, no key may be missing from the report, and what is refused must
-be refused for one of the causes below. Prints the refusals by cause, and the time.
+be refused for one of the causes below. Without the keys that are not supported, every file that can be read translates to every format, and
+the installed tools read in each translation what it says. Prints the refusals by cause, and the time.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from accounting import FORMATS, faults_of
 
 from unishard.errors import ConfigError
 from unishard.formats import Item, Outcome, translate
+from unishard.formats.remedies import remedy
 from unishard.formats.source import Source
 from unishard.mapping.rules import Fit
+from unishard.verify import verify
 
 ENGINES = ("fsdp", "deepspeed")
 MOST_SECONDS = 10.0
@@ -29,46 +34,82 @@ LEAST_SHARE = 0.97
 COUNTED = ("deepspeed", "accelerate")
 """Formats whose files must translate to both engines."""
 
-CAUSES: Mapping[str, str] = {
-    "the file's own tool refuses it too: a key that it does not know": (
-        r"^\S+: (DeepSpeed 0\.19\.8|Accelerate 1\.15\.0) does not know this key; (remove it$|did you mean '\S+'\?$)"
+
+class Cause(NamedTuple):
+    """A feature that neither engine has, or that the file's own tool refuses."""
+
+    pattern: str
+    """Of the key and the reason of its refusal."""
+    source: str
+    """Where one can look that up."""
+
+
+CAUSES: Mapping[str, Cause] = {
+    "the file's own tool refuses it too: a key that it does not know": Cause(
+        r"^\S+: (DeepSpeed 0\.19\.8|Accelerate 1\.15\.0) does not know this key; (remove it$|did you mean '\S+'\?$)",
+        "DeepSpeed 0.19.8, runtime/config_utils.py (extra fields are forbidden); Accelerate 1.15.0, commands/config/config_args.py",
     ),
-    "the file's own tool refuses it too: keys that exclude each other or are missing": (
+    "the file's own tool refuses it too: keys that exclude each other or are missing": Cause(
         r"^(deepspeed_config\.\S+|mixed_precision): Accelerate 1\.15\.0 refuses this beside deepspeed_config_file"
         r"|^\S+: Accelerate 1\.15\.0 refuses a file with(out)? "
         r"|^distributed_type: is missing, and Accelerate 1\.15\.0 needs it"
         r"|^parallelism_config\.\S+: makes \d+ ranks of the \d+ that there are"
-        r"|^deepspeed_config: must be a mapping of keys to values, got '"
+        r"|^deepspeed_config: must be a mapping of keys to values, got '",
+        "Accelerate 1.15.0, utils/dataclasses.py and commands/config/config_args.py",
     ),
-    "the file's own tool refuses it too: a class that it cannot find": (
-        r"optimizer\.type: must be Adam, .*, got '[A-Za-z_]+(\.[A-Za-z_]+)+';"
+    "the file's own tool refuses it too: a class that it cannot find": Cause(
+        r"optimizer\.type: must be Adam, .*, got '[A-Za-z_]+(\.[A-Za-z_]+)+';",
+        "DeepSpeed 0.19.8, runtime/engine.py: getattr(torch.optim, name)",
     ),
-    "was removed in DeepSpeed 0.19.8": r"^\S+: (\w+ sends compressed gradients, and )?was removed in DeepSpeed 0\.19\.8[ ;]",
-    "an optimizer that shards do not see whole (LAMB, Muon)": (
-        r"optimizer\.type: \S+ (needs the norm of each whole tensor|needs whole matrices), which (is|are) sharded"
+    "was removed in DeepSpeed 0.19.8": Cause(
+        r"^\S+: (\w+ sends compressed gradients, and )?was removed in DeepSpeed 0\.19\.8[ ;]",
+        "DeepSpeed 0.19.8, runtime/config.py: _REMOVED_TOP_LEVEL_CONFIG_KEYS; DeepSpeed issue 8489",
     ),
-    "an optimizer of torch that the config has no name for": (
-        r"optimizer\.type: must be Adam, .*, got '(RMSprop|Adadelta|Adamax|NAdam|RAdam|ASGD|Rprop|Adafactor|SparseAdam|LBFGS)';"
+    "an optimizer that shards do not see whole (LAMB, Muon)": Cause(
+        r"optimizer\.type: \S+ (needs the norm of each whole tensor|needs whole matrices), which (is|are) sharded",
+        "You et al. 2019 (LAMB), section 3: a norm for each layer; FSDP2 and ZeRO update shards",
     ),
-    "a schedule that the config has no shape for (OneCycle, LRRangeTest)": r"scheduler\.type: must be .*, got '(OneCycle|LRRangeTest)';",
-    "training in files (NVMe)": (
-        r"(device|nvme_path): (PyTorch has no offload to files|DeepSpeed 0\.19\.8 makes other updates with torch's optimizers in files)"
+    "an optimizer of torch that the config has no name for": Cause(
+        r"optimizer\.type: must be Adam, .*, got '(RMSprop|Adadelta|Adamax|NAdam|RAdam|ASGD|Rprop|Adafactor|SparseAdam|LBFGS)';",
+        "torch 2.13, torch.optim; unishard.prepare(optimizer=...) takes any",
     ),
-    "parameters on the host without the optimizer": r"offload_param\S*: FSDP2's sharded parameters are the fp32 masters",
-    "gradients that add up in another format than the parameters'": (
-        r"grad_accum_dtype: FSDP2 keeps a gradient in the dtype of its parameter"
+    "a schedule that the config has no shape for (OneCycle, LRRangeTest)": Cause(
+        r"scheduler\.type: must be .*, got '(OneCycle|LRRangeTest)';",
+        "DeepSpeed 0.19.8, runtime/lr_schedules.py; unishard.prepare(scheduler=...) takes any",
     ),
-    "other parallelism than over data": (
+    "training in files (NVMe)": Cause(
+        r"(device|nvme_path): (PyTorch has no offload to files|DeepSpeed 0\.19\.8 makes other updates with torch's optimizers in files)",
+        "torch 2.13, distributed/fsdp: CPUOffloadPolicy is the only one; DeepSpeed 0.19.8, runtime/zero/stage3.py",
+    ),
+    "parameters on the host without the optimizer": Cause(
+        r"offload_param\S*: FSDP2's sharded parameters are the fp32 masters",
+        "torch 2.13, distributed/fsdp: the sharded parameters are the fp32 masters",
+    ),
+    "gradients that add up in another format than the parameters'": Cause(
+        r"grad_accum_dtype: FSDP2 keeps a gradient in the dtype of its parameter",
+        "torch 2.13, distributed/fsdp/_fully_shard: a gradient has its parameter's dtype",
+    ),
+    "other parallelism than over data": Cause(
         r"^\S+: (splits ranks in other ways than data parallelism|(tensor|context|sequence) parallelism is more than data parallelism)"
         r"|^distributed_type: Megatron-LM's tensor and pipeline parallelism"
-        r"|^\S+: unishard has no (parallelism within a model|\w+ parallelism)"
+        r"|^\S+: unishard has no (parallelism within a model|\w+ parallelism)",
+        "sharding over data is the scope of both engines here (docs/sharding.md)",
     ),
-    "data efficiency, curricula, random-LTD": r"^(\S+\.)?data_efficiency: drops tokens and samples",
-    "ZenFlow": r"zero_optimization\.zenflow: ZenFlow delays",
-    "DeepSpeed's engine for generation": r"^(\S+\.)?hybrid_engine: replaces the engine by one for generation",
-    "fp8": r"^\S*fp8\S*: unishard has no fp8",
-    "XLA": r"^\S+: unishard (runs on PyTorch's own devices, not on XLA|does not train on TPUs)",
-    "another launcher than the local machine's": r"^compute_environment: (must be LOCAL_MACHINE, got 'SLURM'|SageMaker jobs)",
+    "data efficiency, curricula, random-LTD": Cause(
+        r"^(\S+\.)?data_efficiency: drops tokens and samples", "DeepSpeed 0.19.8, runtime/data_pipeline"
+    ),
+    "ZenFlow": Cause(r"zero_optimization\.zenflow: ZenFlow delays", "DeepSpeed 0.19.8, runtime/zenflow"),
+    "DeepSpeed's engine for generation": Cause(
+        r"^(\S+\.)?hybrid_engine: replaces the engine by one for generation", "DeepSpeed 0.19.8, runtime/hybrid_engine.py"
+    ),
+    "fp8": Cause(r"^\S*fp8\S*: unishard has no fp8", "torch 2.13 and DeepSpeed 0.19.8 leave fp8 to Transformer Engine and torchao"),
+    "XLA": Cause(
+        r"^\S+: unishard (runs on PyTorch's own devices, not on XLA|does not train on TPUs)", "torch_xla, which neither engine runs on"
+    ),
+    "another launcher than the local machine's": Cause(
+        r"^compute_environment: (must be LOCAL_MACHINE, got 'SLURM'|SageMaker jobs)",
+        "Accelerate 1.15.0, utils/dataclasses.py: ComputeEnvironment",
+    ),
 }
 """What truly has no counterpart on an engine, and the key or the reason by which its refusal is known."""
 
@@ -85,9 +126,14 @@ class Tally:
     faults: list[str] = field(default_factory=list)
     causes: Counter[str] = field(default_factory=Counter)
     others: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    lost: list[str] = field(default_factory=list)
+    """Translations that are refused even without the keys that are not supported."""
+    verified: Counter[str] = field(default_factory=Counter)
+    unreported: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     whole: Counter[str] = field(default_factory=Counter)
     plain_seconds: float = 0.0
     all_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
     def share(self) -> float:
         """Of the files that are counted, those that translate to both engines but for the declared causes."""
@@ -140,7 +186,26 @@ def _refusals(path: Path, source: Source, name: str, target: str, overrides: tup
         tally.tracebacks.append(f"{what}: {error}\n{traceback.format_exc(limit=-4)}")
         return 1
     tally.faults += [f"{what}: {fault}" for fault in faults_of(outcome)]
+    if outcome.of(Fit.UNSUPPORTED):
+        dropped = remedy(source, target, from_=name, overrides=overrides, only_drop=True)
+        tally.lost += [] if dropped else [what]
+    elif not overrides:
+        _verify(outcome, what, tally)
     return sum(_cause(item.key, item.note, what, tally, counted=bool(overrides)) is None for item in _refused(outcome))
+
+
+def _verify(outcome: Outcome, what: str, tally: Tally) -> None:
+    """Ask the tool that reads the translation what it makes of it."""
+    start = time.process_time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = verify(outcome)
+    tally.verify_seconds += time.process_time() - start
+    tally.verified[outcome.to] += not (found.effective.missing or found.effective.refused)
+    if found.effective.refused and not found.clean:
+        tally.unreported[f"{found.effective.consumer} refuses it: {found.effective.refused}"].append(what)
+    for row in found.unreported:
+        tally.unreported[f"{row.field} is {row.source} in {outcome.reading.format} and {row.effective} in {outcome.to}"].append(what)
 
 
 def _refused(outcome: Outcome) -> list[Item]:
@@ -148,7 +213,7 @@ def _refused(outcome: Outcome) -> list[Item]:
 
 
 def _cause(key: str, note: str, what: str, tally: Tally, *, counted: bool) -> str | None:
-    cause = next((cause for cause, pattern in CAUSES.items() if re.search(pattern, f"{key}: {note}")), None)
+    cause = next((name for name, cause in CAUSES.items() if re.search(cause.pattern, f"{key}: {note}")), None)
     if counted and cause:
         tally.causes[cause] += 1
     elif counted:
@@ -172,8 +237,13 @@ def report(tally: Tally) -> str:
             f"  {len(where):5} {what[:300]}   e.g. {where[0]}"
             for what, where in sorted(tally.others.items(), key=lambda x: -len(x[1]))[:60]
         ),
+        f"{len(tally.lost)} are refused without the keys that are not supported:",
+        *(f"  {what}" for what in tally.lost[:40]),
+        f"Verified with their tools: {', '.join(f'{n} {name}' for name, n in tally.verified.most_common())}; differences unreported:",
+        *(f"  {len(where):5} {what[:300]}   e.g. {where[0]}" for what, where in tally.unreported.items()),
         f"{tally.share():.1%} of the {' and '.join(COUNTED)} files translate to both engines but for those causes",
-        f"{tally.plain_seconds:.2f} s of CPU to translate each file once, {tally.all_seconds:.2f} s for everything",
+        f"{tally.plain_seconds:.2f} s of CPU to translate each file once, {tally.all_seconds:.2f} s for everything, "
+        f"{tally.verify_seconds:.2f} s of it to verify",
     ]
     return "\n".join(lines)
 
@@ -187,6 +257,12 @@ def fit(tally: Tally) -> list[str]:
         wrong.append(f"{len(tally.tracebacks)} exceptions")
     if tally.faults:
         wrong.append(f"{len(tally.faults)} keys or lines are not accounted for")
+    if tally.lost:
+        wrong.append(f"{len(tally.lost)} are refused even without the keys that are not supported")
+    if tally.others:
+        wrong.append(f"{len(tally.others)} refusals have no declared cause")
+    if tally.unreported:
+        wrong.append(f"{len(tally.unreported)} kinds of differences are not reported")
     if tally.share() < LEAST_SHARE:
         wrong.append(f"only {tally.share():.1%} translate to both engines, and {LEAST_SHARE:.0%} must")
     if tally.plain_seconds > MOST_SECONDS:

@@ -55,7 +55,7 @@ def settings_of(document: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         found["precision.loss_scale"] = config.float16_config.loss_scale or "dynamic"
     if _MICRO not in document:
         del found["training.micro_batch_size"]  # it follows from the ranks, or the script says it
-    if _BATCH in document and _WINDOW not in document:
+    if _WINDOW not in document and (_BATCH in document or _MICRO not in document):
         del found["training.gradient_accumulation_steps"]
     if config.bfloat16_config.enabled or config.float16_config.enabled:
         open_ -= {"bf16.enabled", "fp16.enabled"}  # one of them is decided
