@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -88,6 +90,22 @@ def _parsed(text: str) -> Document:
 def _asked(name: str, consumer: _Consumer, document: Document, text: str, outcome: Outcome) -> Effective:
     topology = outcome.reading.topology
     ranks = topology.world_size if topology else 1
+    with _without_logs():
+        return _answer(name, consumer, lambda module: consumer.settings(module, document, text, outcome.reading, ranks))
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """The tools log what they find on this machine, which says nothing about a config."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _answer(name: str, consumer: _Consumer, ask: Callable[[Any], Settings]) -> Effective:
     try:
         installed = version(consumer.package)
         module = import_module(f"unishard.verify.{name}")
@@ -96,7 +114,7 @@ def _asked(name: str, consumer: _Consumer, document: Document, text: str, outcom
         return Effective({}, consumer.tool, missing=f"{consumer.tool} is not installed; pip install {consumer.package}")
     who = f"{consumer.tool} {installed}"
     try:
-        return Effective(consumer.settings(module, document, text, outcome.reading, ranks), who)
+        return Effective(ask(module), who)
     except (Exception, SystemExit) as error:
         return Effective({}, who, refused=_first_line(error))
 
