@@ -30,6 +30,14 @@ _LONGEST = 16 * 2**20
 """Bytes of a message; what is longer does not come from a rank."""
 
 
+def _listen(backlog: int) -> socket.socket:
+    """A server of IPv6 and IPv4; of IPv4 where the system has IPv6 switched off."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
 Judge = Callable[[Mapping[int, Any]], Judgement]
 
 
@@ -76,9 +84,7 @@ class Hub:
             unreachable: Whether a rank has said elsewhere that it cannot connect.
         """
         self._size, self._token, self._judge, self._unreachable = size, token, judge, unreachable
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=both)
+        self._listener = _listen(size)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
