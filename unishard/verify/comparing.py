@@ -69,7 +69,11 @@ def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
         outcome: The translation.
         overrides: Those with which it was made: a difference that was asked for is no surprise.
     """
-    source, effective, open_ = of_source(outcome), read_settings(outcome), bool(outcome.reading.undecided or placeholders_in(outcome.text))
+    source, effective, open_ = (
+        of_source(outcome),
+        read_settings(outcome),
+        bool(outcome.of(Fit.NEEDS_INPUT) or outcome.reading.undecided or placeholders_in(outcome.text)),
+    )
     if effective.missing or effective.refused:
         return Verification((), source, effective, open_)
     said = dict(source.settings)
