@@ -14,7 +14,7 @@ from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.engine.results import Placement
-from unishard.errors import CheckpointError
+from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
@@ -43,6 +43,7 @@ class DeepSpeedAdapter(EngineAdapter):
         conditional: ConditionalModules,
     ) -> None:
         super().__init__(engine.module, device, engine.optimizer)
+        self._strategy = cfg.sharding.strategy
         self._in_files = cfg.offload.params == "nvme"
         self._engine = engine
         self._inner = inner
@@ -72,6 +73,24 @@ class DeepSpeedAdapter(EngineAdapter):
     def _watch_early(self, module: nn.Module, output: Any) -> None:
         if module is self.module:  # not a copy of it
             super().watch(output)
+
+    def input_gradients(self, *, graph: bool) -> None:
+        """Refuse what DeepSpeed's hooks on outputs take for its own backward.
+
+        Stage 0 then raises, stages 1 and 2 reduce too early, and all divide the gradient by the accumulation steps (DeepSpeed 0.19.8,
+        runtime/engine.py, _backward_prologue_per_tensor). Stage 3 frees parameters that a backward through gradients uses again.
+
+        Raises:
+            ContractError: The engine cannot do this.
+        """
+        plain = self._engine.zero_optimization_stage() == 3 and self._engine.gradient_accumulation_steps() == 1 and not graph
+        if plain or not list(self.leaves()):  # frozen: the forward was not DeepSpeed's
+            return
+        what = " with create_graph=True, as for a gradient penalty," if graph else ""
+        raise ContractError(
+            f"torch.autograd.grad of an output{what} does not work with sharding.strategy {self._strategy} on DeepSpeed; set backend: fsdp"
+            + (", sharding: no_shard and precision: fp32" if graph else "")
+        )
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of the `DeepSpeedEngine`, without its division by accumulation steps."""

@@ -50,6 +50,7 @@ class FSDPAdapter(TorchAdapter):
         conditional: ConditionalParameters,
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
+        self._strategy, self._compute = cfg.sharding.strategy, cfg.precision.compute
         self._root = root
         self._host_copies: HostCopies | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
@@ -101,6 +102,19 @@ class FSDPAdapter(TorchAdapter):
             self._stale_dtypes = not self._toggled.all_trainable()
         with self._unreduced.backward(last=self._last):
             super().backward(loss)
+
+    def input_gradients(self, *, graph: bool) -> None:
+        """Refuse a graph: FSDP2 frees gathered and cast parameters after a backward, which a backward through gradients uses again.
+
+        Raises:
+            ContractError: `graph` is true.
+        """
+        if graph:
+            raise ContractError(
+                f"torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work with "
+                f"sharding.strategy {self._strategy} in {self._compute} on FSDP2, which frees parameters after each backward; set "
+                "sharding: no_shard and precision: fp32 with backend fsdp"
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module.

@@ -122,6 +122,38 @@ def mixed_up(backend, strategy):
     return None
 
 
+# -- gradients of an output -----------------------------------------------------------------------------------------------------------
+
+
+def sloped(critic, inputs, penalty):
+    """A loss with a gradient penalty, or one at inputs that were moved along the gradient."""
+    inputs = inputs.clone().requires_grad_()
+    output = critic(inputs)
+    (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=penalty)
+    return output.mean() + (slope.norm(dim=1) - 1).square().mean() if penalty else critic((inputs + slope).detach()).square().mean()
+
+
+def slopes(backend, strategy, penalty):
+    with unishard.prepare(seeded(5, 13, 1), configured(backend, strategy, "fp32", 0.1)) as critic:
+        found = []
+        for turn in range(UPDATES * ACCUMULATION):
+            try:
+                loss = sloped(critic, drawn(turn, my_rank())[0], penalty)
+            except unishard.ContractError as error:
+                return str(error)
+            critic.backward(loss)
+            found.append((critic.mean(loss), critic.step().grad_norm))
+        return found
+
+
+def plain_slopes(penalty, world=2):
+    critic, found = Plain(seeded(5, 13, 1), 0.1), []
+    for turn in range(UPDATES * ACCUMULATION):
+        loss = sloped(critic.module, torch.cat([drawn(turn, rank)[0] for rank in range(world)]), penalty)
+        found.append((loss.item(), critic.learn(loss)))
+    return found
+
+
 # -- a frozen teacher ---------------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +258,7 @@ PLAYED = (
     *((gan, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
     (gan, ("full_shard", "fp32", "discriminator")),
     *((mixed_up, (strategy,)) for strategy in STRATEGIES),
+    *((slopes, (strategy, penalty)) for strategy in STRATEGIES for penalty in (False, True)),
     *((distil, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
     (distil, ("full_shard", "fp32", "teacher")),
     *((evaluated, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
@@ -254,6 +287,18 @@ def test_a_generator_learns_through_a_discriminator_as_in_plain_torch(backend, s
         assert_close(found, wanted, rel=2e-6)
     for found in played(backend, gan, strategy, "bf16"):
         assert_close(found, wanted, rel=2e-2)
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_an_output_are_those_of_plain_torch_or_refused_by_name(backend, strategy, penalty):
+    works = backend == "fsdp" and (strategy == "no_shard" or not penalty)
+    for found in played(backend, slopes, strategy, penalty):
+        if works:
+            assert_close(found, plain_slopes(penalty), rel=1e-5)
+        else:
+            assert f"does not work with sharding.strategy {strategy} " in found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

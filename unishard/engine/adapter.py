@@ -200,6 +200,16 @@ class EngineAdapter(InferenceAdapter):
                 if tensor.requires_grad:
                     tensor.register_hook(self.on_gradient)  # type: ignore[no-untyped-call]
 
+    def input_gradients(self, *, graph: bool) -> None:
+        """Called when `torch.autograd.grad` of an output is about to run through the model, before it uses parameters.
+
+        Args:
+            graph: Whether the gradients get a graph (`create_graph=True`), for a backward through them, such as a gradient penalty's.
+
+        Raises:
+            ContractError: The engine cannot do this; says where it works.
+        """
+
     def leaves(self) -> Iterable[Tensor]:
         """The tensors on which autograd accumulates this model's gradients."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from playing import config, own_share, prepare, train
 
 from mistakes.mistake import Mistakes
@@ -135,6 +136,19 @@ def closed(backend, call):
         "batches": lambda: list(engine.batches([batch])),
         "train": engine.eval,
     }[call]()
+
+
+@LOOP.raises(
+    "a gradient penalty, `torch.autograd.grad(..., create_graph=True)` of an output, elsewhere than under `no_shard` of FSDP",
+    "ContractError: torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work with "
+    "sharding.strategy full_shard ...; set ...sharding: no_shard and precision: fp32...",
+)
+def gradient_penalty(backend):
+    batch = own_share(1)[0]
+    with prepare(config(backend)) as engine:
+        x = batch["x"].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(engine(**batch | {"x": x}).loss, x, create_graph=True)
+        engine.backward(gradient.square().mean())
 
 
 @LOOP.raises(

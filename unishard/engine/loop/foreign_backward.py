@@ -35,12 +35,15 @@ class ForeignBackwardCheck:
             self._own = False
 
     def _on_gradient(self, gradient: Tensor) -> None:
-        if not self._own and any(map(_will_accumulate, self._adapter.leaves())):
+        if self._own:
+            return
+        if any(map(_will_accumulate, self._adapter.leaves())):
             raise ContractError(
                 f"a backward that is not this engine's reaches the parameters of its {type(self._adapter.module).__name__} and would "
                 "mix gradients with its own; call this engine's backward(loss), or, if the loss trains only another model, "
                 "compute and backward it inside `with engine.frozen():`"
             )
+        self._adapter.input_gradients(graph=torch.is_grad_enabled())
 
 
 def _will_accumulate(leaf: Tensor) -> bool:
