@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def project(config: Path) -> Path:
 def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     result = run("migrate", "project")
     assert (result.exit_code, result.stderr) == (0, "")
-    header, *rows, broken, counts = [re.split(r"  +", line) for line in result.stdout.splitlines()]
+    header, *rows, broken, command, counts = [re.split(r"  +", line) for line in result.stdout.splitlines()]
     assert header == ["config", "format", "engine", "strategy", "precision", "to unishard", "keys"]
     assert [row[:6] for row in rows] == [
         ["project/conf/ds.json", "deepspeed", "deepspeed", "shard_grad_op", "needs input", "translates"],
@@ -50,7 +51,18 @@ def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     ]
     assert "2 unsupported" in rows[1][6]
     assert broken[0].startswith("cannot be read: project/conf/broken.json: 1: is not ")
+    assert command == ["unishard translate project/conf/ds.json --to unishard -o project/conf/ds.unishard.yaml"]
     assert counts == ["10 files: 1 translates to unishard, 1 refused, 1 cannot be read, 7 skipped (no configs, or above 1 MiB)"]
+
+
+def test_the_commands_work(project: Path) -> None:
+    (project / "conf/one bit.json").write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}')
+    commands = [shlex.split(line) for line in run("migrate", "project").stdout.splitlines() if line.startswith("unishard translate ")]
+    assert [command[-1] for command in commands] == ["project/conf/ds.unishard.yaml", "project/conf/one bit.unishard.yaml"]
+    for _, *arguments in commands:
+        result = run(*arguments)
+        assert result.exit_code == 0, result.stderr
+        assert Path(arguments[-1]).is_file()
 
 
 def test_as_json(project: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["migrate"]
 
-_OUTCOMES = {0: "translates", 1: "refused", 2: "approximate"}
+_REFUSED = 1
+_OUTCOMES = {0: "translates", _REFUSED: "refused", 2: "approximate"}
 
 
 class MigrateForm(StrEnum):
@@ -39,8 +42,9 @@ def migrate(
 ) -> None:
     """Find the configs of a project.
 
-    Shows the format of each and how it would translate. Writes nothing. Looks at YAML, JSON and TOML files up to 1 MiB, except in virtual
-    environments, node_modules and .git. The last line counts all files: each translates, is refused, cannot be read, or is skipped.
+    Shows the format of each, how it would translate, and the commands that do it. Writes nothing. Looks at YAML, JSON and TOML files up to
+    1 MiB, except in virtual environments, node_modules and .git. The last line counts all files: each translates, is refused, cannot be
+    read, or is skipped.
 
     Example: unishard migrate . --to unishard
     """
@@ -59,6 +63,8 @@ def migrate(
         typer.echo(json.dumps({"to": to, "counts": _counts(configs, broken, skipped), **whole}, indent=2))
         return
     _show(configs, broken, to)
+    for line in _commands(configs, to, catalog.get(to).suffix):
+        echo(line)
     echo(_in_words(_counts(configs, broken, skipped), to))
 
 
@@ -90,6 +96,14 @@ def _show(configs: list[FoundConfig], broken: list[UnreadableConfig], to: str) -
         show(columns, [_cells(one) for one in configs], sys.stdout)
     for one in broken:
         echo(f"cannot be read: {one.path}: {one.why}")
+
+
+def _commands(configs: list[FoundConfig], to: str, suffix: str) -> Iterator[str]:
+    """What to type for each file; a refused one is translated without the keys that have no equivalent."""
+    for one in (config for config in configs if config.format != to):
+        new = str(Path(one.path).with_suffix(f".{to}{suffix}"))
+        refused = " --drop-unsupported" if one.status == _REFUSED else ""
+        yield f"unishard translate {shlex.quote(one.path)} --to {to}{refused} -o {shlex.quote(new)}"
 
 
 def _cells(one: FoundConfig) -> tuple[str, ...]:
