@@ -59,6 +59,9 @@ class Toy:
         entries = interpret(self.keys, source.data, tool=self.tool, ignores_unknown=lambda key: key.startswith("x"))
         return assemble(self.name, source, entries, overrides=overrides, topology=topology)
 
+    def ranks(self, source: Source) -> Topology | None:
+        return None
+
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         document, words = express(self.rules, reading.config, topology, set(reading.undecided))
         return Expressed(document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words)
@@ -69,8 +72,9 @@ class Toy:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
-    one, known = Toy(), catalog.get
-    monkeypatch.setattr(catalog, "get", lambda name: one if name == "toy" else known(name))
+    one, twin, known = Toy(), Toy(), catalog.get
+    twin.name = "twin"
+    monkeypatch.setattr(catalog, "get", lambda name: {"toy": one, "twin": twin}.get(name) or known(name))
     return one
 
 
@@ -98,7 +102,7 @@ def test_each_key_is_one_line_with_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_the_worse_of_what_a_key_means_and_what_is_made_of_it_counts() -> None:
-    outcome = translate({"seed": 1, "batch": 2, "clip": 2}, "toy", from_="toy")
+    outcome = translate({"seed": 1, "batch": 2, "clip": 2}, "twin", from_="toy")
     assert (item(outcome, "seed").fit, item(outcome, "seed").note) == (Fit.NEEDS_INPUT, "another generator; call torch.manual_seed")
     assert item(outcome, "batch").fit is Fit.EXACT
     assert (item(outcome, "clip").fit, item(outcome, "clip").note) == (Fit.UNSUPPORTED, "never 2; write 3")
@@ -120,17 +124,18 @@ def test_what_concerns_the_tool_alone_is_kept_in_its_own_format_and_dropped_else
     assert "log" not in other.document
 
 
-def test_a_setting_of_one_engine_is_exact_where_that_engine_runs_and_the_document_holds_it(toy: Toy) -> None:
+@pytest.mark.usefixtures("toy")
+def test_a_setting_of_one_engine_is_exact_where_that_engine_runs_and_the_document_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"engine": "deepspeed", "group": {"size": 5}}
-    here = item(translate(data, "toy", from_="toy"), "group.size")
+    here = item(translate(data, "twin", from_="toy"), "group.size")
     assert (here.fit, here.becomes) == (Fit.EXACT, "zero_optimization.sub_group_size")
     ours = translate(data, "unishard", from_="toy")
     assert item(ours, "group.size").becomes == "native.deepspeed.zero_optimization.sub_group_size"
     assert ours.document["native"] == {"deepspeed": {"zero_optimization": {"sub_group_size": 5}}}
     switched = item(translate(data, "toy", from_="toy", overrides=["backend=fsdp"]), "group.size")
     assert (switched.fit, switched.note) == (Fit.APPROXIMATE, "only DeepSpeed has it")
-    toy.held = False
-    assert item(translate(data, "toy", from_="toy"), "group.size").fit is Fit.APPROXIMATE
+    monkeypatch.setattr(Toy, "held", False)
+    assert item(translate(data, "twin", from_="toy"), "group.size").fit is Fit.APPROXIMATE
 
 
 @pytest.mark.usefixtures("toy")

@@ -111,5 +111,6 @@ def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) 
     if worst is Fit.UNSUPPORTED:
         decides = tuple(dict.fromkeys(name for one in said for name in (*one.decides, *one.fields)))
         fields, native, elsewhere = {}, {}, {}
-    meaning = Meaning(worst, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides)
+    stale = any(one.stale for one in found)
+    meaning = Meaning(worst, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides, stale)
     return Entry(spot.path, spot.value, meaning, spot.assumed)

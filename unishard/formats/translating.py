@@ -16,6 +16,8 @@ from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source, open_source
+from unishard.formats.untouched import goes_through, stays, untouched, value_in
+from unishard.loading.document import text_of
 from unishard.loading.placeholders import placeholder
 from unishard.mapping.entries import Entry
 from unishard.mapping.express import KEPT_AUTO, LEFT_OUT, Expressed, FieldResult
@@ -125,10 +127,13 @@ def translate(
             reading.format, reading.source, yielding, overrides=overrides, topology=reading.topology, fills_auto=reading.fills_auto
         )
         expressed = _written(target, reading, ranks)
-    items = (*(_item(entry, reading, target, expressed) for entry in reading.entries), *_refused_overrides(overrides, reading, expressed))
-    document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {})
+    same = _same(target, reading, expressed)
+    lines = (_item(entry, reading, target, expressed, same) for entry in reading.entries)
+    items = (*lines, *_refused_overrides(overrides, reading, expressed))
+    document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {}) if same is None else same
+    text = target.render(document, reading) if dropped else _text(target, document, reading)
     warnings = (*reading.source.warnings, *filter(None, [getattr(target, "notice", "")]))
-    return Outcome(reading, to, items, document, target.render(document, reading), warnings, _launch(reading, to), tuple(dropped))
+    return Outcome(reading, to, items, document, text, warnings, _launch(reading, to), tuple(dropped))
 
 
 def _launch(reading: ReadDocument, to: str) -> str:
@@ -150,6 +155,20 @@ def _read_without(
     if further:
         reading = assemble(reading.format, source, entries, overrides=overrides, topology=reading.topology, fills_auto=reading.fills_auto)
     return reading, [*dropped, *further]
+
+
+def _same(target: Format, reading: ReadDocument, expressed: Expressed) -> Native | None:
+    """The source with what overrides change, if it is in this format already. unishard's own files are edited with `unishard set`."""
+    if reading.format != target.name or target.name == "unishard":
+        return None
+    return untouched(target, reading, expressed, lambda plain: _written(target, plain, plain.topology or Topology()).document)
+
+
+def _text(target: Format, document: Native, reading: ReadDocument) -> str:
+    """The document as a file; one that does not change keeps every character."""
+    if reading.format == target.name and reading.source.folder is not None and document == reading.source.data:
+        return text_of(Path(reading.source.name))
+    return target.render(document, reading)
 
 
 def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Expressed:
@@ -205,10 +224,33 @@ def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expresse
             yield Item(f"--set {field}", value_at(reading.config, field), result.fit, result.key, result.note, None, assumed=False)
 
 
-def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> Item:
-    word = _result(entry, reading, target, expressed)
+def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed, same: Native | None) -> Item:
+    word = _repeated(entry, reading, same) if same is not None else None
+    word = word or _result(entry, reading, target, expressed)
     line = None if entry.assumed else reading.source.origins.of(entry.path).line
     return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, entry.assumed and entry.meaning.notable)
+
+
+def _repeated(entry: Entry, reading: ReadDocument, same: Native) -> FieldResult | None:
+    """What became of a key that the same format has as it is, or of a default that still holds; None where it does not stay so."""
+    meaning = entry.meaning
+    here = not entry.assumed and stays(entry, reading.source.data, same)
+    elsewhere = any(key.partition(".")[0] != reading.config.backend for key in meaning.native)
+    if not goes_through(entry) or elsewhere or (not entry.assumed and not here):
+        return None
+    if meaning.fit is Fit.NEEDS_INPUT or (entry.assumed and any(field in reading.undecided for field in meaning.fields)):
+        return FieldResult(Fit.NEEDS_INPUT, entry.key, meaning.note) if here and any(_required(reading, meaning.fields)) else None
+    if not entry.assumed:
+        return FieldResult(Fit.EXACT, entry.key, "kept")
+    values = ((value_at(reading.config, field), value) for field, value in meaning.fields.items())
+    holds = all(list(held) == list(value) if isinstance(held, tuple) else held == value for held, value in values)
+    left = f"{meaning.note}; still left to it" if meaning.notable else "still left to the tool's default"
+    return FieldResult(Fit.EXACT, "", left) if holds and value_in(same, entry.path) is None else None
+
+
+def _required(reading: ReadDocument, fields: Iterable[str]) -> Iterator[bool]:
+    """Whether each field is one that no default may decide, and that another format would have to be told."""
+    return (reading.undecided[field].required for field in fields if field in reading.undecided)
 
 
 def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:

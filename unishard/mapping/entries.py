@@ -57,7 +57,7 @@ class Meaning(NamedTuple):
     """Settings that only one engine has, by dotted key that begins with the engine's name: those of the config's `native`. Exact where
     that engine runs; `fit` and `note` say what is lost where another one does."""
     kept: bool = False
-    """Whether the key is copied unchanged when the document is written in its own format again."""
+    """Whether the key is copied where the document is written anew in its own format, in the words of the tool's current version."""
     elsewhere: Mapping[str, Any] = {}
     """Values of config fields that stand for `native` where another engine runs, whatever other keys say."""
     unknown: bool = False
@@ -66,6 +66,8 @@ class Meaning(NamedTuple):
     """Whether the default report has a line for it also where the tool assumes it."""
     decides: tuple[str, ...] = ()
     """If unsupported: the fields that the key decides otherwise. An override of the first decides instead of the key."""
+    stale: bool = False
+    """Whether the tool refuses or misreads the key as it stands, so that it goes through in no case."""
 
 
 class Given:
@@ -231,7 +233,10 @@ def _filled_in(row: Key, placeholders: Iterable[str]) -> Meaning:
 
 def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any] | None) -> Meaning:
     """Check that the tool accepts a value that is copied unchanged: null is omitted instead, any other value is unsupported."""
-    if accepts is None or meaning.fit is Fit.UNSUPPORTED or not (meaning.kept or meaning.native) or placeholders_in(value):
+    if accepts is None or meaning.fit is Fit.UNSUPPORTED or placeholders_in(value):
+        return meaning
+    meaning = meaning._replace(stale=meaning.stale or not _accepted(value, accepts))
+    if not (meaning.kept or meaning.native):
         return meaning
     try:
         for handed_on in meaning.native.values() or (value,):
@@ -241,6 +246,14 @@ def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[An
             return meaning._replace(note=f"null is invalid for {tool} here, so the key is omitted", kept=False)
         return Meaning(Fit.UNSUPPORTED, str(error), decides=tuple(meaning.fields))
     return meaning
+
+
+def _accepted(value: Any, accepts: Callable[[Any], Any]) -> bool:
+    try:
+        accepts(value)
+    except Unreadable:
+        return False
+    return True
 
 
 def _unknown(key: str, keys: Mapping[str, Key], tool: str, overlooked: bool) -> Meaning:

@@ -66,11 +66,17 @@ def unless_auto(key: Key, otherwise: str) -> Key:
     return key._replace(read=lambda value, given: dropped(otherwise) if value == AUTO else key.read(value, given))
 
 
-def spelt(key: Key, name: str) -> Key:
-    """A row for another spelling of a key, which is not repeated beside the one that is written (DeepSpeed refuses both)."""
+def spelt(key: Key, name: str, *, stale: bool = False) -> Key:
+    """A row for another spelling of a key, which is not repeated beside the one that is written (DeepSpeed refuses both).
+
+    Args:
+        key: The row of the key.
+        name: The key.
+        stale: Whether DeepSpeed no longer takes the other spelling.
+    """
 
     def read(value: Any, given: Given) -> Meaning:
-        return key.read(value, given)._replace(kept=False)
+        return key.read(value, given)._replace(kept=False, stale=stale)
 
     return key._replace(read=read, note=f"another spelling of {name}")
 

@@ -85,7 +85,7 @@ _PART = "unishard offloads the whole optimizer; affects only memory"
 def _part(value: Any, given: Given) -> Meaning:
     if stage(given) == 3 or value == AUTO or number(0, 1)(value) == 1:
         return dropped(_PART)
-    return Meaning(Fit.IGNORED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 only at stage 3")
+    return Meaning(Fit.IGNORED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 only at stage 3", stale=True)
 
 
 KEYS: Mapping[str, Key] = {
@@ -95,7 +95,9 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}offload_optimizer.ratio": Key(_part, "", Fit.IGNORED, _PART),
     f"{_Z}cpu_offload": _switch("optimizer", "deprecated; DeepSpeed means offload_optimizer"),
     f"{_Z}cpu_offload_param": _switch("param", "deprecated; DeepSpeed means offload_param"),
-    f"{_Z}cpu_offload_params": spelt(_switch("param", "a name of older versions, which DeepSpeed 0.19.8 refuses"), "cpu_offload_param"),
+    f"{_Z}cpu_offload_params": spelt(
+        _switch("param", "a name of older versions, which DeepSpeed 0.19.8 refuses"), "cpu_offload_param", stale=True
+    ),
     f"{_Z}cpu_offload_use_pin_memory": Key(_pin_both, "offload.pin_memory"),
 }
 

@@ -133,8 +133,8 @@ def _bias_correction(value: Any, given: Given) -> Meaning:
 def _max_grad_norm(value: Any, given: Given) -> Meaning:
     note = "DeepSpeed 0.19.8 refuses it here and reads gradient_clipping"
     if "gradient_clipping" in given:
-        return Meaning(Fit.IGNORED, f"{note}, which is there")
-    return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None})
+        return Meaning(Fit.IGNORED, f"{note}, which is there", stale=True)
+    return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None}, stale=True)
 
 
 def _fp32_states(value: Any, given: Given) -> Meaning:

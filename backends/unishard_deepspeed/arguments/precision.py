@@ -74,7 +74,7 @@ def _reduce_wide(value: Any, given: Given) -> Meaning:
     if not boolean(value):
         return Meaning(Fit.IGNORED, "is off")
     note = "a name of older versions, ignored by 0.19.8: communication_data_type: fp32"
-    return Meaning(note=note, fields={"precision.reduce": "fp32"})
+    return Meaning(note=note, fields={"precision.reduce": "fp32"}, stale=True)
 
 
 def _accumulate(value: Any, given: Given) -> Meaning:
@@ -165,10 +165,10 @@ def _block(name: str) -> dict[str, Key]:
         f"{name}.bf16_master_weights_and_grads": _masters("bf16"),
         f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
         **{
-            f"{name}.{key}": Key(lambda value, given: Meaning(Fit.IGNORED, _IN_BF16), "", Fit.IGNORED, _IN_BF16)
+            f"{name}.{key}": Key(lambda value, given: Meaning(Fit.IGNORED, _IN_BF16, stale=True), "", Fit.IGNORED, _IN_BF16)
             for key in ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
         },
-        f"{name}.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP), "", Fit.IGNORED, _OF_AMP),
+        f"{name}.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP, stale=True), "", Fit.IGNORED, _OF_AMP),
     }
 
 
@@ -186,7 +186,7 @@ KEYS: Mapping[str, Key] = {
         field="precision.loss_scale_growth_interval",
     ),
     "fp16.hysteresis": _scaling(_hysteresis),
-    "fp16.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP), "", Fit.IGNORED, _OF_AMP),
+    "fp16.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP, stale=True), "", Fit.IGNORED, _OF_AMP),
     "fp16.min_loss_scale": Key(_least, "", Fit.IGNORED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
     "torch_autocast.enabled": Key(_autocast, "precision.compute", Fit.APPROXIMATE, _AUTOCAST),

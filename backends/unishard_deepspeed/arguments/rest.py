@@ -78,7 +78,7 @@ def _removed(why: str) -> Key:
 
     def read(value: Any, given: Given) -> Meaning:
         if _off(value) or quiet(boolean, value) is False:
-            return Meaning(Fit.IGNORED, "is off, but DeepSpeed 0.19.8 refuses the key")
+            return Meaning(Fit.IGNORED, "is off, but DeepSpeed 0.19.8 refuses the key", stale=True)
         return Meaning(Fit.UNSUPPORTED, why)
 
     return Key(read, "", Fit.UNSUPPORTED, why)
@@ -114,7 +114,7 @@ def _compile(value: Any, given: Given) -> Meaning:
     old = sorted(value.keys() - COMPILE) if isinstance(value, Mapping) else []
     if not old:
         return dropped(_COMPILE)
-    return Meaning(Fit.IGNORED, f"{_COMPILE}; DeepSpeed 0.19.8 refuses {', '.join(old)}")
+    return Meaning(Fit.IGNORED, f"{_COMPILE}; DeepSpeed 0.19.8 refuses {', '.join(old)}", stale=True)
 
 
 KEYS: Mapping[str, Key] = {

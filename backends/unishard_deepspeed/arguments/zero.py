@@ -51,15 +51,15 @@ def _whole(value: Any, given: Given) -> Meaning:
     found = quiet(integer(0, 3), value)
     if found is None:
         raise Unreadable(f'must be a mapping of keys, got {value!r}; write {{"stage": 3}} or another stage')
-    return Meaning(note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[found]})
+    return Meaning(note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[found]}, stale=True)
 
 
 def _mics(value: Any, given: Given) -> Meaning:
     size = _shards(given)
     if size is None:
-        return Meaning(Fit.IGNORED, "no groups without stage 3 and at least 2 ranks; DeepSpeed 0.19.8 refuses the key")
+        return Meaning(Fit.IGNORED, "no groups without stage 3 and at least 2 ranks; DeepSpeed 0.19.8 refuses the key", stale=True)
     note = "MiCS was removed in DeepSpeed 0.19.8; unishard has the same groups"
-    return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size})
+    return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size}, stale=True)
 
 
 def _hpz(value: Any, given: Given) -> Meaning:
@@ -95,7 +95,7 @@ def _norm(value: Any, given: Given) -> Meaning:
     note = "unishard always reports the norm"
     if boolean(value) or stage(given) in (1, 2):
         return dropped(note)
-    return Meaning(Fit.IGNORED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3")
+    return Meaning(Fit.IGNORED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3", stale=True)
 
 
 def _bucket(value: Any, given: Given) -> Meaning:
@@ -131,7 +131,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}stage": Key(_stage, "sharding.strategy"),
     f"{_Z}mics_shard_size": Key(_mics, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT),
     f"{_Z}mics_hierarchical_params_gather": Key(
-        lambda value, given: Meaning(Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key"), "", Fit.IGNORED
+        lambda value, given: Meaning(Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key", stale=True), "", Fit.IGNORED
     ),
     f"{_Z}zero_hpz_partition_size": Key(_hpz, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT, "with another engine; else kept"),
     f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, "communication.reduce_bucket_size"), _BY_TRANSFORMERS),

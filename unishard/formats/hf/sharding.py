@@ -91,7 +91,7 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
     if off(config):
         present = where and where[0] in source.data
         # A word such as `no` would be the path of a file to transformers.
-        return {}, [Entry(where, config, Meaning(Fit.IGNORED, "is empty", kept=not config))] if present else []
+        return {}, [Entry(where, config, Meaning(Fit.IGNORED, "is empty", kept=not config, stale=bool(config)))] if present else []
     found = config
     if isinstance(config, str):
         found = opened(config, source)
@@ -140,7 +140,7 @@ def _read(
 
 def _without_null(entry: Entry) -> Entry:
     """Null, which transformers refuses for many keys, is not repeated."""
-    return entry if entry.value is not None else entry._replace(meaning=entry.meaning._replace(kept=False))
+    return entry if entry.value is not None else entry._replace(meaning=entry.meaning._replace(kept=False, stale=True))
 
 
 def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -90,7 +90,7 @@ class LightningDocument:
     def _named(self, found: Built | None) -> Entry:
         path = (*self.shape.strategy, found.key) if found and found.key else self.shape.strategy
         if formerly := self._formerly():
-            return Entry((*self.shape.trainer, formerly), self.shape.trainer_in(self.source.data)[formerly], Meaning())
+            return Entry((*self.shape.trainer, formerly), self.shape.trainer_in(self.source.data)[formerly], Meaning(stale=True))
         written = self.shape.bare or "strategy" in self.shape.trainer_in(self.source.data)
         return Entry(path, found.path if found else self._value(), Meaning(), assumed=not written)
 
@@ -168,6 +168,7 @@ class LightningDocument:
             rows |= {**BESIDE, **dict.fromkeys(_RECIPES, _ELSEWHERE)}
         rows |= {word: Key(_target) for word in CLASS if not self.shape.bare}
         found_entries = interpret(rows, said, tool=TOOL, defaults=_by_plugin(said.get("plugins")), topology=self.topology)
+        found_entries = [_stale(entry) if entry.path[0] in OLDER else entry for entry in found_entries]
         entries = [entry.at(*self.shape.trainer, *entry.path) for entry in found_entries if entry.path[0] not in elsewhere]
         entries += saving_entries(said.get("callbacks"), (*self.shape.trainer, "callbacks"))
         if self.shape.trainer == self.shape.top:
@@ -189,6 +190,11 @@ class LightningDocument:
     def _outside(self) -> Mapping[str, Any]:
         """What stands beside the subcommand."""
         return {name: item for name, item in self.source.data.items() if name not in self.shape.top} if self.shape.top else {}
+
+
+def _stale(entry: Entry) -> Entry:
+    """A key of Lightning 1, which Lightning 2 refuses."""
+    return entry._replace(meaning=entry.meaning._replace(stale=True))
 
 
 def _by_plugin(plugins: Any) -> Mapping[str, Any]:
