@@ -53,7 +53,7 @@ def test_absent_zero_is_no_sharding():
 def test_sums_over_ranks_travel_in_the_format_of_compute():
     precision = config({"bf16": {"enabled": "true"}}).precision
     assert (precision.compute, precision.reduce, precision.accumulate, precision.master) == ("bf16", "bf16", "fp32", "fp32")
-    assert item({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}, "data_types.grad_accum_dtype").fit is Fit.APPROXIMATE
+    assert item({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}, "data_types.grad_accum_dtype").fit is Fit.EQUIVALENT
 
 
 def test_adam_is_adamw_unless_it_says_otherwise():
@@ -217,7 +217,18 @@ def test_fp16_scales_as_deepspeed_does():
     precision = config({"fp16": {"enabled": True, "initial_scale_power": 12}}).precision
     assert (precision.loss_scale, precision.initial_loss_scale, precision.loss_scale_growth_interval) == ("dynamic", 4096.0, 1000)
     assert config({"fp16": {"enabled": True, "loss_scale": 128}}).precision.loss_scale == 128.0
-    assert item(FP16, "fp16.hysteresis").fit is Fit.APPROXIMATE
+    assert item(FP16, "fp16.hysteresis").fit is Fit.EQUIVALENT
+    assert item({"fp16": {"enabled": True, "hysteresis": 8}}, "fp16.hysteresis").fit is Fit.APPROXIMATE
+
+
+@pytest.mark.parametrize("to", ["hf", "lightning", "accelerate", "axolotl", "deepspeed"])
+def test_a_default_of_deepspeed_is_the_same_under_another_tool(to):
+    document = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+    document["gradient_accumulation_steps"] = 4
+    found = outcome(document, to)
+    assert found.status(strict=True) == 0
+    ours = ("grad_accum_dtype", "hysteresis", "overlap_comm", "reduce_bucket_size", "memory_efficient_linear")
+    assert not [key for key, _ in flat(found.document) if key.endswith(ours)]
 
 
 def test_what_the_script_decides_stays_open_until_it_is_given():

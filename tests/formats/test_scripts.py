@@ -40,7 +40,8 @@ def test_in_its_own_format_a_file_keeps_what_its_tool_alone_reads(document: dict
 @pytest.mark.parametrize(("off", "mode"), [({}, "full"), ({"disable_gradient_checkpointing": True}, "none")])
 def test_llamafactory_recomputes_unless_told_not_to(off: dict[str, Any], mode: str) -> None:
     assert read({**FACTORY, **off}).config.activation_checkpointing == mode
-    again = translate({**FACTORY, **off}, "llamafactory").document
+    assert translate({**FACTORY, **off}, "llamafactory").document == {**FACTORY, **off}
+    again = translate(translate({**FACTORY, **off}, "unishard").document, "llamafactory", from_="unishard").document
     assert again["disable_gradient_checkpointing"] == (mode == "none")
     assert "gradient_checkpointing" not in again
 
@@ -64,10 +65,10 @@ def test_fsdp_of_ms_swift_is_a_config_too() -> None:
     outcome = translate({**MS_SWIFT, "fsdp": "fsdp2"}, "unishard")
     assert (outcome.reading.config.backend, outcome.reading.config.sharding.strategy) == ("fsdp", "full_shard")
     assert faults_of(outcome) == []
-    written = translate({**MS_SWIFT, "fsdp": "fsdp2"}, "swift").document
+    written = translate(outcome.document, "swift", from_="unishard").document
     assert written["fsdp"]["fsdp"] == "full_shard auto_wrap"
     assert "fsdp_config" not in written
-    assert read(written, "swift").config == outcome.reading.config
+    assert read(written, "swift").config.sharding == outcome.reading.config.sharding
 
 
 @pytest.mark.parametrize(("dtype", "compute"), [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp16")])

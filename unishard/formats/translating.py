@@ -12,6 +12,7 @@ from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
+from unishard.formats.defaults import left_to_engine, stays_with_engine
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble, default_of
@@ -226,7 +227,7 @@ def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expresse
 
 def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed, same: Native | None) -> Item:
     word = _repeated(entry, reading, same) if same is not None else None
-    word = word or _result(entry, reading, target, expressed)
+    word = word or _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
     line = None if entry.assumed else reading.source.origins.of(entry.path).line
     return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, entry.assumed and entry.meaning.notable)
 
@@ -239,13 +240,22 @@ def _repeated(entry: Entry, reading: ReadDocument, same: Native) -> FieldResult 
     if not goes_through(entry) or elsewhere or (not entry.assumed and not here):
         return None
     if meaning.fit is Fit.NEEDS_INPUT or (entry.assumed and any(field in reading.undecided for field in meaning.fields)):
-        return FieldResult(Fit.NEEDS_INPUT, entry.key, meaning.note) if here and any(_required(reading, meaning.fields)) else None
+        return FieldResult(Fit.EXACT, entry.key, "kept") if here and any(_required(reading, meaning.fields)) else None
     if not entry.assumed:
         return FieldResult(Fit.EXACT, entry.key, "kept")
     values = ((value_at(reading.config, field), value) for field, value in meaning.fields.items())
     holds = all(list(held) == list(value) if isinstance(held, tuple) else held == value for held, value in values)
     left = f"{meaning.note}; still left to it" if meaning.notable else "still left to the tool's default"
     return FieldResult(Fit.EXACT, "", left) if holds and value_in(same, entry.path) is None else None
+
+
+def _unless_left(word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
+    """The result, which is exact for a default of the engine or a setting without a field where another tool drives the same engine."""
+    if target.name == "unishard" or word.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays_with_engine(reading):
+        return word
+    if (entry.meaning.fields and not entry.assumed) or not left_to_engine(entry, expressed.document):
+        return word
+    return FieldResult(Fit.EXACT, "" if entry.assumed else entry.key, "the same default there" if entry.assumed else "")
 
 
 def _required(reading: ReadDocument, fields: Iterable[str]) -> Iterator[bool]:

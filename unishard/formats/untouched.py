@@ -16,6 +16,7 @@ from unishard.mapping.rules import NO_KEY, SCRIPT, Fit
 
 __all__ = ["changed", "goes_through", "stays", "untouched", "value_in", "without_stale"]
 
+_CLASSES = ("optimizer.name", "scheduler.name")
 _MISSING: Any = object()
 _ANEW = Undecided("its tool's current key")
 
@@ -33,6 +34,8 @@ def untouched(target: Format, reading: ReadDocument, after: Expressed, write: Ca
     told = reading.topology if target.ranks(reading.source) is None else None
     try:
         plain = target.read(reading.source, (), told)
+        if any(_chosen(plain, name) != _chosen(reading, name) for name in _CLASSES):
+            return None  # arguments of one class are none of another's
         before = write(without_stale(plain))
         wanted = dict(_wanted(reading, plain, after))
         # What no longer counts, such as a loss scale in bf16, stays where it does no harm.
@@ -64,6 +67,11 @@ def _wanted(reading: ReadDocument, plain: ReadDocument, after: Expressed) -> Ite
         word = after.fields.get(field)
         nowhere = word is not None and (word.key in ("", NO_KEY, SCRIPT) or word.fit is Fit.NEEDS_INPUT)
         yield field, as_it_was[field] if nowhere else value
+
+
+def _chosen(reading: ReadDocument, field: str) -> Any:
+    """The value of a field; None where nobody decides it."""
+    return value_at(reading.config, field) if field in reading.decided else None
 
 
 def _values(reading: ReadDocument) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from unishard_deepspeed.keys.values import dtype
 
 __all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
 
-_ADDED_UP = "DeepSpeed accumulates in the dtype of compute; set precision.accumulate for that"
+_ADDED_UP = "DeepSpeed accumulates in the dtype of compute; fp32 is more exact; set precision.accumulate for DeepSpeed's"
+_USUAL_HYSTERESIS = 2
 _AUTOCAST = "DeepSpeed casts operations (torch.autocast); unishard casts parameters"
 
 
@@ -29,7 +30,7 @@ def assumed(given: Given) -> dict[str, Any]:
     if compute(given) != "fp32":
         found |= {"communication_data_type": None, "data_types.grad_accum_dtype": None}
     if _dynamic(given):
-        found |= {"fp16.loss_scale_window": 1000, "fp16.hysteresis": 2}
+        found |= {"fp16.loss_scale_window": 1000, "fp16.hysteresis": _USUAL_HYSTERESIS}
     return found
 
 
@@ -85,7 +86,7 @@ def _accumulate(value: Any, given: Given) -> Meaning:
         return Meaning(fields={"precision.accumulate": compute(given)})
     if quiet(integer(1), given.get("gradient_accumulation_steps")) == 1:
         return Meaning(note="nothing is added up in a window of one micro-batch", fields={"precision.accumulate": "fp32"})
-    return Meaning(Fit.APPROXIMATE, _ADDED_UP, {"precision.accumulate": "fp32"})
+    return Meaning(Fit.EQUIVALENT, _ADDED_UP, {"precision.accumulate": "fp32"})
 
 
 def _pure(given: Given) -> bool:
@@ -128,14 +129,18 @@ def _hysteresis(value: Any, given: Given) -> Meaning:
     if integer(1)(value) == 1:
         return Meaning(note="each overflow halves the scale, as in unishard")
     note = f"DeepSpeed halves the loss scale after {integer(1)(value)} overflows, unishard after each"
-    return dropped(f"if precision.compute is fp16, {note}") if compute(given) != "fp16" else Meaning(Fit.APPROXIMATE, note)
+    if compute(given) != "fp16":
+        return dropped(f"if precision.compute is fp16, {note}")
+    # 2 is the default, which the examples of DeepSpeed also spell out: nobody chose it.
+    usual = integer(1)(value) == _USUAL_HYSTERESIS
+    return Meaning(Fit.EQUIVALENT if usual else Fit.APPROXIMATE, f"{note}: the same updates, fewer of them skipped" if usual else note)
 
 
 def _least(value: Any, given: Given) -> Meaning:
     if value in (None, AUTO) or quiet(integer(1), value) is not None or not _dynamic(given):
         return dropped(_LEAST)
     number(0)(value)
-    return Meaning(Fit.IGNORED, f"{_LEAST}; DeepSpeed 0.19.8 takes only whole numbers from 1, so it is left out")
+    return Meaning(Fit.IGNORED, f"{_LEAST}; DeepSpeed 0.19.8 takes only whole numbers from 1, so it is left out", stale=True)
 
 
 def _overflow(value: Any, given: Given) -> Meaning:

@@ -125,7 +125,9 @@ _PRECISION: Mapping[str, Rule] = {
     ),
     "precision.buffers": none(f"the dtype of buffers {_FILE}", lambda cfg: cfg.precision.buffers == "keep", "keep", Fit.APPROXIMATE),
     "precision.loss_scale": _mixed_scale(
-        f"DeepSpeed's default is a dynamic scale; another one {_FILE}", "not fp16", lambda cfg: cfg.precision.compute != "fp16"
+        f"DeepSpeed's default is a dynamic scale; another one {_FILE}",
+        "dynamic, or not fp16",
+        lambda cfg: cfg.precision.compute != "fp16" or cfg.precision.loss_scale == "dynamic",
     ),
     "precision.initial_loss_scale": _mixed_scale(
         f"DeepSpeed's default is 65536; another one {_FILE}",

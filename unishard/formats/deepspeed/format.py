@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from unishard.config.nested import Native, flat, nested
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.defaults import without_unishards
 from unishard.formats.documents import json_text
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble
@@ -18,13 +19,6 @@ __all__ = ["FORMAT"]
 
 _BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 """What transformers and Accelerate fill in; DeepSpeed itself refuses `"auto"` here."""
-_TORCHS_OWN = (
-    "optimizer.params.torch_adam",
-    "zero_force_ds_cpu_optimizer",
-    "zero_optimization.memory_efficient_linear",
-    "data_types.grad_accum_dtype",
-)
-"""Settings with which DeepSpeed rounds as torch does; a config that was DeepSpeed's own before keeps its kernels."""
 _FOLLOWS = "precision.compute=", "precision.reduce="
 """DeepSpeed reduces in the dtype of compute, so whoever decides the one decides the other."""
 
@@ -53,9 +47,7 @@ class DeepSpeedFormat(Format):
         document, words = express(rows, reading.config, topology, undecided)
         if "type" not in document.get("optimizer", {"type": ""}):
             document.pop("optimizer")
-        if reading.format == self.name:
-            document = _as_before(document, reading.source.data)
-        return Expressed(document, words)
+        return Expressed(without_unishards(document, reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """JSON, indented."""
@@ -80,8 +72,3 @@ def _is_left_to_script(path: str, reading: ReadDocument) -> bool:
         return not reading.fills_auto and path in reading.unsaid
     section = path.partition(".")[0]
     return section in ("optimizer", "scheduler") and f"{section}.name" not in reading.decided and path not in reading.decided
-
-
-def _as_before(document: Native, before: Mapping[str, object]) -> Native:
-    there = {key for key, _ in flat(before)}
-    return nested({key: value for key, value in flat(document) if key in there or key not in _TORCHS_OWN})

@@ -8,6 +8,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
+from unishard.formats.defaults import without_unishards
 from unishard.formats.fallbacks import exact, noted, row, when_default
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import ReadDocument
@@ -120,18 +121,20 @@ def engine_of(reading: ReadDocument, topology: Topology) -> Expressed:
         what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
         raise ConfigError([Problem("backend", what, "")])
     rows = decided_of(registry.get(name).script_rules, reading)
-    return _ENGINES[name](reading.config, express(rows, reading.config, topology, reading.undecided))
+    return _ENGINES[name](reading, express(rows, reading.config, topology, reading.undecided))
 
 
-def _fsdp(cfg: Config, said: Expressed) -> Expressed:
+def _fsdp(reading: ReadDocument, said: Expressed) -> Expressed:
+    cfg = reading.config
     taken = {key: value for key, value in said.document.items() if key in BOTH and _sharded(cfg)}
     words = {name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES}
     document: Native = {"fsdp_config": {key: value for key, value in taken.items() if key != "activation_checkpointing"}} if taken else {}
     return Expressed(document, words)
 
 
-def _deepspeed(cfg: Config, said: Expressed) -> Expressed:
-    config = {key: value for key, value in said.document.items() if key not in ("optimizer", "scheduler")}
+def _deepspeed(reading: ReadDocument, said: Expressed) -> Expressed:
+    own = without_unishards(said.document, reading)
+    config = {key: value for key, value in own.items() if key not in ("optimizer", "scheduler")}
     # transformers fills these in from the arguments, and refuses two places that disagree.
     config = merge(config, dict.fromkeys(_FILLED, AUTO))
     for block in ("bf16", "fp16"):
@@ -145,4 +148,4 @@ def _deepspeed(cfg: Config, said: Expressed) -> Expressed:
     return Expressed({"deepspeed": config}, words)
 
 
-_ENGINES: Mapping[str, Callable[[Config, Expressed], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
+_ENGINES: Mapping[str, Callable[[ReadDocument, Expressed], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}

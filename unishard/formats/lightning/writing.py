@@ -8,6 +8,7 @@ from typing import Any
 from unishard.config import Config, leaves
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
+from unishard.formats.defaults import without_unishards
 from unishard.formats.lightning.rules import FSDP, strategy
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.trainer_rules import MODULE, TRAINING, trainer
@@ -76,7 +77,8 @@ def _deepspeed(reading: ReadDocument, topology: Topology) -> Expressed:
     rows = _decided_rows(reading, _MOVED)
     around = express(rows, reading.config, topology, reading.undecided.keys())
     asked = registry.get("deepspeed").arguments(reading.config, topology, reading.undecided.keys()).document
-    config = _without_auto({key: value for key, value in engine.document.items() if key not in _CARRIED}, keep=_open(asked))
+    own = without_unishards(engine.document, reading)
+    config = _without_auto({key: value for key, value in own.items() if key not in _CARRIED}, keep=_open(asked))
     document = merge(merge(around.document, trainer(precision=_word(config))), strategy("deepspeed", config=config))
     words = {path: _inside(word, path) for path, word in engine.fields.items()} | {path: around.fields[path] for path in _MOVED}
     return Expressed(document, words)

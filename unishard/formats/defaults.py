@@ -1,0 +1,70 @@
+"""What is left to an engine's own default where a document goes from one tool to another and stays with its engine.
+
+unishard's defaults belong only in what unishard runs. Another tool that drives the same engine has the same default there, so it is neither
+written nor compared with unishard's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unishard.config.nested import Native, flat, nested
+from unishard.formats.reading import ReadDocument
+from unishard.mapping.entries import Entry
+from unishard.mapping.rules import Fit
+
+__all__ = ["left_to_engine", "stays_with_engine", "without_unishards"]
+
+_OURS = "unishard"
+_ONLY_DECIDED = {
+    "data_types.grad_accum_dtype": "precision.accumulate",
+    "zero_optimization.reduce_bucket_size": "communication.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size": "communication.prefetch_bucket_size",
+    "zero_optimization.overlap_comm": "communication.overlap",
+    "zero_optimization.stage3_max_reuse_distance": "sharding.reshard_after_forward",
+    "zero_optimization.stage3_max_live_parameters": "sharding.reshard_after_forward",
+    "bf16.check_grad_overflow": "training.nonfinite",
+}
+"""Keys of DeepSpeed's JSON that are written only where somebody decides their field."""
+_ROUNDING = ("optimizer.params.torch_adam", "zero_optimization.memory_efficient_linear", "zero_force_ds_cpu_optimizer")
+"""Settings with which DeepSpeed rounds as torch does; a config that was DeepSpeed's own before keeps its kernels."""
+_HYSTERESIS = "fp16.hysteresis"
+
+
+def stays_with_engine(reading: ReadDocument) -> bool:
+    """Whether another tool than unishard drove the engine before, and overrides choose no other."""
+    before = next((entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields), None)
+    return reading.format != _OURS and before == reading.config.backend
+
+
+def without_unishards(document: Native, reading: ReadDocument) -> Native:
+    """DeepSpeed's JSON without what only unishard decides, where the source's own tool drives DeepSpeed."""
+    if not stays_with_engine(reading):
+        return document
+    written = [entry for entry in reading.entries if not entry.assumed and entry.meaning.fit is not Fit.UNSUPPORTED]
+    fields = {field for entry in written for field in entry.meaning.fields}
+    fields |= reading.decided - {field for entry in reading.entries for field in entry.meaning.fields}
+    there = {key for key in _ROUNDING if any(_is(entry, key) for entry in written)}
+    kept = {
+        key: value
+        for key, value in flat(document)
+        if (key not in _ROUNDING or key in there) and (key not in _ONLY_DECIDED or _ONLY_DECIDED[key] in fields)
+    }
+    if kept.pop(_HYSTERESIS, None) is not None and (said := _said(written, _HYSTERESIS)) is not None:
+        kept[_HYSTERESIS] = said
+    return nested(kept)
+
+
+def left_to_engine(entry: Entry, document: Native) -> bool:
+    """Whether a document leaves to the engine what the source leaves to it, or repeats what the source says."""
+    key = ".".join(entry.path[-2:])
+    held = [value for name, value in flat(document) if f".{name}".endswith(f".{key}")]
+    return not held if entry.assumed else bool(held) and all(value == entry.value for value in held)
+
+
+def _is(entry: Entry, key: str) -> bool:
+    return f".{entry.key}".endswith(f".{key}")
+
+
+def _said(entries: list[Entry], key: str) -> Any:
+    return next((entry.value for entry in entries if _is(entry, key)), None)
