@@ -132,7 +132,7 @@ def translate(
     lines = (_item(entry, reading, target, expressed, same) for entry in reading.entries)
     items = (*lines, *_refused_overrides(overrides, reading, expressed))
     document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {}) if same is None else same
-    text = target.render(document, reading) if dropped else _text(target, document, reading)
+    text = target.render(document, reading) if dropped or same is None else _text(target, document, reading)
     warnings = (*reading.source.warnings, *filter(None, [getattr(target, "notice", "")]))
     return Outcome(reading, to, items, document, text, warnings, _launch(reading, to), tuple(dropped))
 
