@@ -57,9 +57,15 @@ def without_unishards(document: Native, reading: ReadDocument) -> Native:
 
 def left_to_engine(entry: Entry, document: Native) -> bool:
     """Whether a document leaves to the engine what the source leaves to it, or repeats what the source says."""
-    key = ".".join(entry.path[-2:])
-    held = [value for name, value in flat(document) if f".{name}".endswith(f".{key}")]
+    key = _plain(".".join(entry.path[-2:]))
+    held = [value for name, value in flat(document) if f".{_plain(name)}".endswith(f".{key}")]
     return not held if entry.assumed else bool(held) and all(value == entry.value for value in held)
+
+
+def _plain(key: str) -> str:
+    """The key without the prefix that Accelerate gives FSDP's, and others do not."""
+    block, _, name = key.rpartition(".")
+    return f"{block}.{name.removeprefix('fsdp_')}"
 
 
 def _is(entry: Entry, key: str) -> bool:

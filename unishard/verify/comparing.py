@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from unishard.formats import Outcome
+from unishard.loading.document import text_of
 from unishard.mapping.rules import Fit
 from unishard.mapping.templates import placeholders_in
 from unishard.verify.consumers import of_source, read_settings
@@ -74,6 +76,8 @@ def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
         read_settings(outcome),
         bool(outcome.of(Fit.NEEDS_INPUT) or outcome.reading.undecided or placeholders_in(outcome.text)),
     )
+    if _unchanged(outcome):  # whatever the tool says of it, it said before
+        source = source._replace(refused=effective.refused)
     if effective.missing or effective.refused:
         return Verification((), source, effective, open_)
     said = dict(source.settings)
@@ -94,6 +98,12 @@ def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
         shown = [None if value is _ABSENT else value for value in (one, other)]
         rows.append(ComparedSetting(field, shown[0], written.get(field), shown[1], differs, field in reported))
     return Verification(tuple(rows), source, effective, open_)
+
+
+def _unchanged(outcome: Outcome) -> bool:
+    """Whether the file is repeated character by character."""
+    source = outcome.reading.source
+    return outcome.to == outcome.reading.format and source.folder is not None and text_of(Path(source.name)) == outcome.text
 
 
 def _in_one_group(outcome: Outcome) -> bool:
