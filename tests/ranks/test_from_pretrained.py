@@ -87,7 +87,7 @@ def both_ways(backend, name, where, precision, trained):
     ties = [len({id(p) for _, p in model.named_parameters(remove_duplicate=False)}) for model in (plain, ours)]
     for model in (plain, ours):
         with unishard.prepare(model, cfg, train=trained) as engine:
-            assert not engine.module.training  # as transformers leaves it
+            assert engine.module.training is trained  # transformers leaves it in evaluation mode
             if trained:
                 engine.train()
                 answers.append([(loss, step.grad_norm) for loss, step in train(engine, inputs(name))])
