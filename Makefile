@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
-# Two processes, a file of tests at a time, in the order of tests/conftest.py: while ranks of one start, the other computes.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and two leave 2 cores idle.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test quick coverage lint type docs site wheel fuzz corpus crash parity matrix mistakes versions bench gpu gpu-wheels clean

@@ -1,6 +1,6 @@
 """Marks what starts ranks, so that `pytest -m "not ranks"` is quick; skips what is marked `gpu` where there is no CUDA device.
 
-`--examples` asks for more broken documents for the formats. The longest files come first, so that both processes of `make test`
+`--examples` asks for more broken documents for the formats. The longest files come first, so that all processes of `make test`
 end together.
 """
 

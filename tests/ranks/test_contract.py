@@ -356,11 +356,10 @@ def rates_of_transformers(schedule):
 @pytest.mark.parametrize("schedule", range(len(SCHEDULES)), ids=[schedule["name"] for schedule in SCHEDULES])
 def test_the_rates_are_those_of_transformers_on_any_engine_and_number_of_ranks(schedule):
     everywhere = {}
-    for backend in BACKENDS:
-        for world in (1, 2, 4):
-            scenarios = tuple((rates, (backend, index)) for index in range(len(SCHEDULES)))
-            for rank, found in enumerate(values(play(scenarios, world)[rates, (backend, schedule)])):
-                everywhere[backend, world, rank] = tuple(found)
+    for backend, world in (("fsdp", 1), ("fsdp", 4), ("deepspeed", 2)):
+        scenarios = tuple((rates, (backend, index)) for index in range(len(SCHEDULES)))
+        for rank, found in enumerate(values(play(scenarios, world)[rates, (backend, schedule)])):
+            everywhere[backend, world, rank] = tuple(found)
     assert len(set(everywhere.values())) == 1, everywhere
     found = next(iter(everywhere.values()))
     wanted = rates_of_transformers(SCHEDULES[schedule])

@@ -18,7 +18,7 @@ ELSEWHERE = [row for subject in SUBJECTS for row in subject.rows if isinstance(r
 
 
 def _name(mistake: Mistake) -> str:
-    return "-".join(map(str, (mistake.scenario.__name__, *mistake.arguments)))
+    return "-".join((mistake.scenario.__name__, *(str(argument)[:80] for argument in mistake.arguments)))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=_name)
