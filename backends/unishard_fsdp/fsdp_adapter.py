@@ -22,6 +22,7 @@ from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import HostCopies
 from unishard_fsdp.patches import PATCHES
+from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
@@ -76,6 +77,7 @@ class FSDPAdapter(TorchAdapter):
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
         # FSDP2 casts too, but not inside a UserDict such as a transformers BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
         casts = cfg.precision.compute != "fp32" and native.mp_policy.cast_forward_inputs
+        self._root_first = RootFirst(module, self._look_at_frozen)
         self._hooks = cast_inputs(
             (part for part in module.modules() if casts and isinstance(part, FSDPModule)), DTYPES[cfg.precision.compute]
         )
@@ -137,6 +139,7 @@ class FSDPAdapter(TorchAdapter):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` with the root's parameters gathered."""
         self._look_at_frozen()
+        self._root_first.forget()
         with gathering_in_generate(self.module):
             return super().generate(*args, **kwargs)
 
@@ -239,8 +242,9 @@ class FSDPAdapter(TorchAdapter):
             self._refresh_trainable()
 
     def close(self) -> None:
-        """Remove the input casts from the model."""
+        """Remove the hooks from the model."""
         super().close()
+        self._root_first.forget()
         for hook in self._hooks:
             hook.remove()
 

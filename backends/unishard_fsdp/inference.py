@@ -13,6 +13,7 @@ from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.results import Placement
 from unishard_fsdp.clipping import local
 from unishard_fsdp.generation import gathering_in_generate
+from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.shards import shard_of
 
 __all__ = ["FSDPInferenceAdapter"]
@@ -21,12 +22,17 @@ __all__ = ["FSDPInferenceAdapter"]
 class FSDPInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""
 
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__(module, device)
+        self._root_first = RootFirst(module)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""
         return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` with the root's parameters gathered."""
+        self._root_first.forget()
         with gathering_in_generate(self.module):
             return super().generate(*args, **kwargs)
 

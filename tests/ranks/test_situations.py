@@ -16,7 +16,8 @@ from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama, mlp
 
-PRECISIONS = ("fp32", "bf16")
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = tuple(COMPUTE)
 CELLS = tuple((backend, strategy, precision) for backend in BACKENDS for strategy in STRATEGIES for precision in PRECISIONS)
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 
@@ -48,10 +49,13 @@ def frozen(backend, strategy, precision):
     with unishard.prepare(frozen_in_part(), configured(backend, strategy, precision)) as engine:
         parameters = dict(engine.module.named_parameters())
         before = {name: held(parameter) for name, parameter in parameters.items()}
+        with torch.no_grad():
+            block = engine.module.blocks[1](torch.linspace(-1, 1, 46, dtype=COMPUTE[precision]).view(2, 23))
         trained = curve(train(engine, own_share(MICRO_BATCHES)))
         after = {name: held(parameter) for name, parameter in parameters.items()}
         placement = engine.placement()
         return {
+            "block": block.float(),
             "curve": trained,
             "moved": {name for name in parameters if not torch.equal(before[name], after[name])},
             "formats": {after[name].dtype for name, parameter in parameters.items() if not parameter.requires_grad},
@@ -83,6 +87,14 @@ def test_a_frozen_parameter_does_not_move_and_has_no_master(cell):
     size = 2 if low else 4
     kept = sum(found["bytes"] for found in ranks)
     assert copies * everything * size <= kept <= (copies * everything + padding) * size
+
+
+@everywhere
+def test_a_block_runs_before_the_model_does(cell):
+    with torch.no_grad():
+        wanted = mlp().blocks[1](torch.linspace(-1, 1, 46).view(2, 23))
+    for found in played(frozen, cell):
+        assert torch.allclose(found["block"], wanted, atol=1e-6 if cell[2] == "fp32" else 3e-2)
 
 
 # -- tied parameters, parameter groups --------------------------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""Let a unit of a sharded model run before the model itself has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+__all__ = ["RootFirst"]
+
+
+class RootFirst:
+    """Initializes FSDP2 from the root when a unit is called first, as in `engine.module.encoder(...)` before any `engine(...)`.
+
+    FSDP2 takes the first module that runs for the root: the unit's forward ends in an AttributeError, and the root is refused later
+    (torch 2.13, _fsdp_state.py `_lazy_init`). An empty method, registered as a forward of the root, initializes it by public API.
+
+    Args:
+        module: The prepared model.
+        before: Called before a unit initializes FSDP2.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[[], None] = lambda: None) -> None:
+        units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
+        self._module, self._before = module, before
+        self._hooks = []
+        if isinstance(module, FSDPModule):
+            self._hooks = [module.register_forward_pre_hook(self.forget, prepend=True)]
+            self._hooks += [unit.register_forward_pre_hook(self._run_root, prepend=True) for unit in units]
+
+    def forget(self, *forward: Any) -> None:
+        """Remove the hooks: the root runs, or does not matter any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _run_root(self, *forward: Any) -> None:
+        self.forget()
+        self._before()
+        vars(self._module)[_EMPTY] = lambda: None
+        try:
+            register_fsdp_forward_method(self._module, _EMPTY)
+            getattr(self._module, _EMPTY)()
+        finally:
+            vars(self._module).pop(_EMPTY)
+
+
+_EMPTY = "_unishard_initializes_fsdp"
