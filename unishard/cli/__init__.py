@@ -92,7 +92,7 @@ def _built(name: str) -> Any:
     group = getattr(module, "app", None)
     if group is None:
         group = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        group.command(name)(getattr(module, word))
+        group.command(name, cls=getattr(module, "Command", None))(getattr(module, word))
     return keep_words_whole(typer.main.get_command(group))
 
 

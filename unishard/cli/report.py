@@ -52,7 +52,7 @@ def _counts_of(items: Sequence[Item]) -> str:
 
 
 def _object(outcome: Outcome) -> dict[str, Any]:
-    fields = ("key", "value", "fit", "becomes", "note", "line", "assumed")
+    fields = ("key", "value", "fit", "becomes", "note", "line", "assumed", *(("place", "beside") if outcome.filling else ()))
     return {
         "file": outcome.reading.source.name,
         "from": outcome.reading.format,
@@ -62,6 +62,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "needs_input": needs_input(outcome),
         "launch": outcome.launch,
         "warnings": list(outcome.warnings),
+        **({"not_understood": list(outcome.filling.unknown)} if outcome.filling else {}),
         "dropped": [{"key": one.key, "value": plain(one.value), "line": one.line} for one in outcome.dropped],
         "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
     }

@@ -12,6 +12,7 @@ from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.formats import Item, Outcome
+    from unishard.formats.filling import Filling
 
 __all__ = ["LOUD", "key_value", "listed", "needs_input", "value_of", "write_text"]
 
@@ -54,8 +55,17 @@ def write_text(outcome: Outcome, file: TextIO, *, full: bool) -> None:
 
 def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
     """The keys of the file, and the defaults of the tool that need attention, or all of them; the most important first."""
-    shown = [item for item in outcome.items if full or not item.assumed or item.notable or item.fit in LOUD]
+    repeated = [] if full else _repeated(outcome)
+    shown = [item for item in outcome.items if full or not item.assumed or item.notable or item.fit in LOUD or item.beside]
+    shown = [item for item in shown if not any(item is other for other in repeated)]
     return sorted(shown, key=lambda item: _ORDER.index(item.fit))
+
+
+def _repeated(outcome: Outcome) -> list[Item]:
+    """Keys such as `auto` of which what was read beside the document has a line that also says the value."""
+    pairs = [pair for pair in zip(outcome.items, outcome.reading.entries, strict=False) if pair[0].place]
+    said = {field for item, entry in pairs if item.beside for field in entry.meaning.fields}
+    return [item for item, entry in pairs if not item.beside and entry.meaning.fields and said.issuperset(entry.meaning.fields)]
 
 
 def value_of(value: object) -> str:
@@ -81,11 +91,13 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
         yield _Line(f"warning: {warning}")
     items = listed(outcome, full=full)
     for fit in _ORDER:
-        here = [item for item in items if item.fit is fit and (full or fit is not Fit.EXACT or item.assumed)]
+        here = [item for item in items if item.fit is fit and (full or fit is not Fit.EXACT or (item.assumed and not item.place))]
         if here:
             yield _Line(f"{fit}:", style=FIT_STYLES[fit])
         for item in here:
             yield from _item(item, outcome)
+    if outcome.filling:
+        yield from _filled(outcome.filling, [] if full else items, outcome)
     for one in outcome.dropped:
         yield _Line(f"dropped: {one.key} = {value_of(one.value)}{f' (line {one.line})' if one.line else ''}")
     if open_ := needs_input(outcome):
@@ -93,6 +105,19 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
     if outcome.launch:
         yield _Line(f"launch: {outcome.launch}")
     yield _Line(_sentence(outcome, items, full=full), style="bold")
+
+
+def _filled(filling: Filling, items: Sequence[Item], outcome: Outcome) -> Iterator[_Line]:
+    """What was read beside the document, and where each value stands."""
+    found = [item for item in items if item.place and item.fit is Fit.EXACT]
+    if found:
+        yield _Line("filled in:", style="bold")
+    for item in found:
+        yield from _item(item._replace(note=""), outcome)
+    if not filling.whose and needs_input(outcome):
+        yield _Line(f"{filling.name} is not known to be TrainingArguments, so their defaults fill nothing")
+    if filling.unknown:
+        yield _Line(f"not understood in {filling.name}: {', '.join(filling.unknown)}")
 
 
 def _item(item: Item, outcome: Outcome) -> Iterator[_Line]:
@@ -103,6 +128,12 @@ def _item(item: Item, outcome: Outcome) -> Iterator[_Line]:
 
 
 def _where(item: Item, outcome: Outcome) -> str:
+    if item.beside:
+        return item.place
+    return f"{_in_file(item, outcome)}, from {item.place}" if item.place else _in_file(item, outcome)
+
+
+def _in_file(item: Item, outcome: Outcome) -> str:
     if item.assumed:
         return f"default of {outcome.reading.format}"
     name = outcome.reading.source.name
@@ -111,7 +142,7 @@ def _where(item: Item, outcome: Outcome) -> str:
 
 def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     """How many keys of the file are carried over, and what became of the others."""
-    written = [item for item in outcome.items if not item.assumed]
+    written = [item for item in outcome.items if not item.assumed and not item.beside]
     counts = {fit: sum(item.fit is fit for item in written) for fit in Fit}
     ranks = sum(item.fit is Fit.NEEDS_INPUT and _RANKS in item.note for item in written)
     parts = [
@@ -120,7 +151,7 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
         *([f"{_need(ranks)} {_RANKS}"] if ranks else []),
         *([f"{_need(counts[Fit.NEEDS_INPUT] - ranks)} input"] if counts[Fit.NEEDS_INPUT] > ranks else []),
     ]
-    defaults = sum(item.assumed and item.fit in LOUD for item in outcome.items)
+    defaults = sum(item.assumed and not item.beside and item.fit in LOUD for item in outcome.items)
     if defaults:
         whose = f"default{'' if defaults == 1 else 's'} of {outcome.reading.format}"
         parts.append(f"{defaults} {whose} {'needs' if defaults == 1 else 'need'} attention")

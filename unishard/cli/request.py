@@ -26,6 +26,7 @@ class TranslateRequest(NamedTuple):
     overrides: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     output: Path | None = None
+    with_: str | tuple[str, ...] | None = None
 
     def translate(self, *, drop_unsupported: bool = False) -> Outcome:
         """Translate; with `drop_unsupported`, without the keys that are refused, if that helps.
@@ -38,7 +39,9 @@ class TranslateRequest(NamedTuple):
         found = self._remedy(only_drop=True) if drop_unsupported else None
         if found:
             return found.outcome
-        return translate(self.source, self.to, from_=self.from_, overrides=self.overrides, topology=self.topology, drop=self.drop)
+        return translate(
+            self.source, self.to, from_=self.from_, overrides=self.overrides, topology=self.topology, drop=self.drop, with_=self.with_
+        )
 
     def working(self) -> TranslateRequest | None:
         """The nearest request in which nothing is refused; None if there is none."""
@@ -60,6 +63,7 @@ class TranslateRequest(NamedTuple):
             overrides=self.overrides,
             topology=self.topology,
             drop=self.drop,
+            with_=self.with_,
             only_drop=only_drop,
         )
 
@@ -77,6 +81,10 @@ class TranslateRequest(NamedTuple):
             yield from ("--world-size", str(self.topology.world_size))
             if self.topology.local_world_size != self.topology.world_size:
                 yield from ("--gpus-per-node", str(self.topology.local_world_size))
+        if isinstance(self.with_, str):
+            yield from ("--with", self.with_)
         for option, values in (("--set", self.overrides), ("--drop", self.drop)):
             for value in values:
                 yield from (option, value)
+        if self.with_ and not isinstance(self.with_, str):
+            yield from ("--", *self.with_)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topology_of
 from unishard.cli.completion import formats as formats_like
@@ -20,7 +22,7 @@ from unishard.mapping.rules import Fit
 if TYPE_CHECKING:
     from unishard.formats import Outcome
 
-__all__ = ["translate"]
+__all__ = ["Command", "translate"]
 
 APPROXIMATE = 2
 """Exit status under `--strict` when a key is only approximate."""
@@ -32,9 +34,21 @@ _REASONS = {
 }
 
 
+class Command(TyperCommand):
+    """`--with -- --learning_rate 1e-4` means the arguments behind `--`, as without `--with`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave out a `--with` that names no file."""
+        at = next((at for at, pair in enumerate(pairwise(args)) if pair == ("--with", "--")), None)
+        return super().parse_args(ctx, args if at is None else [*args[:at], *args[at + 1 :]])
+
+
 def translate(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML.", show_default=False)],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="The format to write.", show_default=False, autocompletion=formats_like)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="What the training script gets, as --with.", show_default=False)
+    ] = None,
     from_: Annotated[
         str | None, typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]", autocompletion=formats_like)
     ] = None,
@@ -42,6 +56,15 @@ def translate(
     world_size: Ranks = None,
     gpus_per_node: GpusPerNode = None,
     set_: Overrides = None,
+    with_: Annotated[
+        str | None,
+        typer.Option(
+            "--with",
+            metavar="FILE",
+            help="Fill what IN leaves open from a launch script (train.sh), or TrainingArguments or Accelerate's config as YAML or JSON.",
+            show_default=False,
+        ),
+    ] = None,
     drop: Annotated[
         list[str] | None,
         typer.Option("--drop", metavar="KEY", help="Leave out a key of IN; globs work. Repeatable.", show_default=False),
@@ -60,11 +83,16 @@ def translate(
     that works.
 
     Example: unishard translate ds_config.json --to unishard -o cfg.yaml
+
+    Example: unishard translate ds_config.json --to unishard --with train.sh
     """
     from unishard import formats
 
     topology = topology_of(world_size, gpus_per_node)
-    request = TranslateRequest(source, to, from_, topology, tuple(set_ or ()), tuple(drop or ()), output)
+    if arguments and with_ is not None:
+        raise typer.BadParameter("give a file with --with, or arguments behind --, not both")
+    beside = tuple(arguments) if arguments else with_
+    request = TranslateRequest(source, to, from_, topology, tuple(set_ or ()), tuple(drop or ()), output, beside)
     with collected() as notes:
         outcome = request.translate(drop_unsupported=drop_unsupported)
     outcome = outcome._replace(warnings=(*outcome.warnings, *notes))

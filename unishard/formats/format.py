@@ -17,7 +17,7 @@ from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.signs import Signs
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Key
+from unishard.mapping.entries import Entry, Key, Path
 from unishard.mapping.express import Expressed
 from unishard.mapping.rules import Rule
 
@@ -69,6 +69,10 @@ class Format(ABC):
     def ranks(self, source: Source) -> Topology | None:
         """The ranks that a document asks for; None if it does not say."""
         return None
+
+    def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
+        """The arguments of TrainingArguments that a document takes the place of, and the path of DeepSpeed's own config in it."""
+        return {}, None
 
     def launch(self, reading: ReadDocument) -> Launch:
         """What a document says about its processes."""

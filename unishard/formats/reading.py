@@ -96,7 +96,8 @@ def assemble(
             pointless = frozenset(field for field in STAND_INS if isinstance(fields.get(field), Undecided) and field in faults) - unneeded
             unneeded |= pointless
             if not pointless:
-                found = without_unused(found, fields, faults, changed) or _refuse(found, faults)
+                told = {field for entry in found if entry.beside for field in entry.meaning.fields}
+                found = without_unused(found, fields, faults, changed | told) or _refuse(found, faults)
             continue
         undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
         decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}

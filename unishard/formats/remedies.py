@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from unishard.config.topology import Topology
@@ -49,6 +50,7 @@ def remedy(
     overrides: Iterable[str] = (),
     topology: Topology | None = None,
     drop: Iterable[str] = (),
+    with_: str | Path | Sequence[str] | None = None,
     only_drop: bool = False,
 ) -> Remedy | None:
     """Find what to drop and to set so that nothing is refused. Every proposal has been tried.
@@ -60,6 +62,7 @@ def remedy(
         overrides: As for `translate`.
         topology: As for `translate`.
         drop: As for `translate`.
+        with_: As for `translate`.
         only_drop: Whether to set nothing.
 
     Returns:
@@ -69,7 +72,7 @@ def remedy(
 
     def attempt(search: _Search) -> Outcome:
         chosen, left_out = (*asked, *search.overrides), (*unwanted, *search.drops)
-        return translate(source, to, from_=from_, overrides=chosen, topology=topology, drop=left_out)
+        return translate(source, to, from_=from_, overrides=chosen, topology=topology, drop=left_out, with_=with_)
 
     search = _Search(only_drop=only_drop)
     for _ in range(_MOST_ROUNDS):

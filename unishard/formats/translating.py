@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
@@ -24,6 +24,9 @@ from unishard.mapping.entries import Entry
 from unishard.mapping.express import KEPT_AUTO, LEFT_OUT, Expressed, FieldResult
 from unishard.mapping.rules import NO_KEY, Fit
 
+if TYPE_CHECKING:
+    from unishard.formats.filling import Filling
+
 __all__ = ["Item", "Outcome", "read", "translate"]
 
 
@@ -42,6 +45,10 @@ class Item(NamedTuple):
     """Whether the document does not have the key, and its tool assumes this value."""
     notable: bool = False
     """Whether the default report has a line for it although it is assumed."""
+    place: str = ""
+    """Where the value comes from if not from the document: what was read beside it, or the default of that."""
+    beside: bool = False
+    """Whether the key is one of what was read beside the document."""
 
 
 class Outcome(NamedTuple):
@@ -59,6 +66,8 @@ class Outcome(NamedTuple):
     """The torchrun line for the processes that the source asks for, where the other format does not say it; empty where there is none."""
     dropped: tuple[DroppedKey, ...] = ()
     """What was left out on request."""
+    filling: Filling | None = None
+    """What was read beside the document."""
 
     def of(self, fit: Fit) -> list[Item]:
         """The items with this fit."""
@@ -101,6 +110,7 @@ def translate(
     overrides: Iterable[str] = (),
     topology: Topology | None = None,
     drop: Iterable[str] = (),
+    with_: str | Path | Sequence[str] | None = None,
 ) -> Outcome:
     """Translate a config of any tool into the format of another. Imports neither torch nor an engine.
 
@@ -111,6 +121,8 @@ def translate(
         overrides: Changes on top, such as `backend=fsdp`; they also decide what only the training script knows.
         topology: The ranks; left out, those that the document speaks of, or one.
         drop: Keys to leave out, as dotted names or globs; the document then means what it means without them.
+        with_: What fills the values that the document leaves open: a launch script, a file of TrainingArguments or of Accelerate, or the
+            words of a command line.
 
     Returns:
         The document and one item for each key of the source. What is not supported stands among the items as refused.
@@ -119,7 +131,16 @@ def translate(
         ConfigError: The file cannot be read, is in no known format, an override cannot be used, or a key to drop is not there.
     """
     target, overrides, drop = catalog.get(to), tuple(overrides), tuple(drop)
-    reading, dropped = _read_without(open_source(source), from_, overrides, topology, drop)
+    source = open_source(source)
+    reading, dropped = _read_without(source, from_, overrides, topology, drop)
+    filling = None
+    if with_ is not None:
+        from unishard.formats.filling import filled  # few translations need it
+
+        left = [pattern for pattern in drop if pattern not in {one.pattern for one in dropped}]
+        reading, filling, further = filled(reading, with_, overrides=overrides, topology=topology, to=to, drop=left)
+        dropped += further
+    check_used(drop, dropped, source)
     ranks = topology or reading.topology or Topology()
     expressed = _written(target, reading, ranks)
     yielding = _without_refused_assumptions(reading, expressed)
@@ -134,7 +155,8 @@ def translate(
     document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {}) if same is None else same
     text = target.render(document, reading) if dropped or same is None else _text(target, document, reading)
     warnings = (*reading.source.warnings, *filter(None, [getattr(target, "notice", "")]))
-    return Outcome(reading, to, items, document, text, warnings, _launch(reading, to), tuple(dropped))
+    launch = _launch(reading, to) or (filling.launch.torchrun() if filling else "")
+    return Outcome(reading, to, items, document, text, warnings, launch, tuple(dropped), filling)
 
 
 def _launch(reading: ReadDocument, to: str) -> str:
@@ -152,7 +174,6 @@ def _read_without(
     if not drop:
         return reading, dropped
     entries, further = drop_entries(reading.entries, drop)
-    check_used(drop, [*dropped, *further], source)
     if further:
         reading = assemble(reading.format, source, entries, overrides=overrides, topology=reading.topology, fills_auto=reading.fills_auto)
     return reading, [*dropped, *further]
@@ -226,10 +247,11 @@ def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expresse
 
 
 def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed, same: Native | None) -> Item:
-    word = _repeated(entry, reading, same) if same is not None else None
+    word = _repeated(entry, reading, same) if same is not None and not entry.beside else None
     word = word or _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
-    line = None if entry.assumed else reading.source.origins.of(entry.path).line
-    return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, entry.assumed and entry.meaning.notable)
+    line = None if entry.assumed or entry.beside else reading.source.origins.of(entry.path).line
+    notable = entry.assumed and entry.meaning.notable
+    return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, notable, entry.place, entry.beside)
 
 
 def _repeated(entry: Entry, reading: ReadDocument, same: Native) -> FieldResult | None:

@@ -11,7 +11,7 @@ from unishard.errors import ConfigError
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import Entry, Path, Undecided
-from unishard.mapping.express import Expressed
+from unishard.mapping.express import AUTO, Expressed
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit
 
 __all__ = ["changed", "goes_through", "stays", "untouched", "value_in", "without_stale"]
@@ -39,9 +39,12 @@ def untouched(target: Format, reading: ReadDocument, after: Expressed, write: Ca
         before = write(without_stale(plain))
         wanted = dict(_wanted(reading, plain, after))
         # What no longer counts, such as a loss scale in bf16, stays where it does no harm.
-        for removing in (False, True):
-            found = changed(reading.source.data, plain.entries, before, after.document, removing=removing)
-            found = _with_repeated(found, plain, wanted)
+        candidates = (
+            *_without_auto(plain, reading, before, after.document),
+            *(changed(reading.source.data, plain.entries, before, after.document, removing=removing) for removing in (False, True)),
+        )
+        for candidate in candidates:
+            found = _with_repeated(candidate, plain, {field: wanted[field] for field in reading.decided})
             back = target.read(reading.source._replace(data=found), (), told)
             if _values(back) == wanted and all(entry.meaning.fit is not Fit.UNSUPPORTED for entry in back.entries):
                 return found
@@ -50,12 +53,28 @@ def untouched(target: Format, reading: ReadDocument, after: Expressed, write: Ca
     return None
 
 
+def _without_auto(plain: ReadDocument, reading: ReadDocument, before: Native, after: Native) -> Iterator[Native]:
+    """The document with only the values in place of `auto` that are decided now, and without one that follows from them, if it has any."""
+    told = any(entry.place for entry in reading.entries)
+    old, new = dict(flat(before)), dict(flat(after))
+    follows = [entry.path for entry in reading.entries if entry.value == AUTO and entry.meaning.stale]
+    stopped = [entry.path for entry in plain.entries if not entry.assumed and not goes_through(entry)]
+    found = _without(plain.source.data, [*follows, *stopped])
+    autos = [key for key, value in flat(found) if value == AUTO and key in new and (told or old.get(key, _MISSING) != new[key])]
+    for key in autos:
+        found = _with(found, tuple(key.split(".")), new[key])
+    if autos:
+        yield found
+
+
 def _with_repeated(document: Native, plain: ReadDocument, wanted: Mapping[str, Any]) -> Native:
     """The document with the new value at each of several keys that say the same: a batch size inside and around an engine's config."""
     old = _values(plain)
     for entry in plain.entries:
         fields = list(entry.meaning.fields.items())
-        if len(fields) == 1 and not entry.assumed and wanted[fields[0][0]] != old[fields[0][0]] == entry.value:
+        if len(fields) != 1 or entry.assumed or fields[0][0] not in wanted:
+            continue
+        if wanted[fields[0][0]] != old[fields[0][0]] == entry.value:
             document = _with(document, entry.path, wanted[fields[0][0]])
     return document
 

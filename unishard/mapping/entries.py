@@ -115,6 +115,10 @@ class Entry(NamedTuple):
     meaning: Meaning
     assumed: bool = False
     """Whether the key is absent from the document and this is the tool's default."""
+    place: str = ""
+    """Where the value comes from if not from the document, such as `train.sh:12`."""
+    beside: bool = False
+    """Whether the key is one of what was read beside the document."""
 
     @property
     def key(self) -> str:

@@ -138,6 +138,8 @@ def _reported(outcome: Outcome, overrides: Iterable[str]) -> set[str]:
         found |= {field for field in of_config(outcome.reading.config) if field.startswith(f"{section}.")}
     for item, entry in zip(outcome.items, outcome.reading.entries, strict=False):
         fields = {*entry.meaning.fields, *entry.meaning.decides}
+        if item.place:
+            found |= fields
         if item.fit is Fit.EQUIVALENT:
             found |= fields & set(_LAYOUT)
         elif item.fit is not Fit.EXACT:

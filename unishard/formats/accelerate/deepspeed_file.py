@@ -21,9 +21,10 @@ from unishard.formats.source import Source, open_named
 from unishard.mapping.entries import Entry, Meaning, Path
 from unishard.mapping.express import AUTO
 
-__all__ = ["file_entries"]
+__all__ = ["FILE", "file_entries", "opened"]
 
-_FILE: Path = ("deepspeed_config", "deepspeed_config_file")
+FILE: Path = ("deepspeed_config", "deepspeed_config_file")
+"""Where a file names DeepSpeed's own."""
 _BESIDE = f"{TOOL} refuses this beside deepspeed_config_file; move it to that file"
 _FILLED: Mapping[str, Any] = {
     "gradient_clipping": 1.0,
@@ -46,26 +47,26 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
         topology: The ranks, where they are known.
     """
     block = block_of(source.data, "deepspeed_config")
-    entries = [_beside(str(name), value) for name, value in block.items() if name not in (_FILE[-1], MOE)]
+    entries = [_beside(str(name), value) for name, value in block.items() if name not in (FILE[-1], MOE)]
     if not spot.assumed and spot.value is not None and precision_of(source.data) == "no":
         entries.append(dropped(spot.path, spot.value, f"the file decides; {TOOL} refuses this beside it, so it is left out", kept=False))
     elif not spot.assumed and spot.value is not None:
         entries.append(refused(spot.path, spot.value, _BESIDE))
     else:
         entries.append(Entry(spot.path, spot.value, Meaning(), spot.assumed))
-    name = block[_FILE[-1]]
+    name = block[FILE[-1]]
     try:
-        document = _opened(name, source.folder)
+        document = opened(name, source.folder)
     except ConfigError as error:
-        return [*entries, refused(_FILE, name, f"cannot be read: {error}")]
+        return [*entries, refused(FILE, name, f"cannot be read: {error}")]
     if MOE in block:
         zero = (document or {}).get("zero_optimization")
         entries.append(experts(("deepspeed_config", MOE), block[MOE], zero.get("stage", 0) if isinstance(zero, Mapping) else 3))
     if document is None:
-        return [*entries, no_file(_FILE, name)]
+        return [*entries, no_file(FILE, name)]
     if "zero_optimization" not in document:
-        return [*entries, refused(_FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}")]
-    return [*entries, Entry(_FILE, name, Meaning(note="its keys follow")), *_beside_file(document, topology)]
+        return [*entries, refused(FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}")]
+    return [*entries, Entry(FILE, name, Meaning(note="its keys follow")), *_beside_file(document, topology)]
 
 
 def _beside(name: str, value: Any) -> Entry:
@@ -77,7 +78,7 @@ def _beside(name: str, value: Any) -> Entry:
     return overlooked(path, value, KNOWN)
 
 
-def _opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
+def opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
     """The file: beside the document, or in the working directory, where Accelerate looks, or what the text itself holds as JSON."""
     if isinstance(name, Mapping):
         return name
@@ -106,9 +107,9 @@ def _decoded(text: str) -> str:
 
 def _beside_file(document: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
     """What DeepSpeed makes of the file after Accelerate has filled in what it can."""
-    block = EngineBlock("deepspeed", _FILE, native=dict(document))
+    block = EngineBlock("deepspeed", FILE, native=dict(document))
     said = dict(flat(document))
     for key, value in _FILLED.items():
         if said.get(key) == AUTO:
-            block.add(key, value, Spot((*_FILE, *key.split(".")), AUTO))
+            block.add(key, value, Spot((*FILE, *key.split(".")), AUTO))
     return block.entries(topology=topology)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
@@ -12,12 +13,13 @@ from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.accelerate.launch import launch_of
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.rules import FSDP_RULES
+from unishard.formats.accelerate.trainer_arguments import for_trainer
 from unishard.formats.accelerate.writing import expressed, text_of
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry
+from unishard.mapping.entries import Entry, Path
 from unishard.mapping.express import Expressed, FieldResult
 from unishard.mapping.rules import Fit
 
@@ -40,6 +42,10 @@ class AccelerateFormat(Format):
     def launch(self, reading: ReadDocument) -> Launch:
         """Processes, machines, ports and GPUs that the file names."""
         return launch_of(reading.source.data, reading.topology)
+
+    def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
+        """What its launcher hands to the Trainer."""
+        return for_trainer(source)
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What a file says. Opens the file that `deepspeed_config_file` names."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
@@ -11,7 +12,7 @@ from unishard.formats.documents import json_text
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Undecided
+from unishard.mapping.entries import Entry, Meaning, Path, Undecided
 from unishard.mapping.express import Expressed, express
 from unishard.plugins import registry
 
@@ -39,6 +40,10 @@ class DeepSpeedFormat(Format):
         engine = Entry(("backend",), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
         entries = [*registry.get("deepspeed").parse(source.data, topology=topology), engine]
         return assemble(self.name, source, entries, overrides=_completed(tuple(overrides), entries), topology=topology)
+
+    def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
+        """It is the argument `deepspeed`."""
+        return {"deepspeed": source.data}, ()
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""

@@ -16,7 +16,7 @@ from unishard.formats.hf.rules import RULES, written
 from unishard.formats.hf.script_defaults import with_script_defaults
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
-from unishard.formats.hf.zero import partitioned
+from unishard.formats.hf.zero import filled_from, partitioned
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
@@ -44,12 +44,32 @@ class HfFormat(Format):
         """What the arguments say, those of the engine that they choose, and what Trainer assumes."""
         return _bare(source, topology) if _is_bare(source) else _section_entries(source, topology)
 
+    def only_written(self, source: Source, topology: Topology | None) -> list[Entry]:
+        """What arguments say that may be those of a script with a loop of its own, which has other defaults."""
+        keys = {name: row._replace(silent=NOTHING) for name, row in KEYS.items()}
+        entries = interpret(keys, source.data, tool="transformers 5.23", ignores_unknown=True, topology=topology)
+        return [_without_groups(entry) for entry in entries if entry.path[0] not in ENGINES]
+
+    def arguments_in(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """TrainingArguments of a document, which may stand in a section of it."""
+        name = section_in(data)
+        return data if name is None else data[name]
+
+    def filled_from(self, key: str) -> tuple[str, ...]:
+        """The arguments that take the place of `"auto"` at a key of DeepSpeed's config."""
+        return filled_from(key)
+
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or `deepspeed`."""
         return written(reading, topology)
 
 
 FORMAT = HfFormat()
+
+
+def _without_groups(entry: Entry) -> Entry:
+    fields = {field: value for field, value in entry.meaning.fields.items() if field != "optimizer.no_decay"}
+    return entry._replace(meaning=Meaning(entry.meaning.fit, entry.meaning.note, fields, unknown=entry.meaning.unknown))
 
 
 def _is_bare(source: Source) -> bool:

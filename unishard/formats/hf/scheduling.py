@@ -98,6 +98,8 @@ def _part(end: float, rate: float) -> float:
 def updates(given: Given) -> int | Undecided:
     """Updates until the end of the training; undecided where the dataset decides them."""
     steps = given.get("max_steps")
+    if is_placeholder(steps):
+        return Undecided(f"the placeholder {steps}")
     total = -1 if steps is None else int(integer()(steps))
     return total if total > 0 else Undecided(UPDATES)
 

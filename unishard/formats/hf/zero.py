@@ -18,7 +18,7 @@ from unishard.mapping.entries import Entry, Meaning, Undecided
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
 
-__all__ = ["SILENT", "Arguments", "partitioned"]
+__all__ = ["SILENT", "Arguments", "filled_from", "partitioned"]
 
 Arguments = Callable[[str], Any]
 """What TrainingArguments say or assume for a key; None where the document is no whole set of them."""
@@ -40,6 +40,12 @@ _FILL: Mapping[str, tuple[str, Callable[[Arguments], Any]]] = {
 """What transformers writes in place of `"auto"`, and refuses to contradict (`trainer_config_process`)."""
 
 
+def filled_from(key: str) -> tuple[str, ...]:
+    """The arguments that take the place of `"auto"` at a key of DeepSpeed's config."""
+    words = re.findall(r"\w+", _FILL[key][0]) if key in _FILL else []
+    return tuple(word for word in words if word not in ("and", "or"))
+
+
 def _total(get: Arguments) -> int | None:
     """The updates, where `max_steps` says them."""
     steps = get("max_steps")
@@ -48,7 +54,7 @@ def _total(get: Arguments) -> int | None:
 
 def _climb(get: Arguments) -> int | None:
     """The updates of the warm-up, of which transformers hands on at least one; None where the dataset decides."""
-    steps = get("warmup_steps")
+    steps = get("warmup_steps") or get("warmup_ratio") or 0
     if not isinstance(steps, int | float) or 0 < steps < 1:
         total = _total(get)
         return math.ceil(total * steps) if total and isinstance(steps, float) else None

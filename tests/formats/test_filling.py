@@ -1,0 +1,309 @@
+"""`--with`: what a launch script or TrainingArguments say fills what a config leaves open, and never changes what it decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unishard.config import value_at
+from unishard.config.topology import Topology
+from unishard.errors import ConfigError
+from unishard.formats import Outcome, translate
+from unishard.formats.remedies import remedy
+from unishard.formats.source import open_source
+from unishard.mapping.rules import Fit
+
+AUTO: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 16, "hysteresis": 2},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+    },
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+SCRIPT = """#!/bin/bash
+deepspeed --num_gpus 4 run.py \\
+    --deepspeed ds.json --output_dir out --own_switch \\
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 4 \\
+    --learning_rate 1e-4 --warmup_steps 10 --max_steps 100 \\
+    --bf16 --logging_steps 1
+"""
+FSDP = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def with_script(script: Path, document: Any, to: str = "unishard", *, change: tuple[str, str] = ("", ""), **more: Any) -> Outcome:
+    script.write_text(SCRIPT.replace(*change))
+    return translate(document, to, with_=script, **more)
+
+
+def fields(outcome: Outcome) -> dict[str, Any]:
+    reading = outcome.reading
+    return {path: value_at(reading.config, path) for path in reading.decided if path not in reading.undecided}
+
+
+EXPECTED = {
+    "precision.compute": "bf16",
+    "training.micro_batch_size": 2,
+    "training.gradient_accumulation_steps": 4,
+    "training.gradient_clipping": 1.0,
+    "training.seed": 42,
+    "optimizer.name": "adamw",
+    "optimizer.lr": 1e-4,
+    "optimizer.betas": (0.9, 0.999),
+    "optimizer.eps": 1e-8,
+    "optimizer.weight_decay": 0.0,
+    "scheduler.name": "linear",
+    "scheduler.warmup_steps": 10,
+    "scheduler.total_steps": 100,
+}
+
+
+def test_every_auto_of_a_deepspeed_file_is_filled(script: Path) -> None:
+    outcome = with_script(script, AUTO)
+    assert fields(outcome).items() >= EXPECTED.items()
+    assert not outcome.reading.undecided
+    assert not outcome.status(strict=False)
+    assert outcome.reading.topology == Topology(4, 4)
+    assert outcome.launch == "torchrun --nproc-per-node 4 train.py"
+    assert outcome.filling
+    assert outcome.filling.unknown == ("own_switch",)
+
+
+def test_the_report_says_where_each_value_comes_from(script: Path) -> None:
+    outcome = with_script(script, AUTO)
+    places = {item.key: item.place for item in outcome.items if item.beside}
+    assert places["learning_rate"] == f"{script}:5"
+    assert places["per_device_train_batch_size"] == f"{script}:4"
+    assert places["adam_beta1"] == "default of TrainingArguments (transformers 5.23)"
+    (warmup,) = [item for item in outcome.items if item.key == "scheduler.params.warmup_num_steps"]
+    assert (warmup.place, warmup.fit) == (f"{script}:5", Fit.EXACT)
+
+
+def test_a_deepspeed_file_becomes_the_one_that_transformers_makes_of_it(script: Path, tmp_path: Path) -> None:
+    outcome = with_script(script, AUTO, "deepspeed")
+    expected: dict[str, Any] = {
+        **AUTO,
+        "fp16": {**AUTO["fp16"], "enabled": False},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10, "total_num_steps": 100},
+        },
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 2,
+    }
+    assert json.loads(outcome.text) == expected
+    pytest.importorskip("transformers")
+    pytest.importorskip("deepspeed")
+    from transformers import TrainingArguments
+
+    document = json.loads(json.dumps(AUTO))
+    built = TrainingArguments(
+        output_dir=str(tmp_path),
+        deepspeed=document,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        learning_rate=1e-4,
+        warmup_steps=10,
+        max_steps=100,
+        bf16=True,
+    )
+    filled = built.hf_deepspeed_config.config
+    assert filled["optimizer"] == expected["optimizer"]
+    assert {key: filled[key] for key in ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu")} == {
+        key: expected[key] for key in ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu")
+    }
+
+
+def test_without_the_ranks_the_product_is_left_out(script: Path) -> None:
+    outcome = with_script(script, AUTO, "deepspeed", change=("--num_gpus 4 ", ""))
+    assert "train_batch_size" not in outcome.document
+    assert with_script(script, AUTO, "deepspeed", topology=Topology(8, 8)).document["train_batch_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "change", "both"),
+    [
+        ("train_micro_batch_size_per_gpu", 4, ("", ""), "per_device_train_batch_size is 2 ({0}:4)"),
+        ("gradient_clipping", 0.5, ("", ""), "max_grad_norm is 1.0 (default of TrainingArguments (transformers 5.23))"),
+        ("bf16", {"enabled": True}, ("--bf16", ""), "bf16 or bf16_full_eval is false (default of TrainingArguments (transformers 5.23))"),
+    ],
+)
+def test_what_transformers_refuses_as_a_mismatch_is_refused(script: Path, key: str, value: Any, change: tuple[str, str], both: str) -> None:
+    outcome = with_script(script, {**AUTO, key: value}, change=change)
+    (item,) = outcome.of(Fit.UNSUPPORTED)
+    assert item.key.startswith(key)
+    assert both.format(script) in item.note
+    assert outcome.status(strict=False) == 1
+
+
+def test_set_settles_a_mismatch(script: Path) -> None:
+    outcome = with_script(script, {**AUTO, "gradient_clipping": 0.5}, overrides=["training.gradient_clipping=0.25"])
+    assert fields(outcome)["training.gradient_clipping"] == 0.25
+
+
+def test_accelerates_file_is_filled(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    path = tmp_path / "acc.yaml"
+    path.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
+    outcome = with_script(script, path)
+    assert fields(outcome).items() >= EXPECTED.items()
+    assert not outcome.reading.undecided
+    inline = {
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": "bf16",
+        "deepspeed_config": {"zero_stage": 2, "gradient_clipping": "auto"},
+    }
+    outcome = with_script(script, inline, change=("--bf16", "--bf16 --max_grad_norm 0.5"))
+    assert fields(outcome).items() >= {**EXPECTED, "training.gradient_clipping": 0.5, "sharding.strategy": "shard_grad_op"}.items()
+    assert not outcome.status(strict=False)
+
+
+def test_a_launcher_for_another_engine_decides_no_engine(script: Path, tmp_path: Path) -> None:
+    path = tmp_path / "acc.yaml"
+    path.write_text(json.dumps({**FSDP, "mixed_precision": "bf16", "num_processes": 2}))
+    outcome = translate(AUTO, "unishard", with_=path)
+    found = fields(outcome)
+    assert (found["backend"], found["precision.compute"], outcome.reading.topology) == ("deepspeed", "bf16", Topology(2, 2))
+    assert not outcome.of(Fit.UNSUPPORTED)
+
+
+def test_a_file_of_fsdp_gets_the_loop(script: Path) -> None:
+    found = fields(with_script(script, FSDP, change=("--deepspeed ds.json", "--deepspeed other.json")))
+    assert found.items() >= {**EXPECTED, "backend": "fsdp", "sharding.strategy": "full_shard"}.items()
+
+
+def test_a_contradiction_names_both_values(script: Path) -> None:
+    document = {**FSDP, "mixed_precision": "fp16"}
+    (item,) = with_script(script, document).of(Fit.UNSUPPORTED)
+    assert (item.key, item.place) == ("bf16", f"{script}:6")
+    assert "mixed_precision, which is 'fp16'" in item.note
+
+
+def test_trainingarguments_in_two_places_are_read_as_one(script: Path) -> None:
+    document = {"per_device_train_batch_size": 2, "lr_scheduler_type": "cosine"}
+    found = fields(with_script(script, document))
+    assert found.items() >= {**EXPECTED, "scheduler.name": "cosine"}.items()
+    (item,) = with_script(script, {**document, "learning_rate": 2e-4}).of(Fit.UNSUPPORTED)
+    assert (item.key, item.value, item.note) == ("learning_rate", 1e-4, "is 0.0002 in ; make them equal")
+
+
+def test_a_yaml_of_arguments_fills_as_a_script_does(tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    path.write_text(
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1.0e-4\nbf16: true\n"
+        "max_steps: 100\nwarmup_steps: 10\n"
+    )
+    assert fields(translate(AUTO, "unishard", with_=path)).items() >= EXPECTED.items()
+    path.write_text("training:\n  per_device_train_batch_size: 2\n  learning_rate: 1.0e-4\nmodel: {name: x}\n")
+    assert fields(translate(AUTO, "unishard", with_=path))["optimizer.lr"] == 1e-4
+
+
+def test_arguments_of_an_unknown_script_have_no_defaults() -> None:
+    outcome = translate(AUTO, "unishard", with_=["--learning_rate", "1e-4", "--weight_decay", "0.1", "--train_batch_size", "3", "--bf16"])
+    found = fields(outcome)
+    assert (found["optimizer.lr"], found["optimizer.weight_decay"], found["precision.reduce"]) == (1e-4, 0.1, "bf16")
+    assert "optimizer.no_decay" not in found
+    assert {"training.gradient_clipping", "optimizer.betas", "scheduler.total_steps"} <= outcome.reading.undecided.keys()
+    assert outcome.filling
+    assert (outcome.filling.whose, outcome.filling.unknown) == ("", ("train_batch_size",))
+
+
+@pytest.mark.parametrize("own", ["--num_warmup_steps 3", "--zero_stage 3", "--lr_scheduler cosine", "--deepspeed"])
+def test_a_script_with_a_loop_of_its_own_is_not_taken_for_the_trainer(script: Path, own: str) -> None:
+    outcome = with_script(script, AUTO, change=("--deepspeed ds.json", own))
+    assert outcome.filling
+    assert not outcome.filling.whose
+    assert "training.gradient_clipping" in outcome.reading.undecided
+
+
+def test_a_tool_around_the_trainer_has_its_own_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "sft.sh"
+    path.write_text("NPROC_PER_NODE=2 swift sft --model x --tuner_type lora --dataset y --torch_dtype bfloat16 --learning_rate 1e-4\n")
+    outcome = translate(AUTO, "unishard", with_=path)
+    assert fields(outcome).items() >= {"optimizer.weight_decay": 0.1, "optimizer.betas": (0.9, 0.95)}.items()
+    assert outcome.filling
+    assert outcome.filling.whose.startswith("ms-swift")
+
+
+def test_variables_stay_and_are_named(script: Path) -> None:
+    outcome = with_script(script, AUTO, change=("1e-4", "$LR"))
+    assert outcome.reading.undecided["optimizer.lr"].who == "the placeholder ${LR}"
+    outcome = with_script(script, {"zero_optimization": {"stage": 2}}, change=("100", "$((A / 2))"))
+    assert outcome.reading.undecided["scheduler.total_steps"].who == "the placeholder ${A / 2}"
+    assert fields(outcome)["scheduler.name"] == "linear"
+
+
+def test_two_numbers_of_ranks_are_an_error(script: Path) -> None:
+    with pytest.raises(ConfigError, match=r"8 ranks here, 4 in .*train.sh; correct one of them, or add --world-size N"):
+        with_script(script, {**FSDP, "num_processes": 8})
+    assert with_script(script, {**FSDP, "num_processes": 8}, topology=Topology(2, 2)).reading.topology == Topology(2, 2)
+
+
+def test_one_of_several_trainings_is_named_by_its_line(script: Path) -> None:
+    text = SCRIPT + "\ndeepspeed eval.py --learning_rate 3\n"
+    script.write_text(text)
+    with pytest.raises(ConfigError, match=r"starts several trainings \(lines 2, 8\); name one: --with .*train.sh:2"):
+        translate(AUTO, "unishard", with_=script)
+    assert fields(translate(AUTO, "unishard", with_=f"{script}:5"))["optimizer.lr"] == 1e-4
+    assert fields(translate(AUTO, "unishard", with_=f"{script}:8"))["optimizer.lr"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("x.sh", "echo torchrun\n", "starts no training that unishard knows"),
+        ("x.json", json.dumps(AUTO), "is a config of DeepSpeed"),
+        ("x.yaml", "a: 1\nb: 2\n", "matches no known format"),
+    ],
+)
+def test_what_holds_no_arguments_is_an_error(tmp_path: Path, name: str, text: str, what: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=what):
+        translate(AUTO, "unishard", with_=tmp_path / name)
+
+
+def test_a_refused_file_has_a_command_with_the_script(script: Path) -> None:
+    script.write_text(SCRIPT)
+    found = remedy(open_source({**AUTO, "gradient_clipping": 0.5}), "unishard", with_=script)
+    assert found
+    assert found.drop == ("gradient_clipping",)
+    found = remedy(open_source({**FSDP, "mixed_precision": "fp16"}), "unishard", with_=script)
+    assert found
+    assert found.drop == ("bf16",)
+
+
+def test_an_optimizer_that_is_refused_is_not_replaced(script: Path) -> None:
+    document = {**AUTO, "optimizer": {"type": "OneBitAdam", "params": {"lr": "auto"}}}
+    assert [item.key for item in with_script(script, document).of(Fit.UNSUPPORTED)] == ["optimizer.type"]
+
+
+def test_a_loss_scale_that_is_not_used_stays_in_its_own_format() -> None:
+    document = {key: AUTO[key] for key in ("fp16", "bf16", "zero_optimization")}
+    outcome = translate(document, "deepspeed", overrides=["precision.compute=bf16"])
+    assert outcome.document["fp16"] == {**AUTO["fp16"], "enabled": False}
+
+
+def test_a_warmup_ratio_counts_for_deepspeeds_schedule() -> None:
+    document = {"per_device_train_batch_size": 1, "warmup_ratio": 0.1, "max_steps": 100, "deepspeed": {**AUTO, "train_batch_size": 1}}
+    assert fields(translate(document, "unishard", from_="hf"))["scheduler.warmup_steps"] == 10

@@ -1,0 +1,211 @@
+"""Fills what a document leaves open with what a launch script or TrainingArguments say, and says where each value comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
+
+from unishard.config import Config, leaves
+from unishard.config.describe import shown
+from unishard.config.topology import Topology
+from unishard.errors import ConfigError, Problem
+from unishard.formats import catalog
+from unishard.formats.dropping import DroppedKey
+from unishard.formats.fills import fills, same_value
+from unishard.formats.format import Format
+from unishard.formats.launching import Launch
+from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.source import Source
+from unishard.formats.supplied import TRAINER, Supplied, supplied, trainer
+from unishard.mapping.entries import Entry, Meaning, Path, Undecided
+from unishard.mapping.express import AUTO
+from unishard.mapping.rules import Fit
+
+__all__ = ["Filling", "filled"]
+
+_ENGINES = ("deepspeed", "fsdp", "fsdp_config")
+"""Arguments in which a script names the engine's config, which is the document itself."""
+_FIELDS = frozenset(path for path, _ in leaves(Config))
+_BATCH, _WHOLE = "train_batch_size", "training.global_batch_size"
+_FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
+_PLAIN = "hf"
+_STRATEGY = ("backend", "sharding.", "offload.")
+_OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
+"""What a config of Accelerate says about the loop, whatever engine it drives."""
+
+
+class Filling(NamedTuple):
+    """What was read beside a document."""
+
+    name: str
+    whose: str
+    """The tool whose arguments and defaults they are; empty where only what is written counts."""
+    unknown: tuple[str, ...]
+    """Arguments that are the script's own."""
+    launch: Launch
+
+
+class Filled(NamedTuple):
+    """A document with what was read beside it."""
+
+    reading: ReadDocument
+    filling: Filling
+    dropped: list[DroppedKey]
+    """Arguments that were left out on request."""
+
+
+def filled(
+    reading: ReadDocument,
+    with_: str | FilePath | Sequence[str],
+    *,
+    overrides: Iterable[str],
+    topology: Topology | None,
+    to: str,
+    drop: Iterable[str],
+) -> Filled:
+    """The reading with the values that are supplied where the document leaves them open.
+
+    What the document decides stays; an argument that says otherwise is refused, as transformers refuses it.
+
+    Args:
+        reading: What the document says.
+        with_: What is read beside it: a file, or the words of a command line.
+        overrides: Changes on top, which count more than either.
+        topology: The ranks that were asked for.
+        to: The format to write. In the document's own, only its open keys are filled.
+        drop: Arguments to leave out, as names or globs.
+
+    Raises:
+        ConfigError: What is beside it cannot be read, or both name a number of ranks, and not the same.
+    """
+    beside, dropped = supplied(with_).without(drop)
+    overrides = tuple(overrides)
+    format_ = catalog.get(reading.format)
+    ranks = topology or _one_of(format_.ranks(reading.source), beside.topology, reading, beside) or reading.topology
+    told = _Told(beside, ranks)
+    own, given = _merged(reading, format_, told) if reading.format in TRAINER else _beside(reading, format_, told)
+    unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
+    own = _opened(own, given)
+    entries = [*own, *fills(own, given, reading, _changed(overrides), same=reading.format == to)]
+    entries = _with_whole_batch(entries, ranks)
+    found = assemble(reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto)
+    whose = catalog.get(beside.format).tool if beside.format in TRAINER else ""
+    return Filled(found, Filling(beside.name, whose, unknown, beside.launch), dropped)
+
+
+def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Supplied) -> Topology | None:
+    if own and other and own.world_size != other.world_size:
+        what = f"{own.world_size} ranks here, {other.world_size} in {beside.name}; correct one of them, or add --world-size N"
+        raise ConfigError([Problem("", what, reading.source.name)])
+    return own or other
+
+
+def _changed(overrides: Iterable[str]) -> frozenset[str]:
+    paths = [text.partition("=")[0].strip() for text in overrides]
+    return frozenset(field for field in _FIELDS if any(field == path or field.startswith(f"{path}.") for path in paths))
+
+
+class _Told(NamedTuple):
+    """What is supplied, and the ranks."""
+
+    supplied: Supplied
+    ranks: Topology | None
+
+    def entries(self, data: Mapping[str, Any], source: Source) -> list[Entry]:
+        """What arguments say, with the defaults of the tool that takes them, where that is known."""
+        name = self.supplied.format
+        document = source._replace(data=data)
+        if name:
+            return list(catalog.get(name).entries(document, self.ranks))
+        found: list[Entry] = trainer().only_written(document, self.ranks)
+        return found
+
+    @property
+    def default(self) -> str:
+        """Where a value comes from that nobody wrote."""
+        tool = catalog.get(self.supplied.format).tool
+        return f"default of {f'TrainingArguments ({tool})' if self.supplied.format == _PLAIN else tool}"
+
+    def placed(self, entry: Entry) -> Entry:
+        """The entry with where it comes from."""
+        return entry._replace(place=self.default if entry.assumed else self.supplied.place(entry.path[0]), beside=True)
+
+
+def _merged(reading: ReadDocument, format_: Format, told: _Told) -> tuple[list[Entry], list[Entry]]:
+    """A document that is a file of arguments itself: both are read as one."""
+    data, more = reading.source.data, told.supplied.values
+    found = format_.entries(reading.source._replace(data={**more, **data}), told.ranks)
+    own = [entry for entry in found if entry.path[0] in data or (entry.assumed and entry.path[0] not in more)]
+    given = [told.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in data]
+    twice = [key for key in data if key in more and key not in _ENGINES and not same_value(more[key], data[key])]
+    return own, [*given, *(_clash(key, more[key], data[key], reading, told) for key in twice)]
+
+
+def _clash(key: str, value: Any, other: Any, reading: ReadDocument, told: _Told) -> Entry:
+    note = f"is {shown(other)} in {reading.source.origins.of((key,))}; make them equal"
+    return Entry((key,), value, Meaning(Fit.UNSUPPORTED, note), place=told.supplied.place(key), beside=True)
+
+
+def _beside(reading: ReadDocument, format_: Format, told: _Told) -> tuple[list[Entry], list[Entry]]:
+    """A document for an engine or a launcher: its engine's config is what the arguments would name."""
+    engine, where = format_.for_trainer(reading.source)
+    values = {key: value for key, value in told.supplied.values.items() if key not in _ENGINES}
+    whole = told.supplied.format in TRAINER
+    found = told.entries({**values, **(engine if whole or not told.supplied.format else {})}, reading.source)
+    given = [told.placed(entry) for entry in found if entry.path[0] not in _ENGINES]
+    given = [_of_the_loop(entry, of_launcher=not whole and bool(told.supplied.format)) for entry in given if whole or not entry.assumed]
+    if not whole or where is None:
+        return list(reading.entries), given
+    inner = {(*where, *entry.path[1:]): entry for entry in found if entry.path[0] == _ENGINES[0] and len(entry.path) > 1}
+    own = [_again(entry, inner[entry.path], told, where) if entry.path in inner else entry for entry in reading.entries]
+    return own, given
+
+
+def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
+    """The entry without what the document itself says, which is how the engine shards."""
+    meaning = entry.meaning
+    if of_launcher:
+        fields = {field: value for field, value in meaning.fields.items() if field in _OF_LAUNCHER}
+        return entry._replace(meaning=Meaning(fields=fields, unknown=meaning.unknown))
+    fields = {field: value for field, value in meaning.fields.items() if not field.startswith(_STRATEGY)}
+    return entry._replace(meaning=meaning._replace(fields=fields, native={}))
+
+
+def _again(entry: Entry, filled_in: Entry, told: _Told, where: Path) -> Entry:
+    """The entry as it is once transformers has filled in the engine's config."""
+    if entry.meaning.fit is Fit.UNSUPPORTED:
+        return entry
+    refused = filled_in.meaning.fit is Fit.UNSUPPORTED and not entry.assumed
+    names = trainer().filled_from(".".join(entry.path[len(where) :]))
+    named = next((name for name in names if name in told.supplied.values), None)
+    place = (told.supplied.place(named) if named else told.default) if names else ""
+    if refused and place:
+        what, _, instead = filled_in.meaning.note.partition(";")
+        return entry._replace(meaning=filled_in.meaning._replace(note=f"{what} ({place});{instead}"))
+    known = entry.value == AUTO and filled_in.meaning.fit is not Fit.NEEDS_INPUT
+    return entry._replace(meaning=filled_in.meaning, place=place if known else "")
+
+
+def _with_whole_batch(entries: Sequence[Entry], ranks: Topology | None) -> list[Entry]:
+    """The entries, with the product that transformers fills in where every factor is known; no other tool takes the word."""
+    said = {field: value for entry in entries for field, value in entry.meaning.fields.items() if isinstance(value, int)}
+    if not said.keys() >= set(_FACTORS):
+        return list(entries)
+    product = ranks and math.prod(said[field] for field in _FACTORS) * ranks.world_size
+    ignored = Meaning(Fit.IGNORED, "the product of the other two and the ranks", stale=True)
+    meaning = Meaning(fields={_WHOLE: product}) if product else ignored
+    return [entry._replace(meaning=meaning) if entry.value == AUTO and entry.path[-1] == _BATCH else entry for entry in entries]
+
+
+def _opened(own: Iterable[Entry], given: Sequence[Entry]) -> list[Entry]:
+    """The entries; a word `auto` that the tool itself would replace leaves the value to the arguments."""
+    said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
+    return [_left_open(entry, said) if entry.value == AUTO else entry for entry in own]
+
+
+def _left_open(entry: Entry, said: Collection[str]) -> Entry:
+    meaning = entry.meaning
+    fields = {field: Undecided("the arguments") if field in said else value for field, value in meaning.fields.items()}
+    return entry._replace(meaning=meaning._replace(fields=fields))

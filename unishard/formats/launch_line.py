@@ -1,0 +1,153 @@
+"""The line of a shell script that starts a training: its launcher, the launcher's options, and the words that the training script gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from typing import NamedTuple
+
+from unishard.formats.names import names
+from unishard.formats.shell_words import Word, commands, split
+
+__all__ = ["LaunchLine", "launch_lines", "options_of"]
+
+_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+_SUBCOMMANDS = {
+    "accelerate": ("launch",),
+    "llamafactory-cli": ("train",),
+    "swift": ("sft", "pt", "rlhf", "dpo", "grpo"),
+    "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo"),
+}
+"""Tools that start the training only with one of these words."""
+_FLAGS = frozenset(
+    names(
+        # torchrun (torch 2.11, distributed/run.py) and the older torch.distributed.launch
+        "standalone module m no_python run_path use_env no_cuda_numa_affinity "
+        # deepspeed 0.19.8, launcher/runner.py
+        "force_multi no_local_rank enable_each_rank_log save_pid bind_cores_to_rank no_ssh elastic_training "
+        # accelerate 1.15.0, commands/launch.py
+        "cpu multi_gpu tpu ipex use_xpu use_deepspeed use_fsdp use_megatron_lm use_parallelism_config same_network debug quiet q "
+        "dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation tpu_use_cluster no_tpu_cluster tpu_use_sudo "
+        "main_training_function_only enable_cpu_affinity v verbose "
+        # srun and mpirun
+        "exclusive label l u unbuffered kill_on_bad_exit overlap allow_run_as_root oversubscribe"
+    )
+)
+_STARTS_RANKS = ("srun", "mpirun", "mpiexec")
+_HARMLESS = names("echo printf pip pip3 which cd source cat ls mkdir rm cp kill pkill ps conda module export alias function uv")
+"""Commands that only name a launcher."""
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*|\$\{?PYTHON\w*\}?")
+_SCRIPT = re.compile(r"\S+\.py")
+_SHELLS = ("bash", "sh", "zsh")
+
+
+class LaunchLine(NamedTuple):
+    """How a script starts the training."""
+
+    launcher: str
+    """Such as torchrun; `python` where nothing starts several processes."""
+    line: int
+    options: dict[str, Word]
+    """Those of the launcher, with `_` for `-`, and those of srun around it, with their values."""
+    arguments: list[Word]
+    """What the training script gets."""
+    settings: dict[str, Word]
+    """Environment variables that the line sets."""
+
+
+def launch_lines(text: str) -> list[LaunchLine]:
+    """Those that a shell script has, in its order; plain `python` lines only where no other launcher is there."""
+    found = [line for words in commands(text) if (line := _launch(words)) is not None]
+    launched = [line for line in found if line.launcher != "python" or _STARTS & line.options.keys()]
+    return launched or found
+
+
+_STARTS = frozenset(("ntasks", "n", "np", "ntasks_per_node"))
+
+
+def _launch(words: list[Word]) -> LaunchLine | None:
+    settings, rest = _settings(words)
+    if not rest or PurePath(rest[0].text).name in _HARMLESS:
+        return None
+    around: dict[str, Word] = {}
+    for at, word in enumerate(rest):
+        name = PurePath(word.text).name
+        following = rest[at + 1 :]
+        if name in _SHELLS and following and any(other.text == "-c" for other in following):
+            inner = [part for command in split(following[-1].text, following[-1].line) for part in command]
+            found = _launch(inner)
+            return found and found._replace(options={**around, **found.options}, settings={**settings, **found.settings})
+        if name in _STARTS_RANKS:
+            around = options_of(following, _FLAGS)[0]
+        elif start := _started(name, word, following):
+            launcher, behind = start
+            options, arguments = ({}, behind) if launcher in _DIRECT else options_of(behind, _FLAGS)
+            script = arguments if launcher in _DIRECT else _behind_script(arguments)
+            return LaunchLine(launcher, word.line, {**around, **options}, script, settings)
+    return None
+
+
+_DIRECT = ("swift", "trl", "llamafactory-cli")
+"""Launchers that are the training script as well."""
+
+
+def _settings(words: Sequence[Word]) -> tuple[dict[str, Word], list[Word]]:
+    """Environment variables before the command, and the command."""
+    found: dict[str, Word] = {}
+    for at, word in enumerate(words):
+        name, equals, value = word.text.partition("=")
+        if not equals or not name.isidentifier():
+            return found, list(words[at:])
+        found[name] = Word(value, word.line)
+    return found, []
+
+
+def _started(name: str, word: Word, following: list[Word]) -> tuple[str, list[Word]] | None:
+    """The launcher that a word is, and what follows it."""
+    if name in _SUBCOMMANDS:
+        return (name, following[1:]) if following and following[0].text in _SUBCOMMANDS[name] else None
+    if name in ("deepspeed", "torchrun"):
+        return name, following
+    if not _PYTHON.fullmatch(word.text):
+        return None
+    while following and following[0].text.startswith("-") and following[0].text != "-m":
+        following = following[1:]
+    if len(following) > 1 and following[0].text == "-m" and following[1].text in _MODULES:
+        return _MODULES[following[1].text], following[2:]
+    started = bool(following) and (following[0].text == "-m" or _SCRIPT.fullmatch(following[0].text) is not None)
+    return ("python", following) if started else None
+
+
+def options_of(words: Sequence[Word], flags: frozenset[str] = frozenset()) -> tuple[dict[str, Word], list[Word]]:
+    """The options at the beginning of words, each with its value, and the words from the first that is none.
+
+    Args:
+        words: The words.
+        flags: Options without a value; every other takes the next word, if it has none behind a `=`.
+    """
+    found: dict[str, Word] = {}
+    at = 0
+    while at < len(words) and (words[at].text.startswith("-") or words[at].text.startswith("$")):
+        name, equals, value = words[at].text.partition("=")
+        key = name.lstrip("-").replace("-", "_")
+        takes = not equals and key not in flags and name.startswith("-") and at + 1 < len(words)
+        found[key] = words[at + 1]._replace(line=words[at].line) if takes else Word(value if equals else "true", words[at].line)
+        at += 2 if takes else 1
+    return found, list(words[at:])
+
+
+def _behind_script(words: Sequence[Word]) -> list[Word]:
+    """What follows the training script, or the module that is one."""
+    return list(words[2:] if words and words[0].text == "-m" else words[1:])
+
+
+def numbered(lines: Sequence[LaunchLine]) -> Iterator[str]:
+    """The launcher and the line of each."""
+    for one in lines:
+        yield f"{one.launcher} in line {one.line}"

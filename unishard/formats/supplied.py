@@ -1,0 +1,183 @@
+"""What a launch script, a file of TrainingArguments or the words of a command line say beside a config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unishard.config.topology import Topology
+from unishard.errors import ConfigError, Problem
+from unishard.formats import catalog
+from unishard.formats.dropping import DroppedKey
+from unishard.formats.launch_line import LaunchLine, launch_lines
+from unishard.formats.launch_ranks import launch_of
+from unishard.formats.launching import Launch
+from unishard.formats.names import names
+from unishard.formats.script_arguments import script_arguments, value_of_word
+from unishard.formats.shell_words import Word
+from unishard.formats.source import open_source
+from unishard.loading.document import text_of
+
+__all__ = ["TRAINER", "Supplied", "supplied", "trainer"]
+
+TRAINER = ("hf", "trl", "llamafactory", "swift")
+"""Formats whose arguments are those of TrainingArguments."""
+_CONFIGS = (".yaml", ".yml", ".json", ".toml")
+_SURE = "per_device_train_batch_size"
+_ONLY_TRAINER = names(
+    "bf16 fp16 tf32 save_steps save_strategy save_total_limit logging_steps logging_strategy eval_strategy evaluation_strategy "
+    "warmup_ratio warmup_steps report_to do_train overwrite_output_dir remove_unused_columns ddp_timeout lr_scheduler_type optim "
+    "dataloader_num_workers max_grad_norm adam_beta1 gradient_checkpointing num_train_epochs"
+)
+_LEAST = 2
+_NEVER_TRAINER = names(
+    "num_warmup_steps max_train_steps lr_warmup_steps zero_stage deepspeed_config lr_scheduler checkpointing_steps mixed_precision "
+    "train_micro_batch_size_per_gpu"
+)
+"""Arguments of scripts with a loop of their own."""
+_LINE = re.compile(r"(.+):(\d+)")
+_DIRECT = {"swift": "swift", "trl": "trl", "llamafactory-cli": "llamafactory"}
+_HERE = "the command line"
+
+
+def trainer() -> Any:
+    """The format of TrainingArguments, with what it says of arguments that are not the whole of them."""
+    return catalog.get(TRAINER[0])
+
+
+class Supplied(NamedTuple):
+    """Arguments, and how the processes are started."""
+
+    name: str
+    """Where they stand."""
+    values: Mapping[str, Any]
+    lines: Mapping[str, int | None]
+    format: str
+    """Whose arguments they are, with its defaults; empty where that is not known."""
+    topology: Topology | None = None
+    launch: Launch = Launch()
+
+    def without(self, patterns: Iterable[str]) -> tuple[Supplied, list[DroppedKey]]:
+        """The same without the arguments that match, and those."""
+        found = {key: pattern for key in self.values for pattern in patterns if fnmatchcase(key, pattern)}
+        dropped = [DroppedKey(key, self.values[key], None, pattern) for key, pattern in found.items()]
+        return self._replace(values={key: value for key, value in self.values.items() if key not in found}), dropped
+
+    def place(self, key: str) -> str:
+        """Where an argument stands."""
+        line = self.lines.get(key)
+        return f"{self.name}:{line}" if line else self.name
+
+
+def supplied(where: str | Path | Sequence[str]) -> Supplied:
+    """Open what is to be read beside a config.
+
+    Args:
+        where: A shell script, with `:LINE` behind it if it starts several trainings; a YAML or JSON file of TrainingArguments or of
+            Accelerate; or the words of a command line.
+
+    Raises:
+        ConfigError: It cannot be read, or holds none of these.
+    """
+    if isinstance(where, str | Path):
+        return _config(Path(where)) if Path(where).suffix.lower() in _CONFIGS else _script(str(where))
+    return _of_words(list(where))
+
+
+def _config(path: Path) -> Supplied:
+    source = open_source(path)
+    lines = {key: source.origins.of((key,)).line for key in source.data}
+    try:
+        name = catalog.recognise(source).name
+    except ConfigError:
+        if not source.data.keys() & catalog.get("hf").keys.keys():
+            raise
+        return Supplied(source.name, source.data, lines, "")
+    if name == "accelerate":
+        format_ = catalog.get(name)
+        ranks = format_.ranks(source)
+        return Supplied(source.name, source.data, lines, name, ranks, format_.launch(format_.read(source)))
+    if name == "hf":
+        inner = trainer().arguments_in(source.data)
+        return Supplied(source.name, inner, lines, name)
+    if name not in TRAINER:
+        what = f"is a config of {catalog.get(name).tool}; give --with a launch script, TrainingArguments or a config of Accelerate"
+        raise ConfigError([Problem("", what, source.name)])
+    return Supplied(source.name, source.data, lines, name)
+
+
+def _script(name: str) -> Supplied:
+    numbered = None if Path(name).is_file() else _LINE.fullmatch(name)
+    path = Path(numbered.group(1) if numbered else name)
+    text = text_of(path)
+    found = launch_lines(text)
+    if numbered:
+        asked = int(numbered.group(2))
+        found = [line for line in found if _spans(line, asked)]
+    if not found:
+        what = "starts no training that unishard knows (deepspeed, torchrun, accelerate launch, srun, python -m torch.distributed.run)"
+        raise ConfigError([Problem("", f"{what}; give the arguments behind -- instead", name)])
+    if len(found) > 1 and any(_said(line) != _said(found[0]) for line in found[1:]):
+        lines = ", ".join(str(line.line) for line in found)
+        raise ConfigError([Problem("", f"starts several trainings (lines {lines}); name one: --with {path}:{found[0].line}", name)])
+    return _of_line(found[-1], str(path), text)
+
+
+def _spans(line: LaunchLine, asked: int) -> bool:
+    return line.line <= asked <= max((word.line for word in line.arguments), default=line.line)
+
+
+def _said(line: LaunchLine) -> object:
+    return line.launcher, [word.text for word in line.arguments], {key: word.text for key, word in line.options.items()}
+
+
+def _of_words(words: list[str]) -> Supplied:
+    """The words of a launch line, or only the arguments of a training script."""
+    found = launch_lines(" ".join(_quoted(word) for word in words)) if words and not words[0].startswith("-") else []
+    if found:
+        return _of_line(found[0], _HERE, "")._replace(lines={})
+    if words and not words[0].startswith("-"):
+        what = "unexpected argument; name one config, and write what the training script gets behind --, as --learning_rate 1e-4"
+        raise ConfigError([Problem("", what, words[0])])
+    arguments = script_arguments([Word(word, 0) for word in words])
+    return Supplied(_HERE, arguments.values, {}, _whose(arguments.values))
+
+
+def _quoted(word: str) -> str:
+    return "'" + word.replace("'", "'\\''") + "'"
+
+
+def _of_line(line: LaunchLine, name: str, script: str) -> Supplied:
+    arguments = script_arguments(line.arguments)
+    values, lines = dict(arguments.values), dict(arguments.lines)
+    whose = _DIRECT.get(line.launcher) or _whose(values)
+    for key, value, at in _of_launcher(line):
+        if key not in values:
+            values[key], lines[key] = value, at
+    topology, launch = launch_of(line, script)
+    return Supplied(name, values, lines, whose, topology, launch)
+
+
+def _of_launcher(line: LaunchLine) -> Iterator[tuple[str, Any, int]]:
+    """What the options of `accelerate launch` say about the training."""
+    if line.launcher != "accelerate":
+        return
+    for option, key in (("gradient_accumulation_steps", "gradient_accumulation_steps"), ("gradient_clipping", "max_grad_norm")):
+        if option in line.options:
+            yield key, value_of_word(line.options[option].text), line.options[option].line
+    word = line.options.get("mixed_precision")
+    if word and word.text in ("bf16", "fp16"):
+        yield word.text, True, word.line
+
+
+def _whose(values: Mapping[str, Any]) -> str:
+    """Whose arguments they are: TrainingArguments' where they surely are, or those of a tool around it; empty otherwise."""
+    if _SURE not in values or values.keys() & set(_NEVER_TRAINER) or values.get("deepspeed") is True:
+        return ""
+    if len(values.keys() & set(_ONLY_TRAINER)) < _LEAST:
+        return ""
+    weights = {name: catalog.get(name).signs.weight(values) for name in TRAINER}
+    return max(TRAINER, key=lambda name: weights[name])
