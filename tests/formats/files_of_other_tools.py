@@ -182,6 +182,27 @@ recompute_granularity: full
 no_save_optim: true
 """
 
+OPEN_INSTRUCT = """
+model_name_or_path: m/m
+tokenizer_name: m/m
+use_slow_tokenizer: true
+dataset_mixer: {a/b: 1.0}
+max_seq_length: 4096
+preprocessing_num_workers: 128
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 4
+learning_rate: 5.0e-6
+lr_scheduler_type: linear
+warmup_ratio: 0.03
+weight_decay: 0.0
+num_train_epochs: 2
+output_dir: /output/
+with_tracking: true
+report_to: [wandb]
+logging_steps: 1
+checkpointing_steps: epoch
+"""
+
 FILES = {
     "GPT-NeoX": GPT_NEOX,
     "torchtune": TORCHTUNE,
@@ -196,5 +217,6 @@ FILES = {
     "OLMo": OLMO,
     "fairseq": FAIRSEQ,
     "ms-swift's Megatron": MEGATRON_SWIFT,
+    "open-instruct": OPEN_INSTRUCT,
 }
 """YAML, or JSON, which is YAML too."""

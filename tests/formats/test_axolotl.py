@@ -115,10 +115,13 @@ def test_keys_that_axolotl_does_not_know_are_dropped_with_a_hint() -> None:
 
 
 def test_files_that_axolotl_brings_along_are_one_decision() -> None:
-    outcome = translate({**BASE, "deepspeed": "deepspeed_configs/zero2.json"}, "unishard")
+    outcome = translate({**BASE, "deepspeed": "zero2.json"}, "unishard")
     assert item(outcome, "deepspeed").fit is Fit.NEEDS_INPUT
     assert "axolotl fetch deepspeed_configs" in item(outcome, "deepspeed").note
-    assert outcome.document["sharding"] == {"strategy": "shard_grad_op"}
+    assert outcome.document["sharding"] == {"strategy": "${sharding.strategy}"}
+    known = translate({**BASE, "deepspeed": "deepspeed_configs/zero2.json"}, "unishard")
+    assert "comes with axolotl" in item(known, "deepspeed").note
+    assert known.document["sharding"] == {"strategy": "shard_grad_op"}
 
 
 def test_a_deepspeed_file_is_filled_in_from_axolotls_keys(tmp_path: Path) -> None:

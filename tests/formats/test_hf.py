@@ -225,15 +225,14 @@ def test_the_optimizer_of_the_json_counts() -> None:
 
 
 def test_a_json_that_is_not_there_is_one_decision(tmp_path: Path) -> None:
-    (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "deepspeed": "examples/ds_z2_config.json"}))
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "bf16": True, "deepspeed": "examples/ds_z2_config.json"}))
     outcome = translate(tmp_path / "args.yaml", "unishard")
     found = item(outcome, "deepspeed")
     assert found.fit is Fit.NEEDS_INPUT
     assert "was not found" in found.note
-    assert outcome.document["sharding"]["strategy"] == "shard_grad_op"  # as its name says
-    unnamed = translate({**BASE, "deepspeed": "ds.json"}, "unishard", from_="hf")
-    assert unnamed.document["backend"] == "deepspeed"
-    assert unnamed.document["sharding"]["strategy"] == "${sharding.strategy}"
+    assert outcome.document["backend"] == "deepspeed"
+    assert outcome.document["sharding"]["strategy"] == "${sharding.strategy}"  # whatever its name says
+    assert outcome.document["precision"]["compute"] == "bf16"  # which transformers would refuse to see contradicted
 
 
 def test_the_name_of_an_absent_file_is_kept_in_its_own_format() -> None:

@@ -207,3 +207,12 @@ def test_an_anchor_may_be_given_anew(tmp_path: Path) -> None:
 def test_json_without_its_first_bracket_is_said_to_be_no_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not JSON: a config begins with"):
         opened(tmp_path, '"a": 1,\n"b": 2}')
+
+
+def test_json_in_a_yaml_file_is_read_as_yaml_readers_do(tmp_path: Path) -> None:
+    text = '{\n"zero_optimization": {"stage": 2,\n"stage": 3}\n}\n'
+    source = opened(tmp_path, text, "ds.yaml")
+    assert source.data == {"zero_optimization": {"stage": 3}}
+    assert "is a duplicate of line 2" in str(source.warnings)
+    with pytest.raises(ConfigError, match="is written twice"):
+        opened(tmp_path, text, "ds.json")

@@ -196,6 +196,59 @@ def test_in_its_own_format_the_name_of_an_absent_file_stays() -> None:
 def test_training_arguments_that_name_an_absent_file_say_what_is_unknown() -> None:
     arguments = {"per_device_train_batch_size": 1, "deepspeed": "absent/ds.json"}
     found = item(translate(arguments, "unishard"), "deepspeed")
-    assert found.note.endswith("its stage, offload, optimizer and schedule are unknown")
+    assert "its stage, precision, clipping, offload, optimizer and schedule are unknown" in found.note
+    assert set(translate(arguments, "unishard").reading.undecided) >= set(OF_THE_FILE)
     assert translate(arguments, "accelerate").status(strict=False) == 1  # nobody knows the stage
-    assert translate(arguments, "accelerate", overrides=["sharding.strategy=full_shard"]).status(strict=False) == 0
+    assert translate(arguments, "accelerate", overrides=["sharding.strategy=full_shard"]).status(strict=False) == 1
+    sets = ["sharding.strategy=full_shard", "training.gradient_clipping=1.0", "optimizer.name=adamw", "scheduler.name=constant"]
+    assert translate(arguments, "accelerate", overrides=[*sets, "precision.compute=bf16"]).status(strict=False) == 0
+
+
+@pytest.mark.parametrize("name", ["ds_z3.json", "configs/zero2.json", "stage1.json"])
+def test_the_name_of_an_absent_file_says_nothing(name: str) -> None:
+    arguments = {"per_device_train_batch_size": 1, "bf16": True, "max_grad_norm": 0.5, "deepspeed": name}
+    outcome = translate(arguments, "unishard")
+    open_ = [field for field in OF_THE_FILE if field in outcome.reading.undecided]
+    assert open_ == ["sharding.strategy", "optimizer.name", "scheduler.name"]
+    assert outcome.reading.config.training.gradient_clipping == 0.5
+    assert translate(arguments, "hf").document["deepspeed"] == name
+
+
+@pytest.mark.parametrize(
+    ("around", "name", "strategy", "offload"),
+    [
+        (
+            {"finetuning_type": "lora", "stage": "sft", "model_name_or_path": "m"},
+            "examples/deepspeed/ds_z3_config.json",
+            "full_shard",
+            "none",
+        ),
+        (
+            {"finetuning_type": "lora", "stage": "sft", "model_name_or_path": "m"},
+            "x/examples/deepspeed/ds_z2_offload_config.json",
+            "shard_grad_op",
+            "cpu",
+        ),
+        (
+            {"base_model": "m", "datasets": [], "sequence_len": 8, "micro_batch_size": 1},
+            "deepspeed_configs/zero2.json",
+            "shard_grad_op",
+            "cpu",
+        ),
+        (
+            {"base_model": "m", "datasets": [], "sequence_len": 8, "micro_batch_size": 1},
+            "deepspeed_configs/zero3_bf16.json",
+            "full_shard",
+            "none",
+        ),
+    ],
+)
+def test_what_a_tool_brings_along_is_known(around: dict[str, Any], name: str, strategy: str, offload: str) -> None:
+    sizes = {} if "base_model" in around else {"per_device_train_batch_size": 1, "max_grad_norm": 1.0}
+    outcome = translate({**around, **sizes, "bf16": True, "learning_rate": 1e-4, "deepspeed": name}, "unishard")
+    config = outcome.reading.config
+    assert (config.sharding.strategy, config.offload.optimizer, config.precision.compute) == (strategy, offload, "bf16")
+    assert "sharding.strategy" not in outcome.reading.undecided
+    found = item(outcome, "deepspeed")
+    assert found.value == name
+    assert "read as the file of this name that comes with" in found.note

@@ -43,7 +43,7 @@ def project(config: Path) -> Path:
 def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     result = run("migrate", "project")
     assert (result.exit_code, result.stderr) == (0, "")
-    header, *rows, broken, command, counts = [re.split(r"  +", line) for line in result.stdout.splitlines()]
+    header, *rows, broken, command, hint, counts = [re.split(r"  +", line) for line in result.stdout.splitlines()]
     assert header == ["config", "format", "engine", "strategy", "precision", "to unishard", "keys"]
     assert [row[:6] for row in rows] == [
         ["project/conf/ds.json", "deepspeed", "deepspeed", "shard_grad_op", "needs input", "translates"],
@@ -52,6 +52,7 @@ def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     assert "2 unsupported" in rows[1][6]
     assert broken[0].startswith("cannot be read: project/conf/broken.json: 1: is not ")
     assert command == ["unishard translate project/conf/ds.json --to unishard -o project/conf/ds.unishard.yaml"]
+    assert hint[0].startswith("needs input: add --with and your launch script (train.sh)")
     assert counts == ["10 files: 1 translates to unishard, 1 refused, 1 cannot be read, 7 skipped (no configs, or above 1 MiB)"]
 
 
@@ -82,7 +83,7 @@ def test_every_file_is_counted_once(project: Path) -> None:
     (project / "secret.json").symlink_to(project / "nowhere.json")
     said = json.loads(run("migrate", "project", "--report", "json").stdout)
     counts = said["counts"]
-    assert counts == {"files": 11, "translates": 1, "refused": 1, "approximate": 1, "unreadable": 1, "skipped": 7}
+    assert counts == {"files": 11, "translates": 1, "refused": 1, "approximate": 1, "other_tools": 0, "unreadable": 1, "skipped": 7}
     assert counts["files"] == sum(counts.values()) - counts["files"]
     assert (len(said["configs"]), len(said["unreadable"]), len(said["skipped"])) == (3, 1, 7)
     there = {str(path.relative_to(project.parent)) for path in project.rglob("*") if path.suffix in (".yaml", ".yml", ".json", ".toml")}
@@ -149,3 +150,37 @@ def test_on_a_narrow_terminal(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     lines = [line.rstrip() for line in plain(screen.getvalue()).splitlines()]
     assert "project/conf/ds.json" in lines
     assert "  strategy     shard_grad_op" in lines
+
+
+def test_a_launch_script_that_names_a_config_fills_it(project: Path) -> None:
+    launch = "deepspeed train.py --deepspeed conf/ds.json --per_device_train_batch_size {} --bf16 --save_steps 10\n"
+    (project / "a.sh").write_text("echo ds.json\n")
+    (project / "b.sh").write_text(launch.format(5))  # contradicts the 4 of the config
+    (project / "run train.sh").write_text(launch.format(4))
+    lines = run("migrate", "project").stdout.splitlines()
+    (command,) = [line for line in lines if line.startswith("unishard translate ")]
+    assert " --with 'project/run train.sh' -o " in command
+    assert not any(line.startswith("needs input:") for line in lines)
+    result = run(*shlex.split(command)[1:])
+    assert result.exit_code == 0, result.stderr
+    assert "compute: bf16" in Path("project/conf/ds.unishard.yaml").read_text()
+    said = json.loads(run("migrate", "project", "--report", "json").stdout)
+    (found,) = [one for one in said["configs"] if one["path"] == "project/conf/ds.json"]
+    assert (found["with"], found["needs_input"]) == ("project/run train.sh", ["precision.compute", "precision.reduce"])
+
+
+def test_configs_of_other_tools_are_listed_and_not_read(project: Path) -> None:
+    (project / "neox.yml").write_text("pipe-parallel-size: 1\nmodel-parallel-size: 2\nzero_optimization: {stage: 1}\nnum-layers: 2\n")
+    (project / "tulu.yaml").write_text("with_tracking: true\nper_device_train_batch_size: 1\n")
+    (project / "config.json").write_text('{"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8, "num_attention_heads": 2}')
+    lines = run("migrate", "project").stdout.splitlines()
+    shown = [" ".join(line.split()) for line in lines]
+    assert "project/neox.yml not read: a GPT-NeoX config" in shown
+    assert "project/tulu.yaml not read: an open-instruct config" in shown
+    assert lines[-1].startswith("13 files: 1 translates to unishard, 1 refused, 2 of other tools, 1 cannot be read, 8 skipped")
+    said = json.loads(run("migrate", "project", "--report", "json").stdout)
+    assert said["other_tools"] == [
+        {"path": "project/neox.yml", "tool": "GPT-NeoX"},
+        {"path": "project/tulu.yaml", "tool": "open-instruct"},
+    ]
+    assert said["counts"]["files"] == sum(said["counts"].values()) - said["counts"]["files"]

@@ -20,7 +20,7 @@ from unishard.errors import UnishardError
 from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
-    from unishard.formats.surveying import FoundConfig, SkippedFile, UnreadableConfig
+    from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig
 
 __all__ = ["migrate"]
 
@@ -43,36 +43,43 @@ def migrate(
     """Find the configs of a project.
 
     Shows the format of each, how it would translate, and the commands that do it. Writes nothing. Looks at YAML, JSON and TOML files up to
-    1 MiB, except in virtual environments, node_modules and .git. The last line counts all files: each translates, is refused, cannot be
-    read, or is skipped.
+    1 MiB, except in virtual environments, node_modules and .git. A launch script that names a config with open values is given to it
+    (--with). The last line counts all files: each translates, is refused, is another tool's, cannot be read, or is skipped.
 
     Example: unishard migrate . --to unishard
     """
     from unishard.formats import catalog
-    from unishard.formats.surveying import FoundConfig, SkippedFile, UnreadableConfig, survey
+    from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig, survey
 
     if not folder.is_dir():
         raise UnishardError(f"{folder}: is not a directory; name the directory of a project")
     catalog.get(to)
     seen = list(survey(folder, to))
     configs = [one for one in seen if isinstance(one, FoundConfig)]
+    others = [one for one in seen if isinstance(one, ForeignConfig)]
     broken = [one for one in seen if isinstance(one, UnreadableConfig)]
     skipped = [one for one in seen if isinstance(one, SkippedFile)]
     if report is MigrateForm.JSON:
-        whole = {"configs": list(map(_object, configs)), "unreadable": list(map(_why, broken)), "skipped": list(map(_why, skipped))}
-        typer.echo(json.dumps({"to": to, "counts": _counts(configs, broken, skipped), **whole}, indent=2))
+        whole = {"configs": list(map(_object, configs)), "other_tools": [{"path": one.path, "tool": one.tool} for one in others]}
+        left = {"unreadable": list(map(_why, broken)), "skipped": list(map(_why, skipped))}
+        typer.echo(json.dumps({"to": to, "counts": _counts(configs, others, broken, skipped), **whole, **left}, indent=2))
         return
-    _show(configs, broken, to)
+    _show(configs, others, broken, to)
     for line in _commands(configs, to, catalog.get(to).suffix):
         echo(line)
-    echo(_in_words(_counts(configs, broken, skipped), to))
+    if any(one.open_fields and not one.script for one in configs):
+        echo("needs input: add --with and your launch script (train.sh), TrainingArguments or -- --learning_rate ..., or --set FIELD=VALUE")
+    echo(_in_words(_counts(configs, others, broken, skipped), to))
 
 
-def _counts(configs: list[FoundConfig], broken: list[UnreadableConfig], skipped: list[SkippedFile]) -> dict[str, int]:
+def _counts(
+    configs: list[FoundConfig], others: list[ForeignConfig], broken: list[UnreadableConfig], skipped: list[SkippedFile]
+) -> dict[str, int]:
     """How many files there are, and how many of them are what; the others add up to the first."""
     outcomes = Counter(_OUTCOMES[one.status] for one in configs)
-    whole = {"files": len(configs) + len(broken) + len(skipped)}
-    return whole | {word: outcomes[word] for word in _OUTCOMES.values()} | {"unreadable": len(broken), "skipped": len(skipped)}
+    whole = {"files": len(configs) + len(others) + len(broken) + len(skipped)}
+    left = {"other_tools": len(others), "unreadable": len(broken), "skipped": len(skipped)}
+    return whole | {word: outcomes[word] for word in _OUTCOMES.values()} | left
 
 
 def _in_words(counts: dict[str, int], to: str) -> str:
@@ -82,28 +89,36 @@ def _in_words(counts: dict[str, int], to: str) -> str:
         f"{translates} translate{'s' if translates == 1 else ''} to {to}",
         f"{counts['refused']} refused",
         *([f"{counts['approximate']} only approximate, and strict is on"] if counts["approximate"] else []),
+        *([f"{counts['other_tools']} of other tools"] if counts["other_tools"] else []),
         f"{counts['unreadable']} cannot be read",
         f"{skipped} skipped (no configs, or above 1 MiB)",
     ]
     return f"{files} file{'' if files == 1 else 's'}: {', '.join(parts)}"
 
 
-def _show(configs: list[FoundConfig], broken: list[UnreadableConfig], to: str) -> None:
+def _show(configs: list[FoundConfig], others: list[ForeignConfig], broken: list[UnreadableConfig], to: str) -> None:
     columns = ("config", "format", "engine", "strategy", "precision", f"to {to}", "keys")
-    if configs and is_narrow(len(columns), sys.stdout):
-        show_blocks(((one.path, list(zip(columns[1:], _cells(one)[1:], strict=True))) for one in configs), sys.stdout)
-    elif configs:
-        show(columns, [_cells(one) for one in configs], sys.stdout)
+    rows = sorted([*map(_cells, configs), *((one.path, _not_read(one), *[""] * 5) for one in others)])
+    if rows and is_narrow(len(columns), sys.stdout):
+        filled = ((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows)
+        show_blocks(filled, sys.stdout)
+    elif rows:
+        show(columns, rows, sys.stdout)
     for one in broken:
         echo(f"cannot be read: {one.path}: {one.why}")
+
+
+def _not_read(one: ForeignConfig) -> str:
+    return f"not read: {'an' if one.tool[0] in 'AEIOUaeiou' else 'a'} {one.tool} config"
 
 
 def _commands(configs: list[FoundConfig], to: str, suffix: str) -> Iterator[str]:
     """What to type for each file; a refused one is translated without the keys that have no equivalent."""
     for one in (config for config in configs if config.format != to):
         new = str(Path(one.path).with_suffix(f".{to}{suffix}"))
-        refused = " --drop-unsupported" if one.status == _REFUSED else ""
-        yield f"unishard translate {shlex.quote(one.path)} --to {to}{refused} -o {shlex.quote(new)}"
+        options = f" --with {shlex.quote(one.script)}" if one.script else ""
+        options += " --drop-unsupported" if one.status == _REFUSED else ""
+        yield f"unishard translate {shlex.quote(one.path)} --to {to}{options} -o {shlex.quote(new)}"
 
 
 def _cells(one: FoundConfig) -> tuple[str, ...]:
@@ -120,6 +135,8 @@ def _object(one: FoundConfig) -> dict[str, object]:
         "precision": one.precision,
         "keys": {str(fit): one.counts[fit] for fit in Fit},
         "status": one.status,
+        "needs_input": list(one.open_fields),
+        "with": one.script or None,
     }
 
 

@@ -130,6 +130,15 @@ TOOLS = (
     ),
     _tool("MaxText", {4: "ici_fsdp_parallelism dcn_data_parallelism base_emb_dim"}),
     _tool("Levanter", {4: "trainer.fsdp_axis trainer.tensor_parallel_axes"}, "levanter."),
+    _tool(
+        "open-instruct",
+        {
+            4: "with_tracking",
+            2: "checkpointing_steps dataset_mixer_list keep_last_n_checkpoints try_auto_save_to_beaker hf_metadata_dataset",
+            1: "use_slow_tokenizer dataset_mix_dir num_warmup_steps max_train_steps dpo_loss_type",
+        },
+        instead="run `unishard init`; such scripts around Accelerate have a loop and defaults of their own",
+    ),
     _tool("trlX", {2: "train.pipeline train.trainer method.gen_kwargs train.checkpoint_interval"}),
 )
 """Those named, the first of two that a document speaks for as much."""

@@ -40,12 +40,12 @@ def commands(text: str) -> list[list[Word]]:
 
 def split(text: str, line: int = 1) -> Iterator[list[Word]]:
     """The commands of a text, which begins in a line, as they stand."""
-    reader = _Reader(text, line)
+    reader = _ShellReader(text, line)
     while not reader.done:
         yield reader.command()
 
 
-class _Reader:
+class _ShellReader:
     """Reads one command after another."""
 
     def __init__(self, text: str, line: int) -> None:

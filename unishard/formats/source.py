@@ -26,6 +26,7 @@ _VALUE = re.compile(r"(?<=[:\[,=-])([ \t]*)(\{\{[^{}\n]*\}\}[^\s,\]}#]*)(?=[ \t]
 """A placeholder of Jinja that stands as a value without quotes, which YAML and JSON would take for a mapping."""
 _PYTHON = "is Python, which unishard does not run; name a YAML, JSON or TOML file, or run `unishard init`"
 _TITAN = "is a Python config of torchtitan 0.3 or later, which unishard does not run; name the TOML of 0.2, or run `unishard init`"
+_YAML = (".yaml", ".yml")
 _DEEPEST = 100
 _MOST_LINES = 10_000
 _BRACKET = re.compile(r"[][{}]")
@@ -120,6 +121,10 @@ def _as_it_is(content: str, path: Path) -> _Parsed:
         data, origins, leniencies = parse(content, str(path))
     except BrokenJson as error:
         return _nearly_json(content, path, error)
+    except ConfigError:
+        if path.suffix.lower() not in _YAML:
+            raise
+        return _yaml(content, path)  # whose readers take a key that is written twice
     return data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else [], []
 
 
@@ -132,7 +137,7 @@ def _not_json(content: str, path: Path) -> _Parsed:
 
 def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:
     """What begins like JSON and is none: YAML's flow style, such as `{a: b}`, or a mistake."""
-    if path.suffix.lower() in (".yaml", ".yml"):
+    if path.suffix.lower() in _YAML:
         return _yaml(content, path)
     try:
         data, origins, _, repeats = _yaml(_COMMENT.sub(_blank, content), path)

@@ -34,8 +34,8 @@ _ONLY_TRAINER = names(
 )
 _LEAST = 2
 _NEVER_TRAINER = names(
-    "num_warmup_steps max_train_steps lr_warmup_steps zero_stage deepspeed_config lr_scheduler checkpointing_steps mixed_precision "
-    "train_micro_batch_size_per_gpu"
+    "num_warmup_steps max_train_steps lr_warmup_steps zero_stage deepspeed_config lr_scheduler checkpointing_steps with_tracking "
+    "mixed_precision train_micro_batch_size_per_gpu"
 )
 """Arguments of scripts with a loop of their own."""
 _LINE = re.compile(r"(.+):(\d+)")

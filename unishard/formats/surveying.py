@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from unishard.config import value_at
 from unishard.errors import ConfigError, UnishardError
 from unishard.formats import catalog
 from unishard.formats.checking import check
+from unishard.formats.other_tools import named
 from unishard.formats.source import open_source
 from unishard.formats.translating import Outcome, translate
 from unishard.mapping.rules import Fit
 
-__all__ = ["FoundConfig", "SkippedFile", "UnreadableConfig", "survey"]
+__all__ = ["ForeignConfig", "FoundConfig", "SkippedFile", "UnreadableConfig", "survey"]
 
 _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})
+_SCRIPTS = frozenset({".sh", ".bash", ".slurm", ".sbatch"})
+_OF_A_MODEL = {"architectures", "model_type", "transformers_version"}
+"""Keys of a model's own config.json, which has sizes such as `num_layers` too."""
 _ELSEWHERE = frozenset(
     {".git", ".hg", ".svn", ".tox", ".nox", ".mypy_cache", ".ruff_cache", "node_modules", "__pycache__", "site-packages"}
 )
@@ -40,6 +45,18 @@ class FoundConfig:
     """Of its keys."""
     status: int
     """What `unishard translate` would exit with."""
+    open_fields: tuple[str, ...] = ()
+    """Fields that need input, which a launch script may have."""
+    script: str = ""
+    """A launch script of the project that names the config, for `--with`; empty where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignConfig:
+    """A config of a tool that unishard does not read."""
+
+    path: str
+    tool: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +75,10 @@ class SkippedFile:
     why: str
 
 
-def survey(root: Path, to: str) -> Iterator[FoundConfig | UnreadableConfig | SkippedFile]:
+_Seen = FoundConfig | ForeignConfig | UnreadableConfig | SkippedFile
+
+
+def survey(root: Path, to: str) -> Iterator[_Seen]:
     """Look at every file below a folder that may be a config. Writes nothing.
 
     Args:
@@ -68,12 +88,13 @@ def survey(root: Path, to: str) -> Iterator[FoundConfig | UnreadableConfig | Ski
     Yields:
         What each YAML, JSON and TOML file is, in the order of their paths: each exactly once.
     """
-    for path in _candidates(root):
+    scripts = _Scripts(root)
+    for path in _candidates(root, _SUFFIXES):
         try:
             if path.stat().st_size > _LARGEST:
                 yield SkippedFile(str(path), "above 1 MiB")
             else:
-                yield _look(path, to) or SkippedFile(str(path), "not a config")
+                yield _look(path, to, scripts) or SkippedFile(str(path), "not a config")
         except UnishardError as error:
             yield _failed(path, str(error))
         except OSError as error:
@@ -86,25 +107,53 @@ def _failed(path: Path, message: str) -> UnreadableConfig | SkippedFile:
     return UnreadableConfig(str(path), message.splitlines()[0].removeprefix(str(path)).lstrip(": "))
 
 
-def _candidates(root: Path) -> Iterator[Path]:
+class _Scripts:
+    """The launch scripts of a project, looked for when a config needs one."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def filling(self, path: Path, to: str) -> str:
+        """The first script that starts a training with this config, and does not contradict it; empty where there is none."""
+        naming = (str(script) for script, text in self._texts.items() if path.name in text)
+        return next((script for script in naming if _fills(path, to, script)), "")
+
+    @cached_property
+    def _texts(self) -> dict[Path, str]:
+        small = (path for path in _candidates(self._root, _SCRIPTS) if path.stat().st_size <= _LARGEST)
+        return {path: path.read_text(encoding="utf-8", errors="replace") for path in small}
+
+
+def _fills(path: Path, to: str, script: str) -> bool:
+    try:
+        return not _status(translate(path, to, with_=script))
+    except ConfigError:
+        return False
+
+
+def _candidates(root: Path, suffixes: frozenset[str]) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         here = Path(folder)
         folders[:] = sorted(name for name in folders if name not in _ELSEWHERE and not (here / name / "pyvenv.cfg").exists())
         for name in sorted(files):
             path = here / name
-            if path.suffix.lower() in _SUFFIXES and path.is_file():
+            if path.suffix.lower() in suffixes and path.is_file():
                 yield path
 
 
-def _look(path: Path, to: str) -> FoundConfig | None:
+def _look(path: Path, to: str, scripts: _Scripts) -> FoundConfig | ForeignConfig | None:
     source = open_source(path)
+    if (other := named(source.data)) and not source.data.keys() & _OF_A_MODEL:
+        return ForeignConfig(str(path), other[0].name)
     if catalog.loudest(source)[1] < _LOUD_ENOUGH:
         return None
     outcome = translate(path, to)
     reading, config = outcome.reading, outcome.reading.config
     counts = {fit: len(outcome.of(fit)) for fit in Fit}
     backend, strategy, precision = ("needs input" if field in reading.undecided else value_at(config, field) for field in _TOLD)
-    return FoundConfig(str(path), reading.format, backend, strategy, precision, counts, _status(outcome))
+    open_ = tuple(reading.undecided)
+    script = scripts.filling(path, to) if open_ else ""
+    return FoundConfig(str(path), reading.format, backend, strategy, precision, counts, _status(outcome), open_, script)
 
 
 def _status(outcome: Outcome) -> int:

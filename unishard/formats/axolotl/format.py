@@ -11,9 +11,11 @@ from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
 from unishard.formats.axolotl.rules import RULES, written
 from unishard.formats.axolotl.sharding import sharded
+from unishard.formats.axolotl.shipped import SHIPPED
 from unishard.formats.format import Format
 from unishard.formats.hf.precedence import with_precedence
 from unishard.formats.hf.sharding import replicated
+from unishard.formats.hf.shipped import shipped_config, told
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import ReadDocument
@@ -90,7 +92,9 @@ def _variable(key: str, value: str) -> Entry:
 def _engines(source: Source, argument: Any, topology: Topology | None) -> list[Entry]:
     entries = sharded(source, topology)
     if DEEPSPEED in source.data:
-        entries += [_shipped(entry) for entry in partitioned(source.data[DEEPSPEED], source, argument, topology)]
+        config = shipped_config(source, SHIPPED)
+        found = partitioned(source.data[DEEPSPEED] if config is None else config, source, argument, topology)
+        entries += [_shipped(entry) for entry in found] if config is None else told(found, source.data[DEEPSPEED], TOOL)
     if not any("backend" in entry.meaning.fields for entry in entries):
         entries.append(replicated())
     return entries

@@ -30,7 +30,7 @@ def with_precedence(entries: Sequence[Entry]) -> list[Entry]:
 def _beside_deepspeed(entries: Sequence[Entry]) -> list[Entry]:
     said = {entry.key.removeprefix(f"{DEEPSPEED}.") for entry in entries if entry.path[0] == DEEPSPEED and not entry.assumed}
     # The argument itself sets the engine where DeepSpeed's config could be read.
-    read = any(entry.path == (DEEPSPEED,) and entry.meaning.fields for entry in entries)
+    read = any(entry.path == (DEEPSPEED,) and "backend" in entry.meaning.fields for entry in entries)
     return [settle for entry in entries for settle in _settle(entry, said)] if read else list(entries)
 
 

@@ -61,8 +61,8 @@ def _climb(get: Arguments) -> int | None:
     return max(1, int(steps))
 
 
-_STAGES: Mapping[str, str] = {"0": "no_shard", "1": "shard_optimizer", "2": "shard_grad_op", "3": "full_shard"}
-_STAGE = re.compile(r"(?:zero|stage|(?:^|[_/-])z)_?([0-3])")
+_OF_THE_FILE = ("sharding.strategy", "precision.compute", "training.gradient_clipping", "optimizer.name", "scheduler.name")
+"""What only DeepSpeed's own config says for certain; arguments that are written say the last four as well."""
 
 SILENT: Mapping[str, tuple[str, str]] = {
     "gradient_clipping": ("max_grad_norm", 'not used: DeepSpeed clips to its default, 1.0; write gradient_clipping: "auto" in its config')
@@ -97,18 +97,11 @@ def _config(value: Any, source: Source) -> Any:
 
 
 def _absent(value: Any, why: str) -> list[Entry]:
-    """A config that is not there: what its name tells is assumed, everything else is open."""
-    stage = _STAGE.search(str(value).lower())
-    known = _STAGES[stage.group(1)] if stage else Undecided(f"the DeepSpeed config {value}", required=True)
-    fields = {"backend": "deepspeed", "sharding.strategy": known}
-    assumed = Entry(
-        ("deepspeed", "zero_optimization", "stage"),
-        int(stage.group(1)) if stage else None,
-        Meaning(Fit.EXACT if stage else Fit.NEEDS_INPUT, "as the name of the file says" if stage else "", fields),
-        assumed=True,
-    )
-    unknown = "its offload, optimizer and schedule are unknown" if stage else "its stage, offload, optimizer and schedule are unknown"
-    return [Entry(("deepspeed",), value, Meaning(Fit.NEEDS_INPUT, f"{why}; {unknown}", kept=True)), assumed]
+    """A config that is not there, so that what it says must be decided by somebody else."""
+    said = Undecided(f"the DeepSpeed config {value}, which was not found", required=True)
+    note = f"{why}; its stage, precision, clipping, offload, optimizer and schedule are unknown"
+    on = Entry(("deepspeed", "zero_optimization"), None, Meaning(fields={"backend": "deepspeed"}), assumed=True)
+    return [Entry(("deepspeed",), value, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said), kept=True)), on]
 
 
 def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) -> list[Entry]:
