@@ -147,4 +147,37 @@ def test_a_tool_that_is_not_installed_is_said_plainly(monkeypatch: pytest.Monkey
 
 
 def test_a_tool_that_cannot_be_asked_is_said_plainly() -> None:
-    assert verify(made("hf", "torchtitan")).effective.missing == "unishard cannot ask torchtitan what it makes of a file"
+    said = verify(made("hf", "torchtitan")).effective.missing
+    assert said == f"{catalog.get('torchtitan').tool} cannot be verified here: unishard cannot ask it what it makes of a file"
+
+
+AROUND = {"model_name_or_path": "m", **ARGUMENTS}
+TOOLS: dict[str, dict[str, Any]] = {
+    "llamafactory": {**AROUND, "stage": "sft", "finetuning_type": "full", "template": "default", "dataset": "d"},
+    "swift": {**ARGUMENTS, "model": "m", "tuner_type": "full", "split_dataset_ratio": 0.1, "deepspeed": "zero3"},
+    "trl": {**AROUND, "dataset_name": "d", "assistant_only_loss": True, "warmup_steps": 0, "warmup_ratio": 0.1},
+}
+
+
+@pytest.mark.parametrize("from_", TOOLS)
+@pytest.mark.parametrize("to", ["hf", "llamafactory", "swift", "trl", "deepspeed"])
+def test_tools_around_transformers_are_asked_through_it(from_: str, to: str) -> None:
+    found = verify(translate(TOOLS[from_], to, from_=from_, topology=FOUR))
+    assert (found.unreported, found.effective.refused, found.effective.missing) == ([], "", "")
+    assert found.source.consumer.startswith("transformers ")
+    assert {row.field for row in found.rows} >= {"training.micro_batch_size", "scheduler.warmup_steps", "sharding.strategy"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field"), [("learning_rate", 1e-3, "optimizer.lr"), ("warmup_steps", 50, "scheduler.warmup_steps")]
+)
+def test_a_wrong_file_for_a_tool_around_transformers_is_caught(key: str, value: Any, field: str) -> None:
+    right = translate(TOOLS["swift"], "trl", from_="swift", topology=FOUR)
+    wrong = right._replace(document={**right.document, key: value})
+    assert [row.field for row in verify(wrong).unreported] == [field]
+
+
+def test_what_a_tool_around_transformers_assumes_is_not_taken_for_transformers_default() -> None:
+    document = {key: value for key, value in TOOLS["trl"].items() if key not in ("bf16", "learning_rate")}
+    found = verify(translate(document, "trl", from_="trl", topology=FOUR))
+    assert not {"precision.compute", "optimizer.lr"} & {row.field for row in found.rows}

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from unishard.config import value_at
-from unishard.formats import Outcome, ReadDocument
+from unishard.formats import Outcome, ReadDocument, catalog
 from unishard.loading import load
 from unishard.verify.settings import AUTO, Effective, Settings, of_config
 
@@ -29,6 +29,18 @@ class _Consumer(NamedTuple):
     """From the module of this room, the document, its text, the reading and the ranks."""
     reads_sources: bool = True
     """Whether people's files are in the form that we write."""
+    module: str = ""
+    """Of this room; left out, the name of the format."""
+
+
+def _around_transformers(name: str) -> _Consumer:
+    """A tool that hands its file to transformers, which is asked in its place."""
+    return _Consumer(
+        "transformers",
+        "transformers",
+        lambda at, document, text, reading, ranks: at.settings_of(document, reading.source.folder, name),
+        module="scripts",
+    )
 
 
 _CONSUMERS: Mapping[str, _Consumer] = {
@@ -42,6 +54,7 @@ _CONSUMERS: Mapping[str, _Consumer] = {
     "lightning": _Consumer(
         "Lightning", "lightning", lambda at, document, text, reading, ranks: at.settings_of(text, ranks), reads_sources=False
     ),
+    **{name: _around_transformers(name) for name in ("llamafactory", "swift", "trl")},
 }
 
 
@@ -65,7 +78,11 @@ def read_settings(outcome: Outcome) -> Effective:
         return _own(outcome)
     consumer = _CONSUMERS.get(outcome.to)
     if consumer is None:
-        return Effective({}, outcome.to, missing=f"unishard cannot ask {outcome.to} what it makes of a file")
+        return Effective(
+            {},
+            outcome.to,
+            missing=f"{catalog.get(outcome.to).tool} cannot be verified here: unishard cannot ask it what it makes of a file",
+        )
     return _asked(outcome.to, consumer, outcome.document, outcome.text, outcome)
 
 
@@ -108,7 +125,7 @@ def _without_logs() -> Iterator[None]:
 def _answer(name: str, consumer: _Consumer, ask: Callable[[Any], Settings]) -> Effective:
     try:
         installed = version(consumer.package)
-        module = import_module(f"unishard.verify.{name}")
+        module = import_module(f"unishard.verify.{consumer.module or name}")
         import_module(consumer.package)
     except (ImportError, PackageNotFoundError):
         return Effective({}, consumer.tool, missing=f"{consumer.tool} is not installed; pip install {consumer.package}")
