@@ -85,6 +85,10 @@ CAUSES: Mapping[str, Cause] = {
         r"offload_param\S*: FSDP2's sharded parameters are the fp32 masters",
         "torch 2.13, distributed/fsdp: the sharded parameters are the fp32 masters",
     ),
+    "an offloaded optimizer without fp32 master weights": Cause(
+        r"^pure_bf16: needs DeepSpeedCPUAdam",
+        "DeepSpeed 0.19.8, runtime/engine.py: bf16_master_weights_and_grads with offload_optimizer needs DeepSpeedCPUAdam",
+    ),
     "gradients that add up in another format than the parameters'": Cause(
         r"grad_accum_dtype: FSDP2 keeps a gradient in the dtype of its parameter",
         "torch 2.13, distributed/fsdp/_fully_shard: a gradient has its parameter's dtype",

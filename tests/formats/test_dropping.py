@@ -55,6 +55,14 @@ def test_keys_of_a_file_that_the_document_names(tmp_path):
     assert [one.key for one in outcome.dropped] == [key]
 
 
+def test_dropping_the_name_of_a_file_drops_what_is_in_it(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("base_model: m\nadapter: qlora\nmicro_batch_size: 1\ndeepspeed: deepspeed_configs/zero2.json\n")
+    found = remedy(open_source(path), "composer", from_="axolotl", only_drop=True)
+    assert found is not None
+    assert found.drop == ("deepspeed",)
+
+
 def test_a_pattern_that_matches_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"--drop zero\.stage: matches no key"):
         translate(ONE_BIT, "unishard", from_="deepspeed", drop=["zero.stage"])

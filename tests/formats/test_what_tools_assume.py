@@ -252,3 +252,13 @@ def test_what_a_tool_brings_along_is_known(around: dict[str, Any], name: str, st
     found = item(outcome, "deepspeed")
     assert found.value == name
     assert "read as the file of this name that comes with" in found.note
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_pure_bf16_decides_what_the_deepspeed_file_of_llamafactory_leaves_open(backend):
+    said = {"finetuning_type": "full", "stage": "sft", "per_device_train_batch_size": 1, "pure_bf16": True}
+    outcome = translate(
+        {**said, "deepspeed": "examples/deepspeed/ds_z2_config.json"}, "unishard", from_="llamafactory", overrides=[f"backend={backend}"]
+    )
+    assert outcome.of(Fit.UNSUPPORTED) == []
+    assert (outcome.reading.config.precision.compute, outcome.reading.config.precision.master) == ("bf16", "bf16")

@@ -131,11 +131,16 @@ class _Search:
                 self.sets[field] = self._open[field].pop(0)
                 set_now.add(field)
                 changed = True
-            elif key and key not in self.drops:
-                self.drops[key] = None
+            elif key and not any(key == other or _is_below(key, other) for other in self.drops):
+                self.drops = {other: None for other in self.drops if not _is_below(other, key)} | {key: None}
                 self.sets = {field: value for field, value in self.sets.items() if field not in fields}
                 changed = True
         return changed
+
+
+def _is_below(key: str, other: str) -> bool:
+    """Whether `other` takes `key` along when it is dropped."""
+    return key.startswith((f"{other}.", f"{other}["))
 
 
 def _refused(outcome: Outcome, topology: Topology | None) -> Iterator[_RefusedKey]:

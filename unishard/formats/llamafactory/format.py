@@ -13,11 +13,13 @@ from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.llamafactory.shipped import SHIPPED
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry
-from unishard.mapping.express import Expressed
+from unishard.mapping.entries import Entry, Meaning
+from unishard.mapping.express import AUTO, Expressed
+from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 
+_SWITCHES = {(DEEPSPEED, name, "enabled") for name in ("bf16", "fp16")}
 _RECOMPUTES = "activation_checkpointing"
 
 
@@ -35,9 +37,9 @@ class LlamaFactoryFormat(ScriptFormat):
         """What the arguments say, with the configs of DeepSpeed that LLaMA-Factory brings along."""
         config = shipped_config(source, SHIPPED)
         if config is None:
-            return super().entries(source, topology)
+            return _pure(super().entries(source, topology), source.data)
         found = super().entries(source._replace(data={**source.data, DEEPSPEED: config}), topology)
-        return told(found, source.data[DEEPSPEED], self.tool)
+        return told(_pure(found, source.data), source.data[DEEPSPEED], self.tool)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
@@ -48,6 +50,14 @@ class LlamaFactoryFormat(ScriptFormat):
         document["disable_gradient_checkpointing"] = reading.config.activation_checkpointing == "none"
         word = said.fields[_RECOMPUTES]._replace(key="disable_gradient_checkpointing")
         return Expressed(document, {**said.fields, _RECOMPUTES: word})
+
+
+def _pure(entries: Sequence[Entry], data: Mapping[str, Any]) -> Sequence[Entry]:
+    """With `pure_bf16`, "auto" of DeepSpeed's bf16 and fp16 says nothing: both stay off, and the weights are loaded in bf16."""
+    if str(data.get("pure_bf16")).lower() != "true":
+        return entries
+    silent = Meaning(Fit.IGNORED, "pure_bf16 decides instead", kept=True)
+    return [entry._replace(meaning=silent) if entry.path in _SWITCHES and entry.value == AUTO else entry for entry in entries]
 
 
 FORMAT = LlamaFactoryFormat()
