@@ -205,7 +205,7 @@ def test_trainingarguments_in_two_places_are_read_as_one(script: Path) -> None:
     found = fields(with_script(script, document))
     assert found.items() >= {**EXPECTED, "scheduler.name": "cosine"}.items()
     (item,) = with_script(script, {**document, "learning_rate": 2e-4}).of(Fit.UNSUPPORTED)
-    assert (item.key, item.value, item.note) == ("learning_rate", 1e-4, "is 0.0002 in ; make them equal")
+    assert (item.key, item.value, item.note) == ("learning_rate", 1e-4, "is 0.0002 in the config; make them equal, or leave one out")
 
 
 def test_a_yaml_of_arguments_fills_as_a_script_does(tmp_path: Path) -> None:

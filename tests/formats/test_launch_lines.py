@@ -43,6 +43,10 @@ def arguments(text: str) -> dict[str, Any]:
         ("swift sft --a 1 || exit 1", "swift"),
         ("trl sft --a 1 | tee log", "trl"),
         ("$PYTHON train.py --a 1", "python"),
+        ("uv run torchrun train.py --a 1", "torchrun"),
+        ("uv run python queue.py --gpus 8 -- accelerate launch --num_processes 8 train.py --a 1", "accelerate"),
+        ("conda run -n x deepspeed train.py --a 1", "deepspeed"),
+        ("srun env A=1 torchrun train.py --a 1", "torchrun"),
     ],
 )
 def test_launchers(line: str, launcher: str) -> None:
@@ -107,6 +111,22 @@ def test_variables_that_hold_options_are_put_in() -> None:
     assert script_arguments(line.arguments).lines["b"] == 8
     assert launch_of(line)[0] == Topology(4, 4)
     assert launch_of(line)[1].port == "$PORT"
+
+
+@pytest.mark.parametrize(
+    "start", ['srun bash -c "$LAUNCHER $CMD"', "eval $WHOLE", 'eval "$WHOLE" | tee log', "$LAUNCHER $CMD", "uv run $LAUNCHER $CMD"]
+)
+def test_a_command_in_variables(start: str) -> None:
+    text = (
+        f'export LAUNCHER="LEVEL=info torchrun --nproc_per_node 4"\nexport CMD=" \\\n  train.py --a 1 "\nWHOLE="$LAUNCHER $CMD"\n{start}\n'
+    )
+    line = only(text)
+    assert dict(script_arguments(line.arguments).values) == {"a": 1}
+    assert launch_of(line)[0] == Topology(4, 4)
+
+
+def test_what_only_names_a_launcher_starts_nothing() -> None:
+    assert not launch_lines("uv pip install deepspeed\nwhich torchrun\necho accelerate launch x.py\nconda install deepspeed\n")
 
 
 def test_a_variable_that_is_set_in_two_places_stays() -> None:

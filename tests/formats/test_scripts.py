@@ -106,3 +106,9 @@ def test_trl_trains_in_bf16_and_recomputes_unless_told_otherwise() -> None:
 def test_each_config_of_trl_has_its_learning_rate(key: str, rate: float) -> None:
     assert read({**BATCH, key: 1}).config.optimizer.lr == rate
     assert read({**BATCH, key: 1, "learning_rate": 3e-4}).config.optimizer.lr == 3e-4
+
+
+def test_a_key_like_an_argument_that_does_not_train_is_the_scripts_own() -> None:
+    document = {"per_device_train_batch_size": 2, "model_name_or_path": "m", "push_to_hf": False, "learning_rat": 1e-4}
+    fits = {item.key: item.fit for item in translate(document, "unishard", from_="hf").items}
+    assert (fits["push_to_hf"], fits["learning_rat"]) == (Fit.IGNORED, Fit.UNSUPPORTED)

@@ -144,7 +144,8 @@ def _merged(reading: ReadDocument, format_: Format, told: _Told) -> tuple[list[E
 
 
 def _clash(key: str, value: Any, other: Any, reading: ReadDocument, told: _Told) -> Entry:
-    note = f"is {shown(other)} in {reading.source.origins.of((key,))}; make them equal"
+    place = str(reading.source.origins.of((key,)))
+    note = f"is {shown(other)} in {place or 'the config'}; make them equal, or leave one out"
     return Entry((key,), value, Meaning(Fit.UNSUPPORTED, note), place=told.supplied.place(key), beside=True)
 
 

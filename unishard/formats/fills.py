@@ -77,8 +77,9 @@ def _fills_in(entry: Entry, field: str, value: Any, holders: Mapping[str, Entry]
 
 
 def _contradicting(entry: Entry, other: Entry, reading: ReadDocument) -> Entry:
-    place = reading.source.origins.of(other.path)
-    note = f'contradicts {other.key}, which is {shown(other.value)} ({place}); make them equal, or write "auto" there'
+    place = str(reading.source.origins.of(other.path))
+    where = f" ({place})" if place else ""
+    note = f"contradicts {other.key}, which is {shown(other.value)}{where}; make them equal, or leave one out"
     return entry.but(Fit.UNSUPPORTED, note)
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from unishard.formats.names import names
-from unishard.formats.shell_words import Word, commands, split
+from unishard.formats.shell_words import Word, commands
 
 __all__ = ["LaunchLine", "launch_lines", "options_of"]
 
@@ -40,11 +40,10 @@ _FLAGS = frozenset(
     )
 )
 _STARTS_RANKS = ("srun", "mpirun", "mpiexec")
-_HARMLESS = names("echo printf pip pip3 which cd source cat ls mkdir rm cp kill pkill ps conda module export alias function uv")
+_HARMLESS = names("echo printf pip pip3 which cd source cat ls mkdir rm cp kill pkill ps module export alias function install")
 """Commands that only name a launcher."""
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*|\$\{?PYTHON\w*\}?")
 _SCRIPT = re.compile(r"\S+\.py")
-_SHELLS = ("bash", "sh", "zsh")
 
 
 class LaunchLine(NamedTuple):
@@ -73,17 +72,20 @@ _STARTS = frozenset(("ntasks", "n", "np", "ntasks_per_node"))
 
 def _launch(words: list[Word]) -> LaunchLine | None:
     settings, rest = _settings(words)
-    if not rest or PurePath(rest[0].text).name in _HARMLESS:
+    if not rest:
         return None
     around: dict[str, Word] = {}
+    handed_on = next((at for at, word in enumerate(rest) if word.text == "--"), None)
+    if handed_on is not None and (found := _launch(rest[handed_on + 1 :])):
+        return found
     for at, word in enumerate(rest):
         name = PurePath(word.text).name
         following = rest[at + 1 :]
-        if name in _SHELLS and following and any(other.text == "-c" for other in following):
-            inner = [part for command in split(following[-1].text, following[-1].line) for part in command]
-            found = _launch(inner)
-            return found and found._replace(options={**around, **found.options}, settings={**settings, **found.settings})
-        if name in _STARTS_RANKS:
+        if name in _HARMLESS:
+            return None
+        if "=" in word.text and word.text.partition("=")[0].isidentifier():
+            settings[word.text.partition("=")[0]] = word._replace(text=word.text.partition("=")[2])
+        elif name in _STARTS_RANKS:
             around = options_of(following, _FLAGS)[0]
         elif start := _started(name, word, following):
             launcher, behind = start

@@ -13,6 +13,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _HEREDOC = re.compile(r"<<-?[ \t]*([\"']?)([\w-]+)\1")
 _REDIRECTS = re.compile(r"\d*[<>]+&?\d*")
+_SHELLS = ("bash", "sh", "zsh")
 _ENDS = ";&|\n()"
 _MOST = 5
 """Rounds of variables inside variables."""
@@ -35,7 +36,8 @@ def commands(text: str) -> list[list[Word]]:
     """The simple commands of a script. Variables that hold several words or options are put in; all others stay as `$NAME`."""
     found = list(split(text))
     variables = _variables(found)
-    return [list(_expanded(words, variables, _MOST)) for words in found if words]
+    expanded = (list(_expanded(words, variables, _MOST)) for words in found if words)
+    return [_without_shell(words, variables) for words in expanded]
 
 
 def split(text: str, line: int = 1) -> Iterator[list[Word]]:
@@ -191,6 +193,15 @@ def _expanded(words: Iterable[Word], variables: dict[str, list[_Assigned]], roun
             yield word
         else:
             yield from _expanded(held, variables, rounds - 1)
+
+
+def _without_shell(words: list[Word], variables: dict[str, list[_Assigned]]) -> list[Word]:
+    """The words of `bash -c "..."` in the place of it."""
+    at = next((at for at, word in enumerate(words) if word.text.rpartition("/")[2] in _SHELLS), None)
+    if at is None or not any(word.text in ("-c", "-lc") for word in words[at:]):
+        return words
+    inner = (part for command in split(words[-1].text, words[-1].line) for part in command)
+    return [*words[:at], *_expanded(inner, variables, _MOST)]
 
 
 def _held(assigned: list[_Assigned]) -> list[Word] | None:

@@ -147,9 +147,9 @@ def sure(data: Mapping[str, Any], arguments: Iterable[str]) -> bool:
     return SURE in inner and len(set(inner) & set(arguments)) >= _SURELY
 
 
-def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Iterable[str]) -> Mapping[str, Key]:
-    """Rows for the keys of a wrapped document that nobody knows, but for those that only misspell an argument of TrainingArguments."""
-    known = list(arguments)
+def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Mapping[str, Key]) -> Mapping[str, Key]:
+    """Rows for the keys of a wrapped document that nobody knows, but for those that only misspell an argument that trains."""
+    known = [name for name, row in arguments.items() if row.fields]
     strange = [str(key) for key in data if str(key) not in keys]
     row = drops("not a TrainingArguments key: only the script around it reads it", unknown=True)
     return {key: row for key in strange if not _misspells(key, known)}
