@@ -203,6 +203,17 @@ logging_steps: 1
 checkpointing_steps: epoch
 """
 
+WANDB = """
+wandb_version: 1
+_wandb: {desc: null, value: {cli_version: 0.16.0}}
+per_device_train_batch_size: {desc: null, value: 2}
+num_train_epochs: {desc: null, value: 2}
+rotary_pct: {desc: null, value: 0.25}
+num_attention_heads: {desc: null, value: 8}
+hidden_size: {desc: null, value: 512}
+max_position_embeddings: {desc: null, value: 512}
+"""
+
 FILES = {
     "GPT-NeoX": GPT_NEOX,
     "torchtune": TORCHTUNE,
@@ -218,5 +229,6 @@ FILES = {
     "fairseq": FAIRSEQ,
     "ms-swift's Megatron": MEGATRON_SWIFT,
     "open-instruct": OPEN_INSTRUCT,
+    "Weights & Biases": WANDB,
 }
 """YAML, or JSON, which is YAML too."""

@@ -32,7 +32,8 @@ def test_a_tool_that_is_not_read_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         recognized(path)
     assert f"is a config of {name} (" in str(caught.value)
-    assert "which unishard does not read; run `unishard init`" in str(caught.value)
+    instead = "translate the file from which the run was started" if name == "Weights & Biases" else "run `unishard init`"
+    assert f"which unishard does not read; {instead}" in str(caught.value)
     assert catalog.loudest(open_source(path))[1] == 0
     assert read(path, "deepspeed").format == "deepspeed"  # whoever names a format gets it
 

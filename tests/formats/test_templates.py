@@ -150,3 +150,32 @@ def test_jinja_inside_text_is_text(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
     path.write_text("per_device_train_batch_size: 1\nchat_template: |\n  {% for m in messages %}\n  role: {{ m.role }}\n  {% endfor %}\n")
     assert translate(path, "unishard").reading.source.data["chat_template"].startswith("{% for m in messages %}\nrole: {{ m.role }}")
+
+
+SED = {
+    "train_batch_size": "GBSIZE",
+    "train_micro_batch_size_per_gpu": "CONFIG_MBSIZE",
+    "steps_per_print": "LOG_INTERVAL",
+    "fp16": {"enabled": "FP16_ENABLE", "initial_scale_power": 12},
+    "zero_optimization": {"stage": "ZERO_STAGE", "overlap_comm": "OVERLAP"},
+    "prescale_gradients": "PRESCALE_GRAD",
+}
+"""A template of which a script replaces the words (sed) before it starts DeepSpeed."""
+
+
+def test_words_that_a_script_replaces_are_placeholders() -> None:
+    outcome = translate(SED, "unishard", from_="deepspeed")
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert outcome.reading.undecided["sharding.strategy"].who == "the placeholder ZERO_STAGE"
+    assert outcome.reading.undecided["training.micro_batch_size"].who == "the placeholder CONFIG_MBSIZE"
+    assert "precision.compute" in outcome.reading.undecided
+    assert item(outcome, "steps_per_print").fit is Fit.IGNORED
+    assert translate(SED, "deepspeed", from_="deepspeed").document == SED
+    decided = translate(SED, "deepspeed", from_="deepspeed", overrides=["training.micro_batch_size=4"]).document
+    assert decided == {**SED, "train_micro_batch_size_per_gpu": 4}
+
+
+@pytest.mark.parametrize("word", ["NONE", "TRUE5x", "Auto", "INFINITY", "B2", "big", "AUTO"])
+def test_other_words_in_the_place_of_a_number_are_refused(word: str) -> None:
+    document = {**SED, "train_micro_batch_size_per_gpu": word}
+    assert item(translate(document, "unishard", from_="deepspeed"), "train_micro_batch_size_per_gpu").fit is Fit.UNSUPPORTED

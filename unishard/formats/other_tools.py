@@ -139,6 +139,7 @@ TOOLS = (
         },
         instead="run `unishard init`; such scripts around Accelerate have a loop and defaults of their own",
     ),
+    _tool("Weights & Biases", {9: "_wandb wandb_version"}, instead="translate the file from which the run was started"),
     _tool("trlX", {2: "train.pipeline train.trainer method.gen_kwargs train.checkpoint_interval"}),
 )
 """Those named, the first of two that a document speaks for as much."""

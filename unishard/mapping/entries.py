@@ -15,7 +15,7 @@ from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
-from unishard.mapping.templates import is_placeholder, placeholders_in
+from unishard.mapping.templates import is_placeholder, is_template_word, placeholders_in
 
 __all__ = [
     "NOTHING",
@@ -24,6 +24,7 @@ __all__ = [
     "Key",
     "Meaning",
     "Path",
+    "TemplateWord",
     "Undecided",
     "Unreadable",
     "interpret",
@@ -35,6 +36,14 @@ _DOTTED = re.compile(r"[a-z_]+(\.[a-z_]+)+|backend|activation_checkpointing|stri
 
 class Unreadable(ValueError):
     """A value that its key cannot have. The message begins with "must be" and says what instead."""
+
+
+class TemplateWord(Unreadable):
+    """A word in capitals in the place of a number or a switch, which a script replaces before the tool reads it."""
+
+    def __init__(self, message: str, word: str) -> None:
+        super().__init__(message)
+        self.word = word
 
 
 class Undecided(NamedTuple):
@@ -165,7 +174,11 @@ def interpret(
     values = dict(_values(keys, blocks, document))
     assumed = {key: row.silent for key, row in keys.items() if row.silent is not NOTHING} | dict(defaults or {})
     said = {key: value for path, value in values.items() if (key := _key(path))}
-    given = Given({key: AUTO if auto and is_placeholder(value) else value for key, value in said.items()}, assumed, topology)
+    given = Given(
+        {key: AUTO if auto and (is_placeholder(value) or is_template_word(value)) else value for key, value in said.items()},
+        assumed,
+        topology,
+    )
     entries = []
     for path, value in values.items():
         key = _key(path)
@@ -218,7 +231,8 @@ def _read(row: Key, value: Any, given: Given) -> Meaning:
         meaning = row.read(value, given)
     except Unreadable as error:
         # A key may also depend on another that holds one, which the message names then.
-        if found := placeholders_in(value) or placeholders_in(str(error)):
+        word = (error.word,) if isinstance(error, TemplateWord) else ()
+        if found := placeholders_in(value) or placeholders_in(str(error)) or word:
             return _filled_in(row, found)
         meaning = Meaning(Fit.UNSUPPORTED, str(error))
     if meaning.fit is Fit.UNSUPPORTED and row.fields:
@@ -245,6 +259,8 @@ def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[An
     try:
         for handed_on in meaning.native.values() or (value,):
             accepts(handed_on)
+    except TemplateWord:
+        return meaning
     except Unreadable as error:
         if value is None:
             return meaning._replace(note=f"null is invalid for {tool} here, so the key is omitted", kept=False)
@@ -255,8 +271,8 @@ def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[An
 def _accepted(value: Any, accepts: Callable[[Any], Any]) -> bool:
     try:
         accepts(value)
-    except Unreadable:
-        return False
+    except Unreadable as error:
+        return isinstance(error, TemplateWord)
     return True
 
 

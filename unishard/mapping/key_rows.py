@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
+from unishard.mapping.entries import NOTHING, Given, Key, Meaning, TemplateWord, Undecided, Unreadable
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
+from unishard.mapping.templates import is_template_word
 
 __all__ = ["boolean", "broadcast_buffers", "drops", "integer", "listed", "number", "one_of", "own", "refuses", "sets", "text"]
 
@@ -30,7 +31,7 @@ def boolean(value: Any) -> bool:
         return value
     word = str(value).strip().lower()
     if word not in _BOOLEANS:
-        raise Unreadable(f"must be true or false, got {shown(value)}; write one of the two")
+        raise _unreadable("true or false", value, "one of the two")
     return _BOOLEANS[word]
 
 
@@ -40,7 +41,7 @@ def number(low: float = -math.inf, high: float = math.inf) -> Convert:
     def convert(value: Any) -> float:
         found = _float(value)
         if found is None or not low <= found <= high:
-            raise Unreadable(f"must be a number{_bounds(low, high)}, got {shown(value)}; write one")
+            raise _unreadable(f"a number{_bounds(low, high)}", value)
         return found
 
     return convert
@@ -52,13 +53,18 @@ def integer(low: float = -math.inf, high: float = math.inf) -> Convert:
     def convert(value: Any) -> int:
         found = _float(value)
         if found is None or found != int(found) or not low <= found <= high:
-            raise Unreadable(f"must be a whole number{_bounds(low, high)}, got {shown(value)}; write one")
+            raise _unreadable(f"a whole number{_bounds(low, high)}", value)
         try:
             return int(found if isinstance(value, float) else value)  # digits beyond a float's stay
         except ValueError:  # text such as 5e8
             return int(found)
 
     return convert
+
+
+def _unreadable(what: str, value: Any, write: str = "one") -> Unreadable:
+    message = f"must be {what}, got {shown(value)}; write {write}"
+    return TemplateWord(message, value) if is_template_word(value) else Unreadable(message)
 
 
 def _float(value: Any) -> float | None:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["is_placeholder", "placeholders_in"]
+__all__ = ["is_placeholder", "is_template_word", "placeholders_in"]
 
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\{\{[^{}]*\}\}|(?<![\w$])\$[A-Z_][A-Z0-9_]*")
+
+
+_WORD = re.compile(r"[A-Z][A-Z0-9]+(?:_[A-Z0-9]+)*")
+_VALUES = ("AUTO", "NONE", "NULL", "TRUE", "FALSE", "INFINITY")
+_SHORTEST = 4
+
+
+def is_template_word(value: Any) -> bool:
+    """Whether text in the place of a number or a switch is a word such as `GBSIZE`, which a script replaces (sed)."""
+    return isinstance(value, str) and len(value) >= _SHORTEST and _WORD.fullmatch(value) is not None and value not in _VALUES
 
 
 def placeholders_in(value: Any) -> tuple[str, ...]:
