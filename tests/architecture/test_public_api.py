@@ -81,6 +81,7 @@ def test_what_an_engine_is() -> None:
         "gather_for_metrics",
         "generate",
         "lockstep",
+        "log",
         "loss_scale",
         "lr",
         "mean",

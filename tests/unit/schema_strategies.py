@@ -69,6 +69,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 ),
                 communication=some(**sizes),
                 checkpoint=_checkpoints(),
+                logging=_logs(),
                 strict=st.booleans(),
             )
         ),
@@ -88,6 +89,16 @@ def _checkpoints(draw: st.DrawFn) -> Any:
     existing = st.sampled_from(("error", "resume", "new"))
     fields |= draw(some(every_steps=positive, every_minutes=st.floats(0.01, 525_600), on_signal=signals, on_existing=existing))
     return {"dir": directory, **fields} if fields else directory
+
+
+@st.composite
+def _logs(draw: st.DrawFn) -> Any:
+    """A `logging` section, or its short form."""
+    to = draw(st.lists(st.sampled_from(("progress", "jsonl", "wandb")), unique=True, max_size=2))
+    if to and {*to} <= {"progress"}:
+        return draw(st.sampled_from((to, {"to": to, "every_steps": 3})))
+    fields = {"to": to, "dir": "runs/logs"} if to else {}
+    return fields | (draw(some(wandb_mode=st.sampled_from(("online", "offline")), project=st.just("llama"))) if "wandb" in to else {})
 
 
 patterns = st.lists(st.sampled_from(("bias", "norm", r"^head\.", "[0-3]", "a|b")), min_size=1, max_size=2)

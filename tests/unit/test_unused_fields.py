@@ -38,6 +38,14 @@ ANOTHER: dict[str, Any] = {
     "checkpoint.every_minutes": 5.0,
     "checkpoint.on_signal": ["SIGTERM"],
     "checkpoint.keep_every": 5,
+    "logging.every_steps": 5,
+    "logging.dir": "logs",
+    "logging.project": "llama",
+    "logging.run_name": "first",
+    "logging.wandb_entity": "us",
+    "logging.wandb_group": "sweep",
+    "logging.wandb_mode": "offline",
+    "logging.mlflow_uri": "sqlite:///runs.db",
 }
 """Another value than the default, of each field that the schema refuses when it is unused."""
 NOT_REFUSED = {"communication.desync_timeout"}
@@ -48,6 +56,8 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"sharding": "hybrid_shard", "precision": "fp16", "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}},
     {"scheduler": {"name": "cosine", "warmup_steps": 9, "total_steps": 100}, "compile": "full", "offload": "cpu", "optimizer": "lion"},
     {"checkpoint": {"dir": "runs", "keep_last": 2}, "communication": {"desync_check": False}},
+    {"logging": ["progress"]},
+    {"logging": {"to": ["jsonl", "wandb"], "dir": "logs"}},
 )
 
 

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from unishard.config.activation_checkpointing import ActivationCheckpointing, Compile
 from unishard.config.checkpoint import Checkpoint
 from unishard.config.communication import Communication
+from unishard.config.logging import Logging
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
 from unishard.config.precision import Precision
@@ -27,6 +28,7 @@ __all__ = [
     "Communication",
     "Compile",
     "Config",
+    "Logging",
     "Offload",
     "Optimizer",
     "ParameterGroup",
@@ -76,6 +78,8 @@ class Config(Section):
     """`torch.compile`."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint.model_construct)
     """What is saved, when and where."""
+    logging: Logging = Field(default_factory=Logging.model_construct)
+    """What is logged, how often and where."""
     strict: bool = Field(default=False)
     """Whether an approximate translation is an error instead of a line in the report."""
     native: dict[str, dict[str, Any]] = Field(default={})

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from unishard.config import Config
+from unishard.config.logging import USERS
 
 __all__ = ["unused"]
 
@@ -22,6 +23,10 @@ def _optimizer_without(*names: str) -> Callable[[Config], bool]:
 
 def _no_offload(cfg: Config) -> bool:
     return (cfg.offload.params, cfg.offload.optimizer) == ("none", "none")
+
+
+def _not_to(users: tuple[str, ...]) -> Callable[[Config], bool]:
+    return lambda cfg: not {*users} & {*cfg.logging.to}
 
 
 _SCALE = ("precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval")
@@ -51,6 +56,8 @@ _CASES = (
         lambda cfg: cfg.checkpoint.dir is None,
         "there is no checkpoint.dir",
     ),
+    _Case(tuple(f"logging.{field}" for field in USERS), lambda cfg: not cfg.logging.to, "nothing is logged"),
+    *(_Case((f"logging.{field}",), _not_to(users), f"only {' and '.join(users)} read it") for field, users in USERS.items()),
     _Case(("checkpoint.keep_every",), lambda cfg: cfg.checkpoint.keep_last is None, "nothing is deleted"),
 )
 

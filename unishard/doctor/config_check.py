@@ -15,6 +15,7 @@ from unishard.config.topology import Topology
 from unishard.doctor.importing import quietly
 from unishard.engine.state.lineage import Lineage
 from unishard.errors import BackendError, CheckpointError, ConfigError, Problem
+from unishard.integrations import table
 from unishard.mapping.report import Translation
 from unishard.mapping.rules import Fit
 from unishard.plugins import registry, tested_versions
@@ -62,6 +63,7 @@ def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:
     if cfg.backend in registry.available():
         yield from _refused_by_backend(cfg, topology)
     yield from _checkpoint_refusals(cfg.checkpoint)
+    yield from _raised_by(lambda: table.require_installed(cfg))
 
 
 def notes_on(cfg: Config, topology: Topology) -> Iterator[str]:

@@ -27,6 +27,11 @@ PACKAGES = {
     "peft": "hf",
     "safetensors": "hf",
     "lion-pytorch": "optimizers",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow-skinny": "mlflow",
+    "sqlalchemy": "mlflow",
+    "alembic": "mlflow",
     "matplotlib": "demo",
 }
 """Distributions that unishard imports, to the extra that installs each; empty for required ones."""

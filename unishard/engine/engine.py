@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unishard.data.batches import Window
 from unishard.distributed.endings import names_causes
+from unishard.engine.metrics.recorder import check_values
 from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
 from unishard.errors import ContractError
@@ -28,7 +29,7 @@ __all__ = ["Engine"]
 class Engine(ParametersByName):
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
-    Every method except `on_save` and `close` is collective: call it on all ranks. A call on a closed engine, or a training call on a
+    Every method except `log`, `on_save` and `close` is collective: call it on all ranks. A call on a closed engine, or a training call on a
     model prepared with `train=False`, raises `ContractError`. If ranks make different calls, all of them raise
     `RankMismatchError`, which names each rank's call.
     """
@@ -161,6 +162,24 @@ class Engine(ParametersByName):
             dist.all_reduce(total)
             return float(total.item() / dist.get_world_size())
 
+    def log(self, **values: Tensor | float) -> None:
+        """Log your own values beside the engine's, to what `logging.to` names. Not collective, and free where it names nothing.
+
+        Rank 0's values are written, the other ranks' are ignored: pass `engine.mean(value)` for the mean over the ranks. They
+        belong to the record of the step that has just ended, or to the next one if that step has none; several values of one
+        name are averaged. A tensor is read when the record is written, so the call does not wait for the device.
+
+        Args:
+            values: Numbers or tensors with one element, by name: `engine.log(accuracy=0.9)`, `engine.log(**{"eval/loss": loss})`.
+
+        Raises:
+            ContractError: A value is no number, a name is one that the engine logs itself, or the engine is closed.
+        """
+        recorder = self._training("log").recorder
+        if recorder is not None:
+            check_values(values)
+            recorder.log(values)
+
     def train(self, mode: bool = True) -> Self:
         """Set the model to training or evaluation mode. Collective.
 
@@ -174,6 +193,8 @@ class Engine(ParametersByName):
         self._order.require_open("train")
         if self.module.training and not mode:
             self._buffers.equalize("eval")
+        if self._accumulation is not None and self._accumulation.recorder is not None:
+            self._accumulation.recorder.evaluating(not mode)
         self.module.train(mode)
         return self
 

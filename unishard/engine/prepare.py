@@ -28,6 +28,7 @@ from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ConfigError, ModelError, Problem
+from unishard.integrations.table import require_installed
 from unishard.mapping.report import Translation
 from unishard.plugins import registry, tested_versions
 from unishard.plugins.backend import Backend, OptimizerFactory
@@ -209,6 +210,8 @@ def _plan(
     recomputed, compiled = activation_checkpointing.find(model, cfg), compilation.find(model, cfg)
     setup = OptimizerSetup(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
+    if train:
+        require_installed(cfg)
     given = [name for name, value in (("optimizer", optimizer), ("scheduler", scheduler)) if value is not None]
     if given and not train:
         raise ConfigError([Problem(name, "was passed to prepare with train=False, which does no updates; remove it") for name in given])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unishard.config import Config
+from unishard.config import Config, Logging, leaves
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, When
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "BUFFERS",
     "NO_FILES",
     "keeps_more",
+    "logged_by_script",
     "lost",
     "moved_together",
     "none",
@@ -19,6 +20,7 @@ __all__ = [
     "write",
 ]
 
+_LOGGING = tuple(path for path, _ in leaves(Logging, "logging."))
 _WAITS = "affects only time: training waits until the files are written"
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
@@ -137,6 +139,16 @@ def saved_by_script(call: str) -> dict[str, Rule]:
             f"a handler (signal.signal) that sets a flag, and {call} after the update", lambda cfg: not cfg.checkpoint.on_signal, "empty"
         ),
     }
+
+
+def logged_by_script(what: str = "") -> dict[str, Rule]:
+    """The rows of `logging` where the training script logs: training is the same without.
+
+    Args:
+        what: What the tool itself has for it.
+    """
+    note = f"affects only logs{what and '; '}{what}"
+    return {path: none(note, lambda cfg: not cfg.logging.to, "nothing is logged") for path in _LOGGING}
 
 
 def unlooked(fit: Fit, key: str, note: str, *more: When, scaled: tuple[Fit, str] = (Fit.EXACT, "GradScaler does it")) -> Rule:

@@ -12,6 +12,7 @@ __all__ = ["LOOP", "NOT_FP16", "complete"]
 NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 _ARGUMENT = loop("argument of the optimizer")
 _GROUPS = loop("parameter groups, by the names that parameters have before sharding")
+_WRITER = loop("argument of the library that writes")
 _FORMULA = loop("part of the same formula")
 
 LOOP: Mapping[str, Rule] = {
@@ -59,6 +60,15 @@ LOOP: Mapping[str, Rule] = {
     "checkpoint.best": loop("part of the same"),
     "checkpoint.async_save": loop("copies to host memory, and a thread writes"),
     "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
+    "logging.to": loop("rank 0 writes"),
+    "logging.every_steps": loop("counts updates, at the end of a window"),
+    "logging.dir": loop("files of rank 0"),
+    "logging.project": _WRITER,
+    "logging.run_name": _WRITER,
+    "logging.wandb_entity": _WRITER,
+    "logging.wandb_group": _WRITER,
+    "logging.wandb_mode": _WRITER,
+    "logging.mlflow_uri": _WRITER,
     "strict": loop("refuses what is approximate in this table"),
 }
 """By field; a backend lists only where it differs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
 from unishard.engine.results import Step
 from unishard.errors import ContractError, NonFiniteError
+
+if TYPE_CHECKING:
+    from unishard.engine.metrics.recorder import MetricsRecorder
 
 __all__ = ["Accumulation"]
 
@@ -49,6 +52,8 @@ class Accumulation:
         self.schedule = schedule
         self.optimizer = optimizer
         self.loss_scale = LossScale(cfg.precision)
+        self.recorder: MetricsRecorder | None = None
+        """Measures what `logging` asks for; None if that is nothing."""
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
 
@@ -63,6 +68,8 @@ class Accumulation:
         if order.before_update is not None:
             order.before_update()
             order.before_update = None
+        if self.recorder is not None:
+            self.recorder.record_forward(args, kwargs)
         self.adapter.begin(last=order.last)
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE
@@ -80,6 +87,8 @@ class Accumulation:
         self._items.add(num_items)
         if order.progress is not None:
             order.progress.record_loss(loss.detach() / (1 if num_items is None else max(1, num_items)))
+        if self.recorder is not None:
+            self.recorder.record_loss(loss, num_items)
         if self._looks_for_division and num_items is None:
             self._looks_for_division = False
             warn_if_divided(loss, self._training.gradient_accumulation_steps)
@@ -110,6 +119,8 @@ class Accumulation:
         step = Step(updated=False, grad_norm=None, lr=self.schedule.lr, skipped=False) if inside else self._end_window(max_norm)
         if order.progress is not None:
             order.progress.record_step(step)
+        if self.recorder is not None and not inside:
+            self.recorder.record_step(step)
         return step
 
     def discard(self) -> None:
@@ -127,7 +138,9 @@ class Accumulation:
         self._finished = None
 
     def close(self) -> None:
-        """Give the user's optimizer and scheduler back."""
+        """Give the user's optimizer and scheduler back, and end the logs."""
+        if self.recorder is not None:
+            self.recorder.close()
         self.optimizer.close()
         self.schedule.close()
 

@@ -16,6 +16,7 @@ from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.distributed import process_group
 from unishard.distributed.interrupts import deferred
 from unishard.distributed.on_ranks import on_first, ranks_of
+from unishard.engine.metrics.recorder import timed
 from unishard.engine.results import Resumed
 from unishard.engine.state.autosave import EXIT_CODE, Autosave
 from unishard.engine.state.lineage import Lineage, RunName
@@ -50,6 +51,7 @@ class SaveAndLoad:
         """The last load."""
         self._check_before_update()
 
+    @timed
     @deferred()
     @without_collections()
     def save(self, root: str | Path | None, *, state: Any, metric: Any = None) -> Path:
@@ -122,6 +124,8 @@ class SaveAndLoad:
         self.resumed = restore(self._run, folder, group, strict=strict, verify=verify, data=data)
         if dist.get_rank() == 0:
             self._lineage.resumed(folder)
+        if self._run.accumulation is not None and self._run.accumulation.recorder is not None:
+            self._run.accumulation.recorder.resumed()
         self._check_before_update()
         return self.resumed
 

@@ -1,0 +1,241 @@
+"""What the engine logs: its own values are those of the updates, the user's stand beside them, and a resumed run has no step twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from playing import config, error, my_rank, own_share, play, prepare, refused, train, values
+
+from unishard.integrations import table
+from unishard.testing.cells import BACKENDS
+
+everywhere = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("logs"))
+
+
+def outcomes(scenario, backend, root):
+    """Of every rank; all scenarios of both engines are played in the same ranks."""
+    return play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)]
+
+
+def played(scenario, backend, root):
+    return values(outcomes(scenario, backend, root))
+
+
+def logging(backend, root, name, every=1, to=("jsonl",)):
+    return {"to": list(to), "every_steps": every, "dir": f"{root}/{backend}-{name}"}
+
+
+def lines(backend, root, name):
+    return [json.loads(line) for line in Path(root, f"{backend}-{name}", "log.jsonl").read_text().splitlines()]
+
+
+def close(one, other):
+    return one == pytest.approx(other, rel=1e-6)
+
+
+# -- the engine's own values -----------------------------------------------------------------------------------------------------
+
+
+def measured(backend, root):
+    """Five windows of two micro-batches, the last of one, with and without logs."""
+    sections = {"training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}}
+    with prepare(config(backend, logging=logging(backend, root, "measured", every=2), **sections)) as engine:
+        logged = train(engine, own_share(9))
+    with prepare(config(backend, **sections)) as engine:
+        return logged, train(engine, own_share(9))
+
+
+@everywhere
+def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, root):
+    logged, plain = played(measured, backend, root)[0]
+    assert logged == plain
+    found = lines(backend, root, "measured")
+    assert [line["step"] for line in found] == [2, 4]
+    for line, micro_batches in zip(found, (logged[:4], logged[4:8]), strict=True):
+        assert close(line["loss"], sum(loss for loss, _ in micro_batches) / 4)
+        last = micro_batches[-1][1]
+        assert (line["grad_norm"], line["lr"]) == (last.grad_norm, last.lr)
+        assert line["samples_per_second"] > 0
+        assert line["memory_gib"] > 0
+        assert line["skipped_updates"] == 0
+        assert "tokens_per_second" not in line, "an MLP has none"
+        assert "mfu" not in line, "a CPU's peak is unknown"
+
+
+def weighted(backend, root):
+    """Losses that are sums over items, whose counts differ between ranks; a window that is discarded."""
+    with prepare(config(backend, logging=logging(backend, root, "weighted"))) as engine:
+        sums = []
+        for turn, micro_batch in enumerate(engine.batches(own_share(3))):
+            items = 1 + my_rank() + turn
+            loss = engine(**micro_batch).loss * items
+            engine.backward(loss, num_items=items)
+            if turn == 1:
+                engine.discard()
+            else:
+                sums.append((2 * engine.mean(loss), 2 * engine.mean(float(items))))
+                engine.step()
+        return sums
+
+
+@everywhere
+def test_a_loss_over_items_is_their_mean(backend, root):
+    sums = played(weighted, backend, root)[0]
+    found = lines(backend, root, "weighted")
+    assert [line["step"] for line in found] == [1, 2]
+    for line, (total, items) in zip(found, sums, strict=True):
+        assert close(line["loss"], total / items)
+
+
+def skipped(backend, root):
+    with prepare(config(backend, logging=logging(backend, root, "skipped"))) as engine:
+        for turn, micro_batch in enumerate(engine.batches(own_share(3))):
+            engine.backward(engine(**micro_batch).loss * (float("nan") if turn == 1 else 1))
+            engine.step()
+
+
+@everywhere
+def test_skipped_updates_are_counted(backend, root):
+    played(skipped, backend, root)
+    found = lines(backend, root, "skipped")
+    assert [line["skipped_updates"] for line in found] == [0, 1, 1]
+    assert found[1]["loss"] is None
+    assert found[1]["grad_norm"] is None
+
+
+def tokens(backend, root):
+    section = logging(backend, root, "tokens")
+    with prepare(config(backend, logging=section, optimizer={"name": "adamw"}), "llama") as engine:
+        train(engine, own_share(2, "llama"))
+        return engine._accumulation.recorder._flops
+
+
+@everywhere
+def test_a_language_model_has_tokens_per_second_and_flops_of_the_formula(backend, root):
+    flops = played(tokens, backend, root)[0]
+    model = __import__("unishard.testing.models", fromlist=["MODELS"]).MODELS["llama"].build()
+    head = model.get_output_embeddings().weight
+    tables = {model.get_input_embeddings().weight} - {head}
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter not in tables)
+    assert flops == (6 * count, 12 * model.config.num_hidden_layers * model.config.hidden_size)
+    for line in lines(backend, root, "tokens"):
+        assert line["tokens_per_second"] > line["samples_per_second"] > 0
+
+
+# -- the user's values -----------------------------------------------------------------------------------------------------------
+
+
+def own_values(backend, root):
+    """One rank logs more than the other, an evaluation after the step of a record and its save, and values after the last record."""
+    section = logging(backend, root, "own", every=2)
+    cfg = config(backend, logging=section, checkpoint={"dir": f"{root}/{backend}-own-saved", "every_steps": 2})
+    with prepare(cfg) as engine:
+        for turn, micro_batch in enumerate(engine.batches(own_share(5)), 1):
+            loss = engine(**micro_batch).loss
+            engine.backward(loss)
+            engine.step()
+            engine.log(turn=turn, mine=loss.detach())
+            if engine.is_main:
+                engine.log(main=1.0)
+            if turn == 2:
+                engine.eval()
+                engine.log(**{"eval/loss": 0.25})
+                engine.train()
+        return refused(engine.log, loss=1.0), refused(engine.log, word="x"), refused(engine.log, many=loss.new_zeros(2))
+
+
+@everywhere
+def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
+    answers = played(own_values, backend, root)
+    assert answers[0] == answers[1]
+    assert answers[0] == (
+        "ContractError: log: loss is a value that the engine logs itself; choose another name, such as my_loss",
+        "ContractError: log: word must be a number or a tensor with one, got 'x'",
+        "ContractError: log: many must be one number, got a tensor of shape (2,); pass its mean, many.mean()",
+    )
+    found = {}
+    for line in lines(backend, root, "own"):
+        assert not found.get(line["step"], {}).keys() & (line.keys() - {"step"}), "no value twice"
+        found.setdefault(line["step"], {}).update(line)
+    assert list(found) == [2, 4, 5]
+    assert (found[2]["eval/loss"], found[2]["main"]) == (0.25, 1.0)
+    assert [found[step]["turn"] for step in (2, 4, 5)] == [1.5, 3.5, 5]
+    assert found[2]["checkpoint_seconds"] > 0
+    assert "mine" in found[4]
+
+
+# -- resuming --------------------------------------------------------------------------------------------------------------------
+
+
+def resumed(backend, root):
+    """A run that ends at step 5 and has saved step 4; the same program resumes it."""
+    section = logging(backend, root, "resumed")
+    for count in (5, 7):
+        checkpoint = {"dir": f"{root}/{backend}-saved", "every_steps": 2, "on_existing": "resume"}
+        with prepare(config(backend, checkpoint=checkpoint, logging=section)) as engine:
+            train(engine, own_share(count))
+
+
+@everywhere
+def test_a_resumed_run_has_each_step_once(backend, root):
+    played(resumed, backend, root)
+    found = [line["step"] for line in lines(backend, root, "resumed") if "loss" in line]
+    assert found == list(range(1, 12))
+
+
+# -- nothing asked ---------------------------------------------------------------------------------------------------------------
+
+
+def unasked(backend, root):
+    """The functions of logging that a step calls where `logging` is not set."""
+    called = []
+
+    def profile(frame, event, argument):
+        if event == "call" and ("/engine/metrics/" in frame.f_code.co_filename or "/integrations/" in frame.f_code.co_filename):
+            called.append(frame.f_code.co_name)
+
+    with prepare(config(backend)) as engine:
+        train(engine, own_share(1))
+        sys.setprofile(profile)
+        try:
+            train(engine, own_share(2))
+            engine.log(accuracy=1.0)
+        finally:
+            sys.setprofile(None)
+    return called
+
+
+@everywhere
+def test_a_step_without_logging_calls_nothing_of_it(backend, root):
+    assert played(unasked, backend, root) == [[], []]
+
+
+def missing(backend, root):
+    find_spec, table.find_spec = table.find_spec, lambda name: None
+    try:
+        prepare(config(backend, logging=logging(backend, root, "missing", to=["tensorboard"])))
+    finally:
+        table.find_spec = find_spec
+
+
+def unwritable(backend, root):
+    Path(root, f"{backend}-file").touch()
+    prepare(config(backend, logging={"to": ["jsonl"], "dir": f"{root}/{backend}-file/logs"}))
+
+
+@everywhere
+def test_what_cannot_be_written_is_an_error_of_prepare(backend, root):
+    needs = "tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove tensorboard"
+    assert error(outcomes(missing, backend, root)) == f"ConfigError: logging.to: {needs}"
+    assert error(outcomes(unwritable, backend, root)).startswith("ConfigError: logging.to: jsonl cannot be started: NotADirectoryError")
+
+
+SCENARIOS = (measured, weighted, skipped, tokens, own_values, resumed, unasked, missing, unwritable)

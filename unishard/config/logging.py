@@ -1,0 +1,76 @@
+"""What the engine logs by itself, how often, and where to."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from unishard.config.section import Section, refuse
+
+__all__ = ["USERS", "Destination", "Logging"]
+
+Destination = Literal["progress", "jsonl", "tensorboard", "wandb", "mlflow"]
+
+_FILES = ("jsonl", "tensorboard", "mlflow")
+"""Destinations that write into `logging.dir`; MLflow only without `mlflow_uri`."""
+
+
+class Logging(Section):
+    """What the engine logs by itself: loss, gradient norm, learning rate, throughput and memory, and the values of `engine.log`.
+
+    Training does not change. `logging: [progress, jsonl]` stands for `to`.
+    """
+
+    shorthand: ClassVar[tuple[str, ...]] = ("to",)
+
+    to: list[Destination] = Field(default=[])
+    """Where rank 0 writes. `progress`: a line on standard error. `jsonl`: one JSON object per line in `dir`/log.jsonl. `tensorboard`:
+    event files in `dir`. `wandb`: Weights & Biases. `mlflow`: an MLflow run. The last three need their package:
+    `pip install 'unishard[tensorboard]'`, `[wandb]`, `[mlflow]`. Empty: nothing is measured."""
+    every_steps: int = Field(default=10, ge=1)
+    """Log after every N optimizer steps, counted from the start of the training. The loss is the mean over these steps."""
+    dir: str | None = Field(default=None)
+    """Directory for the files of `jsonl`, `tensorboard`, of `mlflow` without `mlflow_uri`, and of `wandb` (default there: ./wandb)."""
+    project: str | None = Field(default=None)
+    """Project of `wandb`, experiment of `mlflow`. `null`: their default."""
+    run_name: str | None = Field(default=None)
+    """Name of the run in `wandb` and `mlflow`. `null`: they choose one."""
+    wandb_entity: str | None = Field(default=None)
+    """User or team of `wandb` that owns the run. `null`: your default one."""
+    wandb_group: str | None = Field(default=None)
+    """Group of runs in `wandb`. `null`: none."""
+    wandb_mode: Literal["online", "offline"] = Field(default="online")
+    """`offline`: `wandb` writes files for `wandb sync` and needs no network."""
+    mlflow_uri: str | None = Field(default=None)
+    """Tracking URI of `mlflow`, a server or a database. `null`: the SQLite database `dir`/mlflow.db."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems: list[tuple[str, str]] = []
+        if len(set(self.to)) < len(self.to):
+            problems.append(("to", f"names a destination twice: {', '.join(self.to)}; write each once"))
+        texts = ("dir", "project", "run_name", "wandb_entity", "wandb_group", "mlflow_uri")
+        empty = [field for field in texts if getattr(self, field) is not None and not getattr(self, field).strip()]
+        problems += [(field, "is empty; write a text, or null for none") for field in empty]
+        writing = [name for name in _FILES if name in self.to and not (name == "mlflow" and self.mlflow_uri)]
+        if self.dir is None and writing:
+            problems.append(("dir", f"is missing; {' and '.join(writing)} in logging.to need a directory for their files"))
+        for field in [field for field, users in USERS.items() if field in self.changed and not {*users} & {*self.to}]:
+            needed = ", ".join(USERS[field])
+            problems.append((field, f"is unused unless logging.to has one of {needed}; add one, or remove logging.{field}"))
+        refuse(problems)
+        return self
+
+
+USERS = {
+    "every_steps": ("progress", "jsonl", "tensorboard", "wandb", "mlflow"),
+    "dir": ("jsonl", "tensorboard", "wandb", "mlflow"),
+    "project": ("wandb", "mlflow"),
+    "run_name": ("wandb", "mlflow"),
+    "wandb_entity": ("wandb",),
+    "wandb_group": ("wandb",),
+    "wandb_mode": ("wandb",),
+    "mlflow_uri": ("mlflow",),
+}
+"""The destinations that read each field."""
