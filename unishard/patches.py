@@ -179,5 +179,13 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/distributed/distributed_c10d.py#L2460",
         instead="nothing to do: only the default group is aborted",
     ),
+    Patch(
+        name="memory-snapshot",
+        case="A snapshot of CUDA memory (`profile.memory`)",
+        names=("torch.cuda.memory:_record_memory_history", "torch.cuda.memory:_dump_snapshot"),
+        versions="none yet, for want of a GPU; torch 2.11 to 2.15 have the names",
+        link=f"{_TORCH}/cuda/memory.py#L892",
+        instead="set profile.memory to false, or use one of these versions",
+    ),
 )
 """Private names that unishard itself needs on every engine."""

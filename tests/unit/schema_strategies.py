@@ -70,6 +70,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 communication=some(**sizes),
                 checkpoint=_checkpoints(),
                 logging=_logs(),
+                profile=st.just({"steps": [2, 3], "dir": "traces"}) | st.just({}),
                 strict=st.booleans(),
             )
         ),

@@ -130,7 +130,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "number as key",
         "1: 2\n",
         [
-            "c.yaml:1: 1: unknown field; known here: backend, sharding, precision, offload, activation_checkpointing, training, optimizer, scheduler, communication, compile, checkpoint, logging, strict, native",
+            "c.yaml:1: 1: unknown field; known here: backend, sharding, precision, offload, activation_checkpointing, training, optimizer, scheduler, communication, compile, checkpoint, logging, profile, strict, native",
         ],
     ),
     (

@@ -45,6 +45,10 @@ ANOTHER: dict[str, Any] = {
     "logging.wandb_entity": "us",
     "logging.wandb_group": "sweep",
     "logging.wandb_mode": "offline",
+    "profile.dir": "traces",
+    "profile.ranks": "all",
+    "profile.memory": True,
+    "profile.shapes": True,
     "logging.mlflow_uri": "sqlite:///runs.db",
 }
 """Another value than the default, of each field that the schema refuses when it is unused."""
@@ -56,7 +60,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"sharding": "hybrid_shard", "precision": "fp16", "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}},
     {"scheduler": {"name": "cosine", "warmup_steps": 9, "total_steps": 100}, "compile": "full", "offload": "cpu", "optimizer": "lion"},
     {"checkpoint": {"dir": "runs", "keep_last": 2}, "communication": {"desync_check": False}},
-    {"logging": ["progress"]},
+    {"logging": ["progress"], "profile": {"steps": [3], "dir": "traces"}},
     {"logging": {"to": ["jsonl", "wandb"], "dir": "logs"}},
 )
 

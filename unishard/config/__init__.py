@@ -16,6 +16,7 @@ from unishard.config.logging import Logging
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
 from unishard.config.precision import Precision
+from unishard.config.profile import Profile
 from unishard.config.scheduler import Scheduler
 from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
 from unishard.config.sharding import Sharding
@@ -33,6 +34,7 @@ __all__ = [
     "Optimizer",
     "ParameterGroup",
     "Precision",
+    "Profile",
     "Scheduler",
     "Section",
     "Sharding",
@@ -80,6 +82,8 @@ class Config(Section):
     """What is saved, when and where."""
     logging: Logging = Field(default_factory=Logging.model_construct)
     """What is logged, how often and where."""
+    profile: Profile = Field(default_factory=Profile.model_construct)
+    """Which optimizer steps are traced."""
     strict: bool = Field(default=False)
     """Whether an approximate translation is an error instead of a line in the report."""
     native: dict[str, dict[str, Any]] = Field(default={})

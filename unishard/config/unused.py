@@ -58,6 +58,7 @@ _CASES = (
     ),
     _Case(tuple(f"logging.{field}" for field in USERS), lambda cfg: not cfg.logging.to, "nothing is logged"),
     *(_Case((f"logging.{field}",), _not_to(users), f"only {' and '.join(users)} read it") for field, users in USERS.items()),
+    _Case(("profile.dir", "profile.ranks", "profile.memory", "profile.shapes"), lambda cfg: not cfg.profile.steps, "no step is profiled"),
     _Case(("checkpoint.keep_every",), lambda cfg: cfg.checkpoint.keep_last is None, "nothing is deleted"),
 )
 

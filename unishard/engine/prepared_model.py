@@ -22,6 +22,7 @@ from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule
 from unishard.engine.loop.module_order import watch_modules
 from unishard.engine.loop.trainable import Trainable
+from unishard.engine.metrics.profiling import profiling_of
 from unishard.engine.metrics.recorder import MetricsRecorder
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
@@ -87,6 +88,7 @@ class PreparedModel(Process):
             self._accumulation = Accumulation(cfg, training, order, schedule, calls)
             if cfg.logging.to:
                 self._accumulation.recorder = MetricsRecorder(cfg, training, order)
+            self._accumulation.profiling = profiling_of(cfg, order, adapter.device)
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
         self._tensors = tensors
         run = Run(cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unishard.config import Config, Logging, leaves
+from unishard.config import Config, Logging, Profile, leaves
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, When
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 _LOGGING = tuple(path for path, _ in leaves(Logging, "logging."))
+_PROFILE = tuple(path for path, _ in leaves(Profile, "profile."))
 _WAITS = "affects only time: training waits until the files are written"
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
@@ -142,13 +143,16 @@ def saved_by_script(call: str) -> dict[str, Rule]:
 
 
 def logged_by_script(what: str = "") -> dict[str, Rule]:
-    """The rows of `logging` where the training script logs: training is the same without.
+    """The rows of `logging` and `profile` where the training script logs: training is the same without.
 
     Args:
         what: What the tool itself has for it.
     """
     note = f"affects only logs{what and '; '}{what}"
-    return {path: none(note, lambda cfg: not cfg.logging.to, "nothing is logged") for path in _LOGGING}
+    return {
+        **{path: none(note, lambda cfg: not cfg.logging.to, "nothing is logged") for path in _LOGGING},
+        **{path: none("traces only; use torch.profiler", lambda cfg: not cfg.profile.steps, "no steps") for path in _PROFILE},
+    }
 
 
 def unlooked(fit: Fit, key: str, note: str, *more: When, scaled: tuple[Fit, str] = (Fit.EXACT, "GradScaler does it")) -> Rule:

@@ -69,6 +69,11 @@ LOOP: Mapping[str, Rule] = {
     "logging.wandb_group": _WRITER,
     "logging.wandb_mode": _WRITER,
     "logging.mlflow_uri": _WRITER,
+    "profile.steps": loop("`torch.profiler` from the forward to the update of each"),
+    "profile.dir": loop("a file for each run of steps and rank"),
+    "profile.ranks": loop("part of the same"),
+    "profile.memory": loop("a snapshot of the CUDA allocator, or the profiler's memory events"),
+    "profile.shapes": loop("argument of the profiler"),
     "strict": loop("refuses what is approximate in this table"),
 }
 """By field; a backend lists only where it differs."""

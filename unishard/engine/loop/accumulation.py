@@ -29,6 +29,7 @@ from unishard.engine.results import Step
 from unishard.errors import ContractError, NonFiniteError
 
 if TYPE_CHECKING:
+    from unishard.engine.metrics.profiling import Profiling
     from unishard.engine.metrics.recorder import MetricsRecorder
 
 __all__ = ["Accumulation"]
@@ -54,6 +55,8 @@ class Accumulation:
         self.loss_scale = LossScale(cfg.precision)
         self.recorder: MetricsRecorder | None = None
         """Measures what `logging` asks for; None if that is nothing."""
+        self.profiling: Profiling | None = None
+        """Traces the steps of `profile`; None if there are none on this rank."""
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
 
@@ -70,6 +73,8 @@ class Accumulation:
             order.before_update = None
         if self.recorder is not None:
             self.recorder.record_forward(args, kwargs)
+        if self.profiling is not None:
+            self.profiling.record_forward()
         self.adapter.begin(last=order.last)
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE
@@ -119,6 +124,8 @@ class Accumulation:
         step = Step(updated=False, grad_norm=None, lr=self.schedule.lr, skipped=False) if inside else self._end_window(max_norm)
         if order.progress is not None:
             order.progress.record_step(step)
+        if self.profiling is not None and not inside:
+            self.profiling.record_step()
         if self.recorder is not None and not inside:
             self.recorder.record_step(step)
         return step
@@ -141,6 +148,8 @@ class Accumulation:
         """Give the user's optimizer and scheduler back, and end the logs."""
         if self.recorder is not None:
             self.recorder.close()
+        if self.profiling is not None:
+            self.profiling.close()
         self.optimizer.close()
         self.schedule.close()
 

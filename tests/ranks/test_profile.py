@@ -1,0 +1,107 @@
+"""What `profile` writes: a trace that holds the chosen steps, the same on every engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playing import config, own_share, play, prepare, train, values
+
+import unishard
+from unishard.testing.cells import BACKENDS
+
+everywhere = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("traces"))
+
+
+def played(scenario, backend, root):
+    """What every rank returned; all scenarios of both engines are played in the same ranks."""
+    return values(play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)])
+
+
+def traced(backend, root):
+    """Steps 2 and 3 share a trace, 5 has one of its own; step 2 is discarded once."""
+    sections = {"training": {"gradient_accumulation_steps": 2}}
+    profile = {"steps": [2, 3, 5], "dir": f"{root}/{backend}", "memory": True, "ranks": "all"}
+    with prepare(config(backend, profile=profile, **sections)) as engine:
+        logged = []
+        for turn, micro_batch in enumerate(engine.batches(own_share(12))):
+            loss = engine(**micro_batch).loss
+            if turn == 2:
+                engine.discard()
+                continue
+            engine.backward(loss)
+            logged.append((loss.item(), engine.step()))
+    return logged
+
+
+def untraced(backend, root):
+    profile = {"steps": [9], "dir": f"{root}/{backend}-none"}
+    with prepare(config(backend, profile=profile)) as engine:
+        train(engine, own_share(2))
+
+
+def ended(backend, root):
+    """A run that ends inside a chosen step, after one that is written; only rank 0 is traced."""
+    profile = {"steps": [1, 3, 4], "dir": f"{root}/{backend}-ended", "shapes": True}
+    with prepare(config(backend, profile=profile, training={"gradient_accumulation_steps": 2})) as engine:
+        train(engine, own_share(6))
+        engine.backward(engine(**own_share(1)[0]).loss)
+
+
+def steps_in(path):
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert any(name.startswith("aten::") for name in names)
+    return sorted({name for name in names if name.startswith("ProfilerStep#")})
+
+
+@everywhere
+def test_a_trace_holds_the_chosen_steps(backend, root):
+    played(traced, backend, root)
+    folder = Path(root, backend)
+    files = [f"steps-{steps}.rank{rank}.{kind}.json" for steps in ("2-3", "5-5") for rank in (0, 1) for kind in ("memory", "trace")]
+    assert sorted(path.name for path in folder.iterdir()) == files
+    for rank in (0, 1):
+        assert steps_in(folder / f"steps-2-3.rank{rank}.trace.json") == ["ProfilerStep#2", "ProfilerStep#3"]
+        assert steps_in(folder / f"steps-5-5.rank{rank}.trace.json") == ["ProfilerStep#5"]
+        points = json.loads((folder / f"steps-2-3.rank{rank}.memory.json").read_text())["points"]
+        assert points == sorted(points)
+        assert max(size for _, size in points) > 0
+
+
+@everywhere
+def test_steps_that_do_not_come_leave_no_file(backend, root):
+    played(untraced, backend, root)
+    assert not Path(root, f"{backend}-none").exists()
+
+
+@everywhere
+def test_steps_that_do_not_end_are_not_written_and_harm_nothing(backend, root):
+    played(ended, backend, root)
+    (trace,) = Path(root, f"{backend}-ended").iterdir()
+    assert trace.name == "steps-1-1.rank0.trace.json"
+    assert steps_in(trace) == ["ProfilerStep#1"]
+
+
+SCENARIOS = (ended, traced, untraced)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"steps": [3]}, "profile.dir: is missing; traces need a directory, such as runs/profile"),
+        ({"steps": [0], "dir": "a"}, "profile.steps: counts from 1, got 0; write numbers of at least 1, such as [10, 11]"),
+        ({"steps": [3, 2], "dir": "a"}, "profile.steps: must rise, without a number twice; sort them, as in [10, 11, 12]"),
+        ({"memory": True}, "profile.memory: is unused without profile.steps; name the steps, or remove profile.memory"),
+    ],
+)
+def test_what_the_section_refuses(section, message):
+    with pytest.raises(unishard.ConfigError) as caught:
+        unishard.load({"profile": section})
+    assert str(caught.value) == message
