@@ -14,6 +14,7 @@ import pytest
 from running import ROOT, Terminal, plain, run
 
 from unishard import doctor
+from unishard.config.topology import Topology
 from unishard.doctor import devices, importing, packages
 from unishard.errors import BackendError
 from unishard.patches import CORE_PATCHES, Patch
@@ -264,7 +265,10 @@ def test_half_a_launcher_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
+    met: list[Topology] = []
+    monkeypatch.setattr(doctor, "connected", lambda topology: met.append(topology) or [])
     assert report()["launcher"]["found"] == "torchrun, rank 0 of 2"
+    assert [(each.rank, each.world_size) for each in met] == [(0, 2)], "it meets the other rank"
 
 
 def test_what_engines_print_while_they_are_imported_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:

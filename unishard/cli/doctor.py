@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,17 +21,37 @@ __all__ = ["doctor"]
 _COLUMNS = ("status", "what", "found", "to do")
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write it as JSON.")] = False) -> None:
+def doctor(
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, max=64, metavar="N", help="Start N ranks on this host, and measure what connects them.")
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", metavar="DIR", help="Measure the disk of this directory, such as that of the checkpoints.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write it as JSON.")] = False,
+) -> None:
     """Check this environment.
 
-    Checks versions and whether they were tested, the engines, the private names that workarounds need, accelerators, and the
-    launcher's variables. Imports the installed engines. Exits with 1 if training cannot run.
+    Checks versions and whether they were tested, the engines, the private names that workarounds need, accelerators, shared memory, the
+    limit of open files, and the launcher's variables. Imports the installed engines. Exits with 1 if training cannot run.
 
-    Example: unishard doctor --json
+    Started by a launcher, as in `torchrun --nnodes 2 ... -m unishard doctor`, the ranks also connect, and rank 0 reports the rendezvous,
+    latency and bandwidth over gloo and NCCL, the slowest link between two ranks, and differences of versions and clocks.
+
+    Example: unishard doctor --ranks 4 --dir runs/llama
     """
-    from unishard.doctor import Status, examine, worst
+    from unishard.doctor import Status, connected, examine, place, worst
 
-    checks = list(examine())
+    topology = place()
+    if topology.launcher == "python":
+        checks = list(examine(ranks, directory))
+    elif ranks is not None:
+        raise typer.BadParameter("a launcher has started this process among others; leave --ranks out", param_hint="--ranks")
+    else:
+        connections = connected(topology)  # first: the ranks should not wait until one has imported the engines
+        checks = [*(examine(None, directory) if topology.rank == 0 else []), *connections]
+        if not checks:
+            return
     if as_json:
         typer.echo(json.dumps(_object(checks), indent=2))
     else:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from unishard.doctor.check import Check, Status
-from unishard.doctor.examination import examine, worst
+from unishard.doctor.examination import connected, examine, place, worst
 
-__all__ = ["Check", "Status", "examine", "worst"]
+__all__ = ["Check", "Status", "connected", "examine", "place", "worst"]

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 
 from unishard.config.topology import Topology, rendezvous
 from unishard.doctor import engines
 from unishard.doctor.check import Check, Status
 from unishard.doctor.devices import devices
+from unishard.doctor.local_ranks import local_ranks
+from unishard.doctor.machine import disk, machine
 from unishard.doctor.packages import packages, python
 from unishard.errors import ConfigError
 from unishard.patches import CORE_PATCHES
 from unishard.plugins.tested_versions import tested
 
-__all__ = ["examine", "worst"]
+__all__ = ["connected", "examine", "place", "worst"]
 
 
-def examine() -> Iterator[Check]:
-    """Run all checks. Imports the installed engines."""
+def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator[Check]:
+    """Run all checks. Imports the installed engines.
+
+    Args:
+        ranks: So many processes are started on this host, and what connects them is measured.
+        directory: Its disk is measured.
+    """
     yield python()
     usable, unreadable = engines.found()
     needed = {"torch": "torch"} | {package: extra for backend in usable for package, extra in backend.requires.items()}
@@ -31,7 +40,32 @@ def examine() -> Iterator[Check]:
     yield from engines.probes({"unishard": CORE_PATCHES} | {backend.name: backend.patches for backend in usable}, unusable)
     if "torch" not in unusable:
         yield from devices()
+    yield from machine()
+    if directory is not None:
+        yield disk(directory)
     yield _launcher(os.environ)
+    if ranks is not None and "torch" not in unusable:
+        yield from local_ranks(ranks)
+
+
+def place(environ: Mapping[str, str] = os.environ) -> Topology:
+    """This process among those that a launcher has started; a single one if the launcher's variables cannot be read."""
+    try:
+        topology = Topology.from_environment(environ)
+        rendezvous(topology, environ)
+    except ConfigError:
+        return Topology()
+    return topology
+
+
+def connected(topology: Topology) -> list[Check]:
+    """Connect with the other processes of the launcher, and measure what connects them. Collective.
+
+    Returns:
+        The checks on rank 0, and on every rank that cannot connect.
+    """
+    found: list[Check] = import_module("unishard.doctor.ranks").connections(topology)
+    return found
 
 
 def worst(checks: Sequence[Check]) -> Status:
