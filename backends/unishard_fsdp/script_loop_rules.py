@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.mapping.field_rows import BUFFERS, logged_by_script, none, saved_by_script, unlooked, write
+from unishard.mapping.field_rows import BUFFERS, logged_by_script, none, saved_by_script, started_elsewhere, unlooked, write
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule
 
 __all__ = ["BY_SCRIPT"]
@@ -81,6 +81,7 @@ BY_SCRIPT: Mapping[str, Rule] = {
     "compile.backend": write("compile(backend=...)", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
     **saved_by_script("torch.distributed.checkpoint.save(...)"),
     **logged_by_script(),
+    **started_elsewhere("arguments of torchrun"),
     "strict": none("says how unishard itself takes approximations"),
 }
 """Rows by field; `unishard_fsdp.script_rules` puts them in the order of the schema."""

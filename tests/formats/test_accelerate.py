@@ -600,6 +600,8 @@ def test_there_and_back_is_what_it_was(document):
     back = formats.translate(there.document, "unishard", from_="accelerate").reading
     decided = {path for path in back.decided if path in {name for name, _ in leaves(Config)} and path != "native"}
     assert {"sharding.strategy", "precision.compute", "backend"} <= decided
+    assert (back.config.launch.nodes, back.config.launch.processes_per_node) == (2, 8)  # the ranks that were asked for
+    decided -= {"launch.nodes", "launch.processes_per_node"}
     decided -= {"precision.accumulate"}  # the one default of DeepSpeed that is not taken over, since FSDP2 adds up in fp32 alone
     assert {path: value_at(back.config, path) for path in decided} == {path: value_at(before, path) for path in decided}
     again = formats.translate(there.document, "accelerate", from_="accelerate")

@@ -1,4 +1,4 @@
-"""What every config in `configs/` becomes on every backend, and what `--help` says, kept as files.
+"""What every config in `configs/` becomes on every backend, what `--help` says, and the jobs of `unishard launch`, kept as files.
 
 After a change that is meant, write them anew and read the difference:
 
@@ -15,14 +15,49 @@ from typer.testing import CliRunner
 
 import unishard
 from unishard.cli import app
+from unishard.formats.documents import yaml_text
+from unishard.launch.command import Script
+from unishard.launch.kubernetes import manifest
+from unishard.launch.slurm import batch_script
+from unishard.loading.launched import variables
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"
 TOPOLOGY = unishard.Topology(world_size=8, local_world_size=4)
+FOLDERS = ("native", "help", "launch")
 COMMANDS = (
-    *("", "translate", "diff", "explain", "check", "init", "set", "migrate", "schema", "docs", "backends", "doctor", "demo", "export"),
+    *(
+        "",
+        "translate",
+        "diff",
+        "explain",
+        "check",
+        "init",
+        "set",
+        "migrate",
+        "schema",
+        "docs",
+        "backends",
+        "doctor",
+        "launch",
+        "demo",
+        "export",
+    ),
     *("checkpoint", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint diff", "checkpoint convert"),
 )
+
+
+CLUSTER = {
+    "checkpoint": {"dir": "/data/runs/llama", "on_existing": "resume", "every_steps": 500, "on_signal": ["USR1"]},
+    "launch": {
+        "nodes": "2:4",
+        "processes_per_node": 8,
+        "max_restarts": 3,
+        "environment": {"NCCL_DEBUG": "INFO"},
+        "slurm": {"partition": "gpu", "gpus-per-node": 8, "time": "4:00:00", "signal": "USR1@300", "setup": "module load cuda"},
+        "kubernetes": {"image": "registry/train:1", "namespace": "ml", "volume_claim": "data", "mount_path": "/data"},
+    },
+}
 
 
 def expected() -> Iterator[tuple[Path, str]]:
@@ -36,11 +71,22 @@ def expected() -> Iterator[tuple[Path, str]]:
             app, [*command.split(), "--help"], prog_name="unishard", env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}
         )
         yield HERE / "help" / f"{command.replace(' ', '-') or 'unishard'}.txt", result.stdout
+    yield from _jobs()
+
+
+def _jobs() -> Iterator[tuple[Path, str]]:
+    """The jobs that `unishard launch` writes."""
+    cfg, script = unishard.load(CLUSTER), Script("train.py", ("--epochs", "3"))
+    told = variables("/data/cfg.yaml", ["training.seed=1"])
+    yield HERE / "launch" / "slurm.sh", batch_script(cfg, script, told, "train")
+    yield HERE / "launch" / "pytorchjob.yaml", yaml_text(manifest(cfg, script, told, "train"))
+    fixed = cfg.override("launch.nodes=2", "launch.kubernetes.kind=TrainJob")
+    yield HERE / "launch" / "trainjob.yaml", yaml_text(manifest(fixed, script, told, "train"))
 
 
 def main() -> None:
     files = dict(expected())
-    for stale in {*HERE.glob("native/*"), *HERE.glob("help/*")} - files.keys():
+    for stale in {path for folder in FOLDERS for path in HERE.glob(f"{folder}/*")} - files.keys():
         stale.unlink()
     for path, text in files.items():
         path.parent.mkdir(exist_ok=True)

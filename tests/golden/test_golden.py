@@ -16,4 +16,4 @@ def test_file(path: Path) -> None:
 
 
 def test_no_file_is_left_over() -> None:
-    assert {*bless.HERE.glob("native/*"), *bless.HERE.glob("help/*")} == FILES.keys()
+    assert {path for folder in bless.FOLDERS for path in bless.HERE.glob(f"{folder}/*")} == FILES.keys()

@@ -130,7 +130,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "number as key",
         "1: 2\n",
         [
-            "c.yaml:1: 1: unknown field; known here: backend, sharding, precision, offload, activation_checkpointing, training, optimizer, scheduler, communication, compile, checkpoint, logging, profile, strict, native",
+            "c.yaml:1: 1: unknown field; known here: backend, sharding, precision, offload, activation_checkpointing, training, optimizer, scheduler, communication, compile, checkpoint, logging, profile, launch, strict, native",
         ],
     ),
     (
@@ -471,7 +471,7 @@ def test_nul_in_the_name() -> None:
 def test_neither_a_path_nor_a_mapping() -> None:
     accepted = "load expects the path of a YAML file or a mapping such as {'backend': 'fsdp'}"
     assert message(["backend"]) == f"{accepted}, got [backend] (list)"
-    assert message(None) == f"{accepted}, got None"
+    assert message(None).startswith("load() without a path reads the config that `unishard launch` was given, but this script was started")
     assert message(3) == f"{accepted}, got 3 (int)"
 
 

@@ -36,6 +36,7 @@ _COMMANDS = (
     "docs",
     "backends",
     "doctor",
+    "launch",
     "demo",
     "export",
     "checkpoint",

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from unishard.config.activation_checkpointing import ActivationCheckpointing, Compile
 from unishard.config.checkpoint import Checkpoint
 from unishard.config.communication import Communication
+from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
@@ -29,6 +30,7 @@ __all__ = [
     "Communication",
     "Compile",
     "Config",
+    "LaunchSettings",
     "Logging",
     "Offload",
     "Optimizer",
@@ -84,6 +86,8 @@ class Config(Section):
     """What is logged, how often and where."""
     profile: Profile = Field(default_factory=Profile.model_construct)
     """Which optimizer steps are traced."""
+    launch: LaunchSettings = Field(default_factory=LaunchSettings.model_construct)
+    """How `unishard launch` starts the ranks."""
     strict: bool = Field(default=False)
     """Whether an approximate translation is an error instead of a line in the report."""
     native: dict[str, dict[str, Any]] = Field(default={})

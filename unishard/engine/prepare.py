@@ -176,7 +176,7 @@ def _agree(
 ) -> None:
     """Check that all ranks have the same arguments, so that later errors are raised on every rank. Collective."""
     collective_check.meet("unishard.prepare")
-    said = {path: value_at(cfg, path) for path, _ in leaves(Config)}
+    said = {path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")}  # may differ by host
     process_group.agree(said | {"ranks that share one copy": shard_group_size(cfg, topology)}, "configs")
     process_group.agree({"train": train} | description_of(model), "models")
     process_group.agree(optimizers.description_of(optimizer, model), "optimizers")

@@ -9,7 +9,7 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
 from unishard.config.nested import Native, nested
 from unishard.config.topology import Topology
-from unishard.mapping.field_rows import BUFFERS, NO_FILES, logged_by_script, saved_by_script
+from unishard.mapping.field_rows import BUFFERS, NO_FILES, logged_by_script, saved_by_script, started_elsewhere
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, Setting, When, unless
 
 __all__ = ["FALLBACKS", "NOT_FP16", "copied", "exact", "noted", "row", "rows", "when_default"]
@@ -177,6 +177,7 @@ FALLBACKS: Mapping[str, Rule] = {
     ),
     **{path: row for path, row in saved_by_script("your save function").items() if path not in _SPARED},
     **logged_by_script(),
+    **started_elsewhere("a setting of the launcher; training is the same"),
     "sharding.min_unit_params": row(Fit.EQUIVALENT, NO_KEY, _SMALLER, when_default("sharding.min_unit_params")),
     "precision.accumulate": row(
         Fit.APPROXIMATE,

@@ -12,6 +12,7 @@ from unishard.config import Config, Section
 from unishard.config.describe import shown
 from unishard.errors import ConfigError, Problem
 from unishard.loading.document import Document, from_file, from_mapping, section_of, without_own_sections
+from unishard.loading.launched import handed_over
 from unishard.loading.origins import Origin, Origins
 from unishard.loading.overrides import override
 from unishard.loading.renamed import current_change, current_names
@@ -20,11 +21,11 @@ from unishard.loading.validation import Finding, dotted, findings_of
 __all__ = ["Origin", "Origins", "load", "read", "settle"]
 
 
-def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, section: str | None = None) -> Config:
+def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), *, section: str | None = None) -> Config:
     """Load a config from a YAML 1.2 file or a mapping. Top-level keys that start with `x-` are your own, and are not read.
 
     Args:
-        source: Path of a YAML file, or its content as a mapping.
+        source: Path of a YAML file, or its content as a mapping. None: the file that `unishard launch` was given, with its overrides.
         overrides: Overrides such as `["training.micro_batch_size=4", "sharding.units=[A, B]"]`. The value is YAML;
             the last one wins.
         section: Dotted name of the section that holds the config, in a file that has other sections too; None for the whole file.
@@ -33,8 +34,12 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
         The validated config.
 
     Raises:
-        ConfigError: The file cannot be read, or has invalid values. Lists every problem with `file:line`.
+        ConfigError: The file cannot be read, or has invalid values; lists every problem with `file:line`. Or there is no source, and
+            `unishard launch` has not started this process.
     """
+    if source is None:
+        source, given = handed_over()
+        overrides = [*given, *_changes(overrides)]
     return read(source, overrides, section=section)[0]
 
 

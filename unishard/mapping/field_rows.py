@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unishard.config import Config, Logging, Profile, leaves
+from unishard.config import Config, LaunchSettings, Logging, Profile, leaves
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, When
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "moved_together",
     "none",
     "saved_by_script",
+    "started_elsewhere",
     "unless",
     "unlooked",
     "write",
@@ -22,6 +23,7 @@ __all__ = [
 
 _LOGGING = tuple(path for path, _ in leaves(Logging, "logging."))
 _PROFILE = tuple(path for path, _ in leaves(Profile, "profile."))
+_LAUNCH = LaunchSettings()
 _WAITS = "affects only time: training waits until the files are written"
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
@@ -153,6 +155,21 @@ def logged_by_script(what: str = "") -> dict[str, Rule]:
         **{path: none(note, lambda cfg: not cfg.logging.to, "nothing is logged") for path in _LOGGING},
         **{path: none("traces only; use torch.profiler", lambda cfg: not cfg.profile.steps, "no steps") for path in _PROFILE},
     }
+
+
+def started_elsewhere(note: str) -> dict[str, Rule]:
+    """The rows of `launch` where another launcher starts the ranks.
+
+    Args:
+        note: What starts them.
+    """
+    return {f"launch.{name}": _unlaunched(name, note) for name in LaunchSettings.model_fields}
+
+
+def _unlaunched(name: str, note: str) -> Rule:
+    default = getattr(_LAUNCH, name)
+    case = "null" if default is None else "empty" if default == {} else str(default)
+    return none(note, lambda cfg: bool(getattr(cfg.launch, name) == default), case)
 
 
 def unlooked(fit: Fit, key: str, note: str, *more: When, scaled: tuple[Fit, str] = (Fit.EXACT, "GradScaler does it")) -> Rule:

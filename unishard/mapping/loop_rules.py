@@ -15,6 +15,19 @@ _GROUPS = loop("parameter groups, by the names that parameters have before shard
 _WRITER = loop("argument of the library that writes")
 _FORMULA = loop("part of the same formula")
 
+_LAUNCH = {
+    "launch.nodes": "`--nnodes` of torchrun, `--nodes` of sbatch",
+    "launch.processes_per_node": "`--nproc-per-node` of torchrun",
+    "launch.endpoint": "`--rdzv-endpoint` of torchrun",
+    "launch.rendezvous": "`--rdzv-backend` of torchrun",
+    "launch.rendezvous_id": "`--rdzv-id` of torchrun",
+    "launch.rendezvous_options": "`--rdzv-conf` of torchrun",
+    "launch.max_restarts": "`--max-restarts` of torchrun",
+    "launch.environment": "of the ranks",
+    "launch.slurm": "options of sbatch",
+    "launch.kubernetes": "settings of the manifest",
+}
+
 LOOP: Mapping[str, Rule] = {
     "backend": loop("chooses this table"),
     "precision.initial_loss_scale": loop("where the dynamic scale begins", NOT_FP16),
@@ -74,6 +87,7 @@ LOOP: Mapping[str, Rule] = {
     "profile.ranks": loop("part of the same"),
     "profile.memory": loop("a snapshot of the CUDA allocator, or the profiler's memory events"),
     "profile.shapes": loop("argument of the profiler"),
+    **{path: Rule(Fit.EXACT, "unishard launch", note) for path, note in _LAUNCH.items()},
     "strict": loop("refuses what is approximate in this table"),
 }
 """By field; a backend lists only where it differs."""

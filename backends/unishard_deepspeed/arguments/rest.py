@@ -9,7 +9,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.mapping.entries import NOTHING, Given, Key, Meaning
 from unishard.mapping.express import AUTO
-from unishard.mapping.field_rows import logged_by_script, saved_by_script
+from unishard.mapping.field_rows import logged_by_script, saved_by_script, started_elsewhere
 from unishard.mapping.key_rows import boolean, drops, integer, own, refuses
 from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
@@ -152,6 +152,7 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     "compile.backend": Rule(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
     **saved_by_script("engine.save_checkpoint(...)"),
     **logged_by_script(),
+    **started_elsewhere("arguments of the launcher"),
     "strict": Rule(Fit.IGNORED, "", "only affects unishard's report", when=(When("false", lambda cfg: not cfg.strict, Fit.EXACT, ""),)),
     "native": Rule(Fit.EXACT, "any key", "native.deepspeed, as it is", to=lambda cfg, topology: dict(cfg.native.get("deepspeed", {}))),
 }

@@ -75,7 +75,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "unishard": __version__}
         | {name: version(name).partition("+")[0] for name in packages},
         "world_size": dist.get_world_size(),
-        "config": run.cfg.model_dump(mode="json"),
+        "config": run.cfg.model_dump(mode="json", exclude={"launch"}),
         "model": ModelRecord(
             class_name=run.model_class,
             fingerprint=fingerprint_of(shapes),

@@ -15,12 +15,13 @@ from unishard.formats.names import names
 from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, one_of, refuses, text
 from unishard.mapping.rules import Fit
+from unishard.mapping.templates import is_placeholder
 
 __all__ = ["KEYS", "TOOL"]
 
 TOOL = "Accelerate 1.15.0"
 
-_LAUNCHER = "launcher setting; start unishard with torchrun or srun"
+_LAUNCHER = "launcher setting; start unishard with `unishard launch`, torchrun or srun"
 _ENVIRONMENT = f"{TOOL} refuses a file with this key; export the variables before the launch instead"
 _TPU = "only used on TPUs"
 _FP8 = "only used with fp8, which becomes bf16"
@@ -33,6 +34,11 @@ _GONE: Mapping[str, str] = {
     "tpu_cluster": f"only used on TPUs; {TOOL} refuses this key, so remove it",
 }
 """Keys with which Accelerate refuses a file, though nothing is lost without them."""
+_RANKS = "num_processes divided by num_machines"
+_ONE_HOST = "only used with several hosts; on one host unishard takes a free port"
+_NUMBERED = "unishard numbers the hosts as they meet; for a fixed number write launch.rendezvous: static and add --node-rank"
+PORT = 29500
+"""Of the rendezvous, in Accelerate as in torchrun."""
 _UNSUPPORTED = "neither engine does this within unishard; train without it and set it to 1"
 
 
@@ -58,7 +64,8 @@ def _count(value: Any, given: Given) -> Meaning:
         raise Unreadable(f"must be a multiple of num_machines ({machines}), got {count}; write the total")
     # Another number of ranks is asked for: that one is written, not this.
     kept = given.topology is None or given.topology.world_size == count
-    return Meaning(Fit.IGNORED, "how many ranks there are is the launcher's to say", kept=kept)
+    each = given.topology.local_world_size if given.topology else count // machines
+    return Meaning(fields={"launch.processes_per_node": each}, note=_RANKS, kept=kept)
 
 
 def _machines(value: Any, given: Given) -> Meaning:
@@ -66,7 +73,8 @@ def _machines(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.IGNORED, "is not said, so Accelerate takes 1", kept=True)
     count = integer(1)(value)
     here = given.topology is None or given.topology.world_size == count * given.topology.local_world_size
-    return Meaning(Fit.IGNORED, "how many machines there are is the launcher's to say", kept=here)
+    nodes = given.topology.world_size // given.topology.local_world_size if given.topology else count
+    return Meaning(fields={"launch.nodes": nodes}, kept=here)
 
 
 def _gone(why: str) -> Key:
@@ -88,13 +96,27 @@ def _gpus(value: Any, given: Given) -> Meaning:
     several = str(given.get("distributed_type")).startswith("MULTI_") and given.get("num_machines") in (None, 1)
     if several and value not in (None, "all") and "," not in value:
         raise Unreadable(f"must name two GPUs for {given.get('distributed_type')}, got {shown(value)}; write all")
-    return Meaning(Fit.IGNORED, _LAUNCHER, kept=True)
+    if value in (None, "all"):
+        return Meaning(Fit.IGNORED, "every rank sees all GPUs of its host", kept=True)
+    return Meaning(fields={"launch.environment": {"CUDA_VISIBLE_DEVICES": value}}, kept=True)
+
+
+def _several(given: Given) -> bool:
+    return given.get("main_process_ip") is not None and given.get("num_machines") not in (None, 1)
+
+
+def _endpoint(given: Given) -> Meaning:
+    """Where several hosts meet."""
+    host, port = given.get("main_process_ip"), given.get("main_process_port")
+    if not _several(given):
+        return Meaning(Fit.IGNORED, _ONE_HOST, kept=True)
+    return Meaning(fields={"launch.endpoint": f"{text(host)}:{port or PORT}"}, kept=True)
 
 
 def _port(value: Any, given: Given) -> Meaning:
-    if value is not None:
+    if value is not None and (_several(given) or not is_placeholder(value)):
         integer(0, 65535)(value)
-    return Meaning(Fit.IGNORED, _LAUNCHER, kept=True)
+    return _endpoint(given)
 
 
 def _fp16(value: Any, given: Given) -> Meaning:
@@ -215,14 +237,15 @@ KEYS: Mapping[str, Key] = {
     ),
     "mixed_precision": Key(lambda value, given: _checked_precision(value), "precision.compute"),
     "fp16": Key(_fp16, "precision"),
-    "num_processes": Key(_count, "", Fit.IGNORED, "how many ranks there are is the launcher's to say"),
-    "num_machines": Key(_machines, "", Fit.IGNORED, "how many machines there are is the launcher's to say"),
+    "num_processes": Key(_count, "launch.processes_per_node", note=_RANKS),
+    "num_machines": Key(_machines, "launch.nodes"),
     "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "unishard computes on the accelerator where there is one"),
-    **{
-        name: drops(_LAUNCHER) for name in names("machine_rank main_process_ip rdzv_backend same_network enable_cpu_affinity mpirun_config")
-    },
-    "gpu_ids": Key(_gpus, "", Fit.IGNORED, _LAUNCHER),
-    "main_process_port": Key(_port, "", Fit.IGNORED, _LAUNCHER),
+    **{name: drops(_LAUNCHER) for name in names("same_network enable_cpu_affinity mpirun_config")},
+    "machine_rank": drops(_NUMBERED),
+    "rdzv_backend": drops(_NUMBERED),
+    "gpu_ids": Key(_gpus, "launch.environment", note="CUDA_VISIBLE_DEVICES"),
+    "main_process_ip": Key(lambda value, given: _endpoint(given), "launch.endpoint", note="with several machines"),
+    "main_process_port": Key(_port, "launch.endpoint", note="with several machines"),
     "debug": drops("Accelerate's check of its collectives; unishard has communication.desync_check"),
     **{
         name: drops(_TPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
+from unishard.formats.accelerate.launch_rules import LAUNCH_RULES
 from unishard.formats.fallbacks import FALLBACKS, noted, row, when_default
 from unishard.mapping.field_rows import saved_by_script, write
 from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
@@ -36,5 +37,6 @@ BY_SCRIPT: Mapping[str, Rule] = {
     ),
     **{path: FALLBACKS[path]._replace(when=(when_default(path),)) for path in ("communication.overlap", "strict")},
     **saved_by_script("accelerator.save_state(...)"),
+    **LAUNCH_RULES,
 }
 """Rows by field."""

@@ -50,7 +50,8 @@ class UnishardFormat(Format):
         undecided = dict(_placeholders(source.data))
         config = _checked(source, undecided)
         written = list(_written(source.data, config, undecided))
-        return assemble(self.name, source, [*written, *_defaults(config, written)], overrides=overrides, topology=topology)
+        reading = assemble(self.name, source, [*written, *_defaults(config, written)], overrides=overrides, topology=topology)
+        return reading if topology else reading._replace(topology=_launched(reading.config))
 
     def explained(self, source: Source) -> Explained:
         """How many of the sections are the config's, or the user's own."""
@@ -79,6 +80,12 @@ class UnishardFormat(Format):
 
 
 FORMAT = UnishardFormat()
+
+
+def _launched(cfg: Config) -> Topology | None:
+    """The ranks that `launch` starts; None where it leaves them open."""
+    each = cfg.launch.processes_per_node
+    return None if each is None else Topology(cfg.launch.max_nodes * each, each)
 
 
 def _placeholders(data: Mapping[str, Any]) -> Iterator[tuple[str, Undecided]]:

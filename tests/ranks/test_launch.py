@@ -1,0 +1,141 @@
+"""`unishard launch` for real: what the user sees and gets when ranks end, are killed or interrupted, and elastic restarts."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import launched_training
+import pytest
+
+from unishard.cli import app
+from unishard.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+TRAINS = launched_training.__file__
+SAYS = str(Path(TRAINS).with_name("launched_loading.py"))
+CONFIG = {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "sharding": "full_shard"}
+
+
+class Ended(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOGLEVEL")} | {
+        "CUDA_VISIBLE_DEVICES": ""
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "c.yaml").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def launch(folder: Path, *words: str, interrupt: str = "") -> Ended:
+    """`unishard launch` in a process that has imported torch already."""
+    (code,) = run_ranks(1, launch_here, str(folder), words, interrupt, timeout=180)
+    return Ended(code, (folder / "stdout").read_text(), (folder / "stderr").read_text())
+
+
+def launch_here(folder: str, words: tuple[str, ...], interrupt: str) -> int:
+    os.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOGLEVEL"):
+        os.environ.pop(name, None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    if interrupt:
+        threading.Thread(target=interrupt_after, args=(interrupt,), daemon=True).start()
+    try:
+        app(["launch", "c.yaml", "--processes-per-node", "2", *words], prog_name="unishard")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def interrupt_after(text: str) -> None:
+    while Path("stdout").read_text().count(text) < 2:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def settings(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+def test_a_killed_rank_is_started_anew_and_the_losses_go_on(folder):
+    saves = ("checkpoint.on_existing=resume", "checkpoint.every_steps=2", "checkpoint.dir=runs")
+    ended = launch(folder, *settings(*saves, "training.seed=7", "launch.max_restarts=1"), TRAINS, "losses", "--end", "1:5:kill")
+    assert ended.code == 0, ended.stderr
+    assert "unishard launch: starts all ranks anew (restart 1 of 1)" in ended.stderr
+    assert "finished with seed 7" in ended.stderr
+    lives = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
+    assert [step for life, _, step, _ in lives if life == 0][:4] == [1, 2, 3, 4]
+    assert [step for life, _, step, _ in lives if life == 1] == [5, 6, 7, 8]
+    expected, _ = run_ranks(2, whole_run)
+    assert [(world, loss) for _, world, _, loss in lives] == [(2, expected[step]) for _, _, step, _ in lives]
+
+
+def whole_run() -> dict[int, float]:
+    return launched_training.train(launched_training.config(CONFIG, "training.seed=7"))
+
+
+def test_the_rank_that_fails_is_what_the_user_sees(folder):
+    ended = launch(folder, TRAINS, "losses", "--end", "1:2:raise")
+    assert ended.code == 1
+    first, *_, last = ended.stderr.splitlines()
+    assert re.fullmatch(r"unishard: rank 1 of 2 raised ValueError: a broken sample \(launched_training.py:\d+ in \w+\)", first), (
+        ended.stderr
+    )
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+    assert not re.search(r"torch\.distributed\.elastic|ChildFailedError|\*\*\*\*", ended.stderr), ended.stderr
+    assert last == "unishard launch: rank 1 has ended with exit code 1; its own message is above"
+
+
+def test_the_exit_status_is_that_of_the_rank(folder):
+    ended = launch(folder, SAYS, "exit", "1", "7")
+    assert (ended.code, ended.stderr) == (7, "unishard launch: rank 1 has ended with exit code 7; its own message is above\n")
+
+
+def test_ctrl_c_ends_every_rank(folder):
+    (folder / "waits.py").symlink_to(SAYS)
+    ended = launch(folder, "-m", "waits", "wait", interrupt="seed 0")
+    assert ended.code == 128 + signal.SIGINT, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "unishard launch: ended all ranks after SIGINT"
+
+
+def test_the_printed_command_runs_in_a_shell(folder):
+    printed = launch(folder, *settings("training.seed=5"), "--dry-run", SAYS).stdout
+    done = subprocess.run(["bash", "-c", printed], env=environment(), capture_output=True, text=True, timeout=60, check=True)
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2, seed 5", "rank 1 of 2, seed 5"]
+
+
+def test_the_launcher_of_deepspeed_starts_the_same_script(folder):
+    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    words = [
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={hosts}",
+        "--master_addr=127.0.0.1",
+        "--master_port=29731",
+        "--no_local_rank",
+    ]
+    told = {"UNISHARD_CONFIG": str(folder / "c.yaml"), "UNISHARD_OVERRIDES": '["training.seed=6"]'}
+    done = subprocess.run([sys.executable, *words, SAYS], env=environment() | told, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert sorted(said) == ["rank 0 of 2, seed 6", "rank 1 of 2, seed 6"]

@@ -1,0 +1,312 @@
+"""What `unishard launch` starts: the section, the torchrun command, the config that the script gets, jobs, and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import run
+
+import unishard
+from unishard import ConfigError
+from unishard.config import Config, LaunchSettings
+from unishard.launch.command import Command, Host, Script, ShellText, command_of
+from unishard.launch.kubernetes import manifest
+from unishard.launch.slurm import batch_script
+from unishard.loading.launched import CONFIG, OVERRIDES, variables
+
+SCRIPT = Script("train.py", ("--lr", "3"))
+
+
+def config(**launch: Any) -> Config:
+    return unishard.load({"launch": launch})
+
+
+# -- the section -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_how_many_nodes() -> None:
+    assert unishard.load({"launch": 4}).launch.processes_per_node == 4
+    assert [
+        (cfg.launch.min_nodes, cfg.launch.max_nodes) for cfg in (config(), config(nodes=3), config(nodes="2:4"), config(nodes="5"))
+    ] == [
+        (1, 1),
+        (3, 3),
+        (2, 4),
+        (5, 5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"nodes": "4:2"}, 'launch.nodes: \'4:2\' is no number of hosts; write a number of at least 1, or "MIN:MAX" such as "2:4"'),
+        ({"nodes": 0}, 'launch.nodes: 0 is no number of hosts; write a number of at least 1, or "MIN:MAX" such as "2:4"'),
+        ({"endpoint": "tcp://head:29500"}, "launch.endpoint: 'tcp://head:29500' is not HOST:PORT; write it as head.cluster:29500"),
+        (
+            {"rendezvous": "static", "nodes": "1:2"},
+            "launch.rendezvous: static starts a fixed number of hosts; write c10d, or one number as launch.nodes",
+        ),
+        ({"environment": {"A-B": 1}}, "launch.environment: 'A-B' is no name of a variable; write letters, digits and underscores"),
+        ({"slurm": {"nodes": 4}}, "launch.slurm: nodes follows from the other fields; set launch.nodes instead"),
+        (
+            {"slurm": {"ntasks-per-node": 8}},
+            "launch.slurm: ntasks-per-node follows from the other fields; remove it: torchrun is the one task of each node",
+        ),
+        ({"slurm": {"-p": "gpu"}}, "launch.slurm: '-p' is no long option of sbatch; write it as in gpus-per-node"),
+        ({"kubernetes": {"kind": "Job"}}, "launch.kubernetes: kind is 'Job'; write PyTorchJob or TrainJob"),
+    ],
+)
+def test_what_it_refuses(launch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(**launch)
+    assert str(raised.value) == message
+
+
+def test_names_of_kubernetes_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"launch.kubernetes: 'img' is unknown; known are image, name, namespace"):
+        config(kubernetes={"img": "x"})
+
+
+def test_training_does_not_depend_on_it() -> None:
+    rows = {
+        path: line for path, line in ((line.path, line) for line in unishard.translate(config(nodes=4)).report) if path.startswith("launch")
+    }
+    assert set(rows) == {f"launch.{name}" for name in LaunchSettings.model_fields}
+    assert {line.fit for line in rows.values()} == {unishard.Fit.EXACT}
+    assert unishard.translate(config(nodes=4)).native == unishard.translate(config()).native
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("launch", "place", "line"),
+    [
+        ({}, Host(processes="2"), "torchrun --standalone --nproc-per-node 2 train.py --lr 3"),
+        (
+            {"max_restarts": 2},
+            None,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node gpu --max-restarts 2 train.py --lr 3",
+        ),
+        (
+            {"nodes": "2:4", "processes_per_node": 8, "endpoint": "head", "rendezvous_options": {"join_timeout": 60, "read_timeout": 5}},
+            None,
+            "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id unishard "
+            "--rdzv-conf join_timeout=60,read_timeout=5 train.py --lr 3",
+        ),
+        (
+            {"nodes": 2, "processes_per_node": 8, "endpoint": "[fd00::1]:7", "rendezvous": "static", "environment": {"A": "b c", "N": 3}},
+            Host(node_rank=1),
+            "A='b c' N=3 torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-backend static --rdzv-endpoint '[fd00::1]:7' "
+            "--rdzv-id unishard train.py --lr 3",
+        ),
+    ],
+)
+def test_the_torchrun_line(launch: dict[str, Any], place: Host | None, line: str) -> None:
+    assert command_of(config(**launch), SCRIPT, {}, place).line() == line
+
+
+def test_signals_that_save_reach_the_ranks_and_leave_time_for_it() -> None:
+    cfg = unishard.load({"checkpoint": {"dir": "runs", "on_signal": ["TERM", "USR1"]}})
+    line = command_of(cfg, Script("pkg.train", module=True), {}).line()
+    assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m pkg.train" in line
+    assert line.startswith("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 ")
+
+
+def test_torchrun_takes_it() -> None:
+    from torch.distributed.run import get_args_parser
+
+    cfg = config(nodes="1:2", processes_per_node=2, endpoint="head:1", max_restarts=3, rendezvous_options={"join_timeout": 60})
+    args = get_args_parser().parse_args(list(command_of(cfg, SCRIPT, {}).words[1:]))
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_backend, args.rdzv_endpoint) == ("1:2", "2", "c10d", "head:1")
+    assert (args.max_restarts, args.rdzv_conf, args.training_script, args.training_script_args) == (
+        3,
+        "join_timeout=60",
+        "train.py",
+        ["--lr", "3"],
+    )
+    assert get_args_parser().parse_args(list(command_of(config(), SCRIPT, {}).words[1:])).standalone
+
+
+# -- the config that the script gets ---------------------------------------------------------------------------------------
+
+
+def test_a_script_loads_what_launch_was_given(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text("training: {seed: 3}\n")
+    for name, value in variables(str(config), ["training.seed=4", "optimizer.lr=1"]).items():
+        monkeypatch.setenv(name, value)
+    assert unishard.load().training.seed == 4
+    cfg = unishard.load(overrides=["training.seed=5"])
+    assert (cfg.training.seed, cfg.optimizer.lr) == (5, 1)
+    assert unishard.load({}).training.seed == 0
+
+
+def test_without_launch_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONFIG, raising=False)
+    with pytest.raises(ConfigError, match=r"without it; start it with `unishard launch cfg.yaml train.py`, set the environment variable"):
+        unishard.load()
+    monkeypatch.setenv(CONFIG, "c.yaml")
+    monkeypatch.setenv(OVERRIDES, "training.seed=3")
+    with pytest.raises(ConfigError, match=r"UNISHARD_OVERRIDES is 'training.seed=3', not a JSON list of overrides"):
+        unishard.load()
+
+
+# -- the command line ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(config: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    config.write_text("training: {seed: 3}\nlaunch: {processes_per_node: 2}\n")
+    Path("train.py").write_text("")
+    return config
+
+
+def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
+    result = run("launch", "c.yaml", "--processes-per-node", "4", "--set", "training.seed=1", "--dry-run", "train.py", "--set", "x", "-m")
+    assert result.exit_code == 0, result.output
+    words = shlex.split(result.stdout)
+    assert words[:2] == [f"UNISHARD_CONFIG={project.resolve()}", 'UNISHARD_OVERRIDES=["training.seed=1"]']
+    assert words[words.index("--standalone") :] == ["--standalone", "--nproc-per-node", "4", "train.py", "--set", "x", "-m"]
+    as_json = json.loads(run("launch", "--json", "c.yaml", "--dry-run", "-m", "pkg.train", "--help").stdout)
+    assert as_json["command"][-4:] == ["2", "-m", "pkg.train", "--help"]
+    assert as_json["environment"] == {"UNISHARD_CONFIG": str(project.resolve())}
+    assert shlex.split(as_json["line"])[1:] == as_json["command"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["c.yaml", "none.py"], "none.py: there is no such script; give its path, or -m with the name of a module"),
+        (["--json", "c.yaml", "train.py"], "--json describes what --dry-run prints; add --dry-run"),
+        (["c.yaml", "--slurm", "--kubernetes", "train.py"], "--slurm and --kubernetes are two ways to start the ranks; give one"),
+        (["c.yaml", "-o", "job", "train.py"], "-o writes a job, but on this host there is none; add --slurm or --kubernetes"),
+        (["c.yaml", "--nodes", "2", "train.py"], "launch.endpoint: is needed for several hosts; write HOST:PORT"),
+        (["c.yaml", "--node-rank", "1", "--slurm", "train.py"], "--node-rank numbers this host, but the job system numbers its nodes"),
+        (
+            ["c.yaml", "--nodes", "2", "--endpoint", "a", "--node-rank", "1", "train.py"],
+            "launch.rendezvous: c10d numbers the hosts itself; leave out --node-rank, or write static",
+        ),
+        (
+            ["c.yaml", "--nodes", "2", "--endpoint", "a", "--set", "launch.rendezvous=static", "train.py"],
+            "launch.rendezvous: static needs the number of this host; add --node-rank N, or write c10d",
+        ),
+        (
+            ["c.yaml", "--slurm", "--set", "launch.rendezvous=static", "train.py"],
+            "launch.rendezvous: one srun starts torchrun on all nodes",
+        ),
+        (["c.yaml", "--kubernetes", "train.py"], "launch.kubernetes: has no image; write kubernetes: {image: registry/name:tag}"),
+        (["c.yaml", "--slurm", "train.py"], "sbatch is not on the PATH; submit on a login node of the cluster, or write the script"),
+        (["ds.json", "train.py"], "is a config of deepspeed, but this command needs a unishard config; translate it first"),
+    ],
+)
+def test_one_clear_error(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}')
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = run("launch", *arguments)
+    assert result.exit_code == 1, result.output
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_hostfile_of_deepspeed_says_where(project: Path) -> None:
+    Path("hosts").write_text("# two of them\nworker-1 slots=4\nworker-2 slots=4  # the other\n\n")
+    words = shlex.split(run("launch", "c.yaml", "--hostfile", "hosts", "--dry-run", "train.py").stdout)
+    assert words[words.index("--nnodes") :][:8] == [
+        *("--nnodes", "2", "--nproc-per-node", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "worker-1:29500")
+    ]
+    Path("hosts").write_text("worker-1 slots=4\n")
+    assert "--standalone" in run("launch", "c.yaml", "--hostfile", "hosts", "--dry-run", "train.py").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "worker-1:4\na slots=2\na slots=2\n",
+            "hosts:1: 'worker-1:4' is no host; write NAME slots=N\nhosts:3: a is listed twice; remove one line\n",
+        ),
+        ("# none\n", "hosts: names no host; write one line for each: NAME slots=N\n"),
+        (
+            "a slots=2\nb slots=4\n",
+            "hosts: hosts have different numbers of slots (a has 2, b has 4); give each its own --processes-per-node\n",
+        ),
+    ],
+)
+def test_what_no_hostfile_is(project: Path, text: str, message: str) -> None:
+    Path("hosts").write_text(text)
+    result = run("launch", "c.yaml", "--hostfile", "hosts", "--dry-run", "train.py")
+    assert (result.exit_code, result.stderr) == (1, message)
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------------
+
+
+def test_bash_reads_the_batch_script(project: Path) -> None:
+    setup = 'launch.slurm={gpus-per-node: 8, setup: "source env.sh"}'
+    saves = ["--set", "checkpoint.dir=runs/my run", "--set", "checkpoint.on_signal=[USR1]"]
+    result = run("launch", "c.yaml", "--nodes", "2:3", "--set", setup, *saves, "--slurm", "-o", "job.sh", "train.py", "it's", "$HOME")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "job.sh: written; submit it with: sbatch job.sh\n"
+    subprocess.run(["bash", "-n", "job.sh"], check=True)
+
+
+def test_the_batch_script_starts_torchrun_with_these_words(project: Path, tmp_path: Path) -> None:
+    """The script runs under bash with stand-ins for Slurm's commands."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, body in {"scontrol": "echo node7\necho node8", "srun": 'printf \'%s\\n\' "$UNISHARD_CONFIG" "$@"'}.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    cfg = config(nodes="1:2", processes_per_node=2)
+    text = batch_script(cfg, Script("train.py", ("it's", "$HOME")), {"UNISHARD_CONFIG": "/my runs/c.yaml"}, "train")
+    environ = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "2"}
+    environ["SLURM_JOB_NODELIST"] = "node[7-8]"
+    done = subprocess.run(["bash", "-euc", text], env=environ, capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert said[:2] == ["/my runs/c.yaml", "--kill-on-bad-exit=1"]
+    assert said[2:] == [
+        *("torchrun", "--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:20041"),
+        *("--rdzv-id", "41", "train.py", "it's", "$HOME"),
+    ]
+
+
+def test_submitting_prints_the_job(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/bash\ncat > submitted.sh\necho '17;cluster'\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert run("launch", "c.yaml", "--slurm", "train.py").stdout == "submitted job 17\n"
+    assert Path("submitted.sh").read_text().startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
+    sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n")
+    result = run("launch", "c.yaml", "--slurm", "train.py")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "sbatch refuses the script (invalid partition); change launch.slurm, and see the script with --dry-run\n",
+    )
+
+
+def test_a_manifest_needs_what_kubernetes_needs() -> None:
+    cfg = config(nodes="1:2", endpoint="a", kubernetes={"kind": "TrainJob", "volume_claim": "data", "working_dir": "/w"})
+    with pytest.raises(ConfigError) as raised:
+        manifest(cfg, SCRIPT, {}, "train")
+    assert [problem.path for problem in raised.value.problems] == [
+        *("launch.kubernetes", "launch.processes_per_node", "launch.endpoint", "launch.kubernetes", "launch.nodes", "launch.kubernetes")
+    ]
+
+
+def test_a_job_has_a_name_that_kubernetes_takes() -> None:
+    cfg = config(processes_per_node=1, kubernetes={"image": "x"})
+    assert manifest(cfg, SCRIPT, {}, "My_Train.v2")["metadata"]["name"] == "my-train-v2"
+    assert manifest(cfg, SCRIPT, {}, "___")["metadata"]["name"] == "train"
+
+
+def test_a_command_is_quoted_for_a_shell() -> None:
+    command = Command(("torchrun", ShellText("$head:$port"), "a b", "$HOME"), {"A": "it's"})
+    assert command.line() == "A='it'\"'\"'s' torchrun \"$head:$port\" 'a b' '$HOME'"

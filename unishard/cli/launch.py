@@ -1,0 +1,196 @@
+"""`unishard launch`: start the ranks of a script, or write or submit the job that does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand
+
+from unishard.cli.arguments import ConfigFile, Overrides
+from unishard.cli.checkpoint_formats import own_file
+from unishard.cli.saving import save
+from unishard.cli.wrapping import echo
+from unishard.config import Config
+from unishard.errors import ConfigError, UnishardError
+
+if TYPE_CHECKING:
+    from unishard.launch.command import Script
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+class _ScriptLast(TyperCommand):
+    """Leaves what follows the script to the script, options included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        values = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
+        words, positional = iter(range(len(args))), 0
+        for at in words:
+            if args[at] == "--":
+                break
+            if args[at].startswith("-"):
+                if args[at] in values:
+                    next(words, None)
+            else:
+                positional += 1
+                if positional == 2:
+                    args = [*args[:at], "--", *args[at:]]
+                    break
+        return list(super().parse_args(ctx, args))
+
+
+@app.command("launch", cls=_ScriptLast)
+def launch(
+    config: ConfigFile,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
+    nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of hosts, or MIN:MAX.", show_default=False)] = None,
+    processes_per_node: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks on each host. [default: one for each GPU]", show_default=False)
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet.", show_default=False)] = None,
+    hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Take these from DeepSpeed's hostfile.", show_default=False)] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="This host, with rendezvous: static.", show_default=False)
+    ] = None,
+    set_: Overrides = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it as a Slurm job.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write the manifest of a Kubernetes job.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the job, and submit nothing.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, with --dry-run.")] = False,
+) -> None:
+    """Start the ranks of a script.
+
+    The section `launch:` of the config says how many, and the script gets the config with unishard.load(). On this host torchrun starts
+    them: Ctrl-C ends every rank, and the exit status is that of the rank that failed first. On several hosts, start the same command on
+    each, or let Slurm or Kubernetes do it: -o writes the job to a file instead of submitting it.
+
+    Options stand before SCRIPT; what follows it is passed to the script.
+
+    Example: unishard launch cfg.yaml --processes-per-node 8 train.py --epochs 3
+    """
+    from unishard.launch.command import Script
+    from unishard.loading import read
+
+    given = {"nodes": nodes, "processes_per_node": processes_per_node, "endpoint": endpoint}
+    changes = [*_hosts(hostfile), *(set_ or []), *(f"launch.{name}={value}" for name, value in given.items() if value is not None)]
+    with own_file(config):
+        cfg, origins = read(config, changes)
+    request = LaunchRequest(
+        config, cfg, Script(script, tuple(arguments or ()), module), [change for change in changes if not change.startswith("launch")]
+    )
+    _refuse_contradictions(slurm, kubernetes, output, node_rank, dry_run=dry_run, as_json=as_json)
+    try:
+        if slurm:
+            _slurm(request, output, dry_run=dry_run, as_json=as_json)
+        elif kubernetes:
+            _kubernetes(request, output, dry_run=dry_run, as_json=as_json)
+        else:
+            _local(request, node_rank, dry_run=dry_run, as_json=as_json)
+    except ConfigError as error:
+        raise origins.locate(error) from None
+
+
+def _hosts(hostfile: Path | None) -> list[str]:
+    if hostfile is None:
+        return []
+    from unishard.launch.hostfile import overrides_of
+
+    return overrides_of(hostfile)
+
+
+class LaunchRequest(NamedTuple):
+    """What is to be started."""
+
+    path: Path
+    cfg: Config
+    script: Script
+    changes: list[str]
+    """Overrides that the script is told."""
+
+    @property
+    def name(self) -> str:
+        """Of a job."""
+        return Path(self.script.name).stem if not self.script.module else self.script.name
+
+
+def _refuse_contradictions(
+    slurm: bool, kubernetes: bool, output: Path | None, node_rank: int | None, *, dry_run: bool, as_json: bool
+) -> None:
+    """Refuse options that say nothing together.
+
+    Raises:
+        UnishardError: There are some.
+    """
+    if slurm and kubernetes:
+        raise UnishardError("--slurm and --kubernetes are two ways to start the ranks; give one")
+    if as_json and not dry_run:
+        raise UnishardError("--json describes what --dry-run prints; add --dry-run")
+    if output and not (slurm or kubernetes):
+        raise UnishardError("-o writes a job, but on this host there is none; add --slurm or --kubernetes, or leave -o out")
+    if node_rank is not None and (slurm or kubernetes):
+        raise UnishardError("--node-rank numbers this host, but the job system numbers its nodes; leave it out")
+
+
+def _local(request: LaunchRequest, node_rank: int | None, *, dry_run: bool, as_json: bool) -> None:
+    from unishard.launch.command import Host, command_of, torchrun_program
+    from unishard.loading.launched import variables
+
+    script, cfg = request.script, request.cfg
+    if not script.module and not Path(script.name).is_file():
+        raise UnishardError(f"{script.name}: there is no such script; give its path, or -m with the name of a module")
+    host = Host(node_rank=node_rank, processes=None if cfg.launch.processes_per_node else _gpus())
+    program = torchrun_program()
+    command = command_of(cfg, script, variables(str(request.path.resolve()), request.changes), host, program=program)
+    if dry_run:
+        form = {"command": list(command.words), "environment": dict(command.environment), "line": command.line()}
+        typer.echo(json.dumps(form, indent=2) if as_json else command.line())
+        return
+    from unishard.launch.running import run
+
+    raise typer.Exit(run(command, cfg, len(program)))
+
+
+def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
+    from unishard.launch.command import torchrun_program
+    from unishard.launch.slurm import batch_script, submit
+    from unishard.loading.launched import variables
+
+    told = variables(str(request.path.resolve()), request.changes)
+    text = batch_script(request.cfg, request.script, told, request.name, program=torchrun_program())
+    if dry_run:
+        typer.echo(json.dumps({"script": text}, indent=2) if as_json else text, nl=as_json)
+    elif output:
+        save(output, text)
+        echo(f"{output}: written; submit it with: sbatch {output}")
+    else:
+        echo(f"submitted job {submit(text)}")
+
+
+def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
+    from unishard.formats.documents import yaml_text
+    from unishard.launch.kubernetes import manifest
+    from unishard.loading.launched import variables
+
+    job = manifest(request.cfg, request.script, variables(str(request.path), request.changes), request.name)
+    if dry_run or not output:
+        typer.echo(json.dumps({"manifest": job}, indent=2) if as_json else yaml_text(job), nl=as_json)
+    else:
+        save(output, yaml_text(job))
+        echo(f"{output}: written; start it with: kubectl apply -f {output}")
+
+
+def _gpus() -> str:
+    """The number of GPUs of this host, at least 1."""
+    from unishard.launch.running import gpus
+
+    return str(max(1, gpus()))
