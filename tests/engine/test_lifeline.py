@@ -167,3 +167,16 @@ def test_a_stranger_is_refused(hello: Any) -> None:
             assert connection.recv(1) == b""
         assert not lines[0].endings
         assert json.dumps(lines[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'
+
+
+def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None:
+    with ranks(2, connected=2) as (hub, lines):
+        ends = [lines[1]._socket, hub._links[1].socket]
+        for end in ends:
+            idle, interval, count = (
+                end.getsockopt(socket.IPPROTO_TCP, option) for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert idle + interval * count <= 60
+            # Data that nobody acknowledges counts too: probes are only sent while there is none.
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * (idle + interval * count)

@@ -16,7 +16,7 @@ from typing import Any
 
 from unishard.distributed.verdict import Judgement
 
-__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub"]
+__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence"]
 
 DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
 """How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an error."""
@@ -39,6 +39,8 @@ def _listen(backlog: int) -> socket.socket:
 
 
 Judge = Callable[[Mapping[int, Any]], Judgement]
+_SILENCE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+"""At most: seconds until the first probe and between two, and how many go unanswered."""
 
 
 class _Link:
@@ -69,6 +71,22 @@ class _Collection:
         for rank, value in sorted(self.values.items()):
             grouped.setdefault(json.dumps(value), (value, []))[1].append(rank)
         return {"kind": "collected", "key": key, "values": list(grouped.values())}
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Let a connection end within a minute after its other host is gone, which closes nothing; the system's own limit is two hours."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    found = []
+    for name, most in _SILENCE.items():
+        option = getattr(socket, name, None)
+        if option is None:  # another system than Linux
+            return
+        if connection.getsockopt(socket.IPPROTO_TCP, option) > most:
+            connection.setsockopt(socket.IPPROTO_TCP, option, most)
+        found.append(connection.getsockopt(socket.IPPROTO_TCP, option))
+    idle, interval, count = found
+    # Probes are only sent while no data is on its way; this limits both.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (idle + interval * count))
 
 
 class Hub:
@@ -118,7 +136,7 @@ class Hub:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a node that is gone closes nothing
+        notice_silence(connection)
         connection.settimeout(_STOPPED)
         self._selector.register(connection, selectors.EVENT_READ, _Link(connection))
 

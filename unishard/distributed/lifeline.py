@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub
+from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub, notice_silence
 from unishard.distributed.verdict import Judge
 
 __all__ = ["Ending", "Lifeline", "current", "forget", "has_been_open", "is_served", "open_line"]
@@ -312,7 +312,7 @@ def _connect(host: str, port: int, hello: dict[str, Any]) -> socket.socket | Non
     except OSError:
         return None
     try:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        notice_silence(connection)
         connection.sendall(json.dumps(hello).encode() + b"\n")
         answer = b""
         while not answer.endswith(b"\n"):  # what follows is for the thread
