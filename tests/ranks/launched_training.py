@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--end", default="", help="RANK:STEP:HOW")
     args = parser.parse_args()
     here = unishard.Topology.from_environment()
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, step_of_end, how = args.end.split(":") if args.end else ("-1", "0", "")
 
     def each(step: int, loss: float) -> None:

@@ -185,7 +185,7 @@ def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
     [
         (["c.yaml", "none.py"], "none.py: there is no such script; give its path, or -m with the name of a module"),
         (["--json", "c.yaml", "train.py"], "--json describes what --dry-run prints; add --dry-run"),
-        (["c.yaml", "--slurm", "--kubernetes", "train.py"], "--slurm and --kubernetes are two ways to start the ranks; give one"),
+        (["c.yaml", "--slurm", "--kubernetes", "train.py"], "--slurm, --kubernetes and --ray are ways to start the ranks; give one"),
         (["c.yaml", "-o", "job", "train.py"], "-o writes a job, but on this host there is none; add --slurm or --kubernetes"),
         (["c.yaml", "--nodes", "2", "train.py"], "launch.endpoint: is needed for several hosts; write HOST:PORT"),
         (["c.yaml", "--node-rank", "1", "--slurm", "train.py"], "--node-rank numbers this host, but the job system numbers its nodes"),
@@ -203,6 +203,11 @@ def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
         ),
         (["c.yaml", "--kubernetes", "train.py"], "launch.kubernetes: has no image; write kubernetes: {image: registry/name:tag}"),
         (["c.yaml", "--slurm", "train.py"], "sbatch is not on the PATH; submit on a login node of the cluster, or write the script"),
+        (["c.yaml", "--ray", "none.py"], "none.py: there is no such script; give its path, or -m with the name of a module"),
+        (
+            ["c.yaml", "--ray", "--set", "launch.processes_per_node=null", "train.py"],
+            "launch.processes_per_node: is needed to ask Ray for as many workers; write a number",
+        ),
         (["ds.json", "train.py"], "is a config of deepspeed, but this command needs a unishard config; translate it first"),
     ],
 )
@@ -299,6 +304,13 @@ def test_a_manifest_needs_what_kubernetes_needs() -> None:
     assert [problem.path for problem in raised.value.problems] == [
         *("launch.kubernetes", "launch.processes_per_node", "launch.endpoint", "launch.kubernetes", "launch.nodes", "launch.kubernetes")
     ]
+
+
+def test_what_ray_is_asked_for(project: Path) -> None:
+    result = run("launch", "c.yaml", "--nodes", "1:2", "--set", "launch.max_restarts=3", "--ray", "--dry-run", "train.py", "--lr", "3")
+    asked = json.loads(result.stdout)
+    assert (asked["num_workers"], asked["max_failures"], asked["arguments"]) == ([2, 4], 3, ["--lr", "3"])
+    assert (asked["script"], asked["environment"]["UNISHARD_CONFIG"]) == (str(Path("train.py").resolve()), str(project.resolve()))
 
 
 def test_a_job_has_a_name_that_kubernetes_takes() -> None:

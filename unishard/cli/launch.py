@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -62,6 +63,7 @@ def launch(
     set_: Overrides = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it as a Slurm job.")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write the manifest of a Kubernetes job.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Run it on Ray Train.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the job, and submit nothing.", show_default=False)
     ] = None,
@@ -72,7 +74,7 @@ def launch(
 
     The section `launch:` of the config says how many, and the script gets the config with unishard.load(). On this host torchrun starts
     them: Ctrl-C ends every rank, and the exit status is that of the rank that failed first. On several hosts, start the same command on
-    each, or let Slurm or Kubernetes do it: -o writes the job to a file instead of submitting it.
+    each, or let Slurm, Kubernetes or Ray do it: -o writes the job to a file instead of submitting it.
 
     Options stand before SCRIPT; what follows it is passed to the script.
 
@@ -88,12 +90,14 @@ def launch(
     request = LaunchRequest(
         config, cfg, Script(script, tuple(arguments or ()), module), [change for change in changes if not change.startswith("launch")]
     )
-    _refuse_contradictions(slurm, kubernetes, output, node_rank, dry_run=dry_run, as_json=as_json)
+    _refuse_contradictions([slurm, kubernetes, ray], output, node_rank, dry_run=dry_run, as_json=as_json)
     try:
         if slurm:
             _slurm(request, output, dry_run=dry_run, as_json=as_json)
         elif kubernetes:
             _kubernetes(request, output, dry_run=dry_run, as_json=as_json)
+        elif ray:
+            _ray(request, dry_run=dry_run)
         else:
             _local(request, node_rank, dry_run=dry_run, as_json=as_json)
     except ConfigError as error:
@@ -123,21 +127,19 @@ class LaunchRequest(NamedTuple):
         return Path(self.script.name).stem if not self.script.module else self.script.name
 
 
-def _refuse_contradictions(
-    slurm: bool, kubernetes: bool, output: Path | None, node_rank: int | None, *, dry_run: bool, as_json: bool
-) -> None:
+def _refuse_contradictions(systems: Sequence[bool], output: Path | None, node_rank: int | None, *, dry_run: bool, as_json: bool) -> None:
     """Refuse options that say nothing together.
 
     Raises:
         UnishardError: There are some.
     """
-    if slurm and kubernetes:
-        raise UnishardError("--slurm and --kubernetes are two ways to start the ranks; give one")
+    if sum(systems) > 1:
+        raise UnishardError("--slurm, --kubernetes and --ray are ways to start the ranks; give one")
     if as_json and not dry_run:
         raise UnishardError("--json describes what --dry-run prints; add --dry-run")
-    if output and not (slurm or kubernetes):
+    if output and not any(systems[:2]):
         raise UnishardError("-o writes a job, but on this host there is none; add --slurm or --kubernetes, or leave -o out")
-    if node_rank is not None and (slurm or kubernetes):
+    if node_rank is not None and any(systems):
         raise UnishardError("--node-rank numbers this host, but the job system numbers its nodes; leave it out")
 
 
@@ -146,8 +148,7 @@ def _local(request: LaunchRequest, node_rank: int | None, *, dry_run: bool, as_j
     from unishard.loading.launched import variables
 
     script, cfg = request.script, request.cfg
-    if not script.module and not Path(script.name).is_file():
-        raise UnishardError(f"{script.name}: there is no such script; give its path, or -m with the name of a module")
+    _expect_script(script)
     host = Host(node_rank=node_rank, processes=None if cfg.launch.processes_per_node else _gpus())
     program = torchrun_program()
     command = command_of(cfg, script, variables(str(request.path.resolve()), request.changes), host, program=program)
@@ -158,6 +159,23 @@ def _local(request: LaunchRequest, node_rank: int | None, *, dry_run: bool, as_j
     from unishard.launch.running import run
 
     raise typer.Exit(run(command, cfg, len(program)))
+
+
+def _expect_script(script: Script) -> None:
+    if not script.module and not Path(script.name).is_file():
+        raise UnishardError(f"{script.name}: there is no such script; give its path, or -m with the name of a module")
+
+
+def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
+    from unishard.launch.on_ray import plan, run
+    from unishard.loading.launched import variables
+
+    _expect_script(request.script)
+    asked = plan(request.cfg, request.script, variables(str(request.path.resolve()), request.changes))
+    if dry_run:
+        typer.echo(json.dumps(asked, indent=2))
+        return
+    raise typer.Exit(run(asked))
 
 
 def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
