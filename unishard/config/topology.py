@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from unishard.config import launchers
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Topology", "first_host", "forgotten_srun", "rendezvous", "store_of_launcher"]
+__all__ = ["Topology", "first_host", "forgotten_srun", "life", "rendezvous", "store_of_launcher"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,16 @@ def store_of_launcher(method: str, environ: Mapping[str, str] = os.environ) -> t
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         return host, int(port), False
     return environ["MASTER_ADDR"], launchers.number(environ, "MASTER_PORT"), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def life(environ: Mapping[str, str] = os.environ) -> str:
+    """A prefix for keys in the store of torchrun's agent, which outlives ranks that are started anew; empty where there is none.
+
+    Only on one host: on several, the agents count the restarts apart (torch 2.13, elastic/agent/server/api.py).
+    """
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environ.get("GROUP_WORLD_SIZE") != "1":
+        return ""
+    return f"life/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def first_host(hosts: str) -> str:

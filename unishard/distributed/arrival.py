@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as connect
 
-from unishard.config.topology import Topology, rendezvous, store_of_launcher
+from unishard.config.topology import Topology, life, rendezvous, store_of_launcher
 from unishard.distributed import excepthook, lifeline, second_signal
 from unishard.distributed.endings import headline
 from unishard.distributed.hub import RAISED
@@ -123,4 +123,5 @@ def _store(topology: Topology, method: str, host: str, port: int, timeout: timed
                 _logger.warning("rank %d has waited %.0f s for rank 0 to call %s (%s, port %d)", topology.rank, waited, _CALLS, host, port)
             time.sleep(_POLL)
     store, _, _ = next(connect(method, topology.rank, topology.world_size, timeout=timeout))
-    return store
+    # Ranks that torchrun has started anew would find addresses of those that are gone.
+    return dist.PrefixStore(life(), store) if life() else store  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
