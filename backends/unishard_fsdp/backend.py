@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unishard.engine.model.units import ModelUnits
     from unishard.patches import Patch
     from unishard.plugins.backend import OptimizerBuilder
+    from unishard.plugins.footprint import Footprint, ModelShape
 
 __all__ = ["FSDPBackend"]
 
@@ -104,6 +105,16 @@ class FSDPBackend:
         from unishard_fsdp.checkpoints import FORMATS
 
         return FORMATS
+
+    def footprint(self, shape: ModelShape, cfg: Config, topology: Topology) -> Footprint:
+        """What one rank holds and sends in an optimizer step. Pure.
+
+        Raises:
+            ConfigError: As `translate`.
+        """
+        from unishard_fsdp.footprint import footprint_of
+
+        return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
 
     def prepare(
         self,

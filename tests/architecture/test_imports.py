@@ -39,7 +39,14 @@ def test_explain_native(backend: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["explain", "configs/llama_tiny.yaml"], ["check", "configs/zero2_bf16.yaml"], ["schema"], ["docs", "--check"], ["backends"]],
+    [
+        ["explain", "configs/llama_tiny.yaml"],
+        ["check", "configs/zero2_bf16.yaml"],
+        ["schema"],
+        ["docs", "--check"],
+        ["backends"],
+        ["plan", "--help"],
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_other_commands(arguments: list[str]) -> None:

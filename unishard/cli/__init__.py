@@ -29,6 +29,7 @@ _COMMANDS = (
     "diff",
     "explain",
     "check",
+    "plan",
     "init",
     "set",
     "migrate",

@@ -19,13 +19,16 @@ from unishard.engine.engine import Engine
 from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
+from unishard.engine.memory import ExpectedMemory
 from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
+from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import ModelUnits, Unit, units_of
 from unishard.engine.optim import optimizers, stepping
 from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import SchedulerFactory
+from unishard.engine.results import Placement
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ConfigError, ModelError, Problem
 from unishard.integrations.table import require_installed
@@ -115,6 +118,7 @@ def _prepare(
     # From here on the model changes.
     _prepared.add(model)
     model_class = type(model).__name__  # `fully_shard` changes the class
+    shape = shape_of(model, cfg.sharding)
     cast_model(model, cfg.precision, train=train)
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and gathers once.
     activation_checkpointing.apply(plan.recomputed, selective=cfg.activation_checkpointing == "selective")
@@ -125,12 +129,13 @@ def _prepare(
         batch_norm.name_synchronized(model, topology, process_group.device_of(topology))
         devices.use_host_cores(cfg.offload, topology)
     units = named_with_class(plan.units.gathered)
+    memory = ExpectedMemory(backend, shape, cfg, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
     collective_check.meet("unishard.prepare (checking the engine)")
     setup = plan.setup
     if setup is not None and not (optimizer is scheduler is None):  # what a function makes is known only now
         process_group.agree(setup.description, "optimizers")
-    _verify(adapter, model_class, cfg, plan, topology)
+    placement = _verify(adapter, model_class, cfg, plan, topology)
     if setup is None:  # keep the random state: inference must not affect another model's training
         return Engine(cfg, adapter, model_class=model_class, units=units)
     engine = Engine(
@@ -141,7 +146,9 @@ def _prepare(
         optimizer=setup.optimizer,
         scheduler=setup.scheduler,
         units=units,
+        memory=memory,
     )
+    memory.compare(placement, adapter.device)
     torch.manual_seed(cfg.training.seed + topology.rank)
     if cfg.checkpoint.dir is not None and cfg.checkpoint.on_existing == "resume":
         _resume(engine)
@@ -226,10 +233,11 @@ def _adapter(model: nn.Module, cfg: Config, backend: Backend, plan: _Plan, topol
     return backend.prepare(model, cfg, plan.translation, topology, plan.units, plan.setup)
 
 
-def _verify(adapter: InferenceAdapter, model_class: str, cfg: Config, plan: _Plan, topology: Topology) -> None:
-    """Compare what was built with what was asked. Collective."""
+def _verify(adapter: InferenceAdapter, model_class: str, cfg: Config, plan: _Plan, topology: Topology) -> Placement:
+    """Compare what was built with what was asked, and return what was built. Collective."""
+    placement = adapter.placement()
     verify(
-        adapter.placement(),
+        placement,
         plan.facts,
         cfg,
         adapter.device,
@@ -237,3 +245,4 @@ def _verify(adapter: InferenceAdapter, model_class: str, cfg: Config, plan: _Pla
         units=[] if plan.replicated else [unit.name for unit in plan.units.gathered],
         group_size=shard_group_size(cfg, topology),
     )
+    return placement

@@ -22,6 +22,7 @@ from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule
 from unishard.engine.loop.module_order import watch_modules
 from unishard.engine.loop.trainable import Trainable
+from unishard.engine.memory import ExpectedMemory
 from unishard.engine.metrics.profiling import profiling_of
 from unishard.engine.metrics.recorder import MetricsRecorder
 from unishard.engine.optim.loss_scale import LossScale
@@ -52,6 +53,7 @@ class PreparedModel(Process):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         units: Mapping[str, nn.Module] = MappingProxyType({}),
+        memory: ExpectedMemory | None = None,
     ) -> None:
         """Set up the parts of the engine around an adapter. Collective.
 
@@ -63,6 +65,7 @@ class PreparedModel(Process):
             optimizer: What was passed to `prepare` or built for it, which the user may hold; None for the adapter's own.
             scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
             units: The modules whose parameters are gathered together, by name and class.
+            memory: What the adapter was expected to hold, for the note of an out-of-memory error.
         """
         training = adapter.training
         self._cfg = cfg
@@ -89,6 +92,8 @@ class PreparedModel(Process):
             if cfg.logging.to:
                 self._accumulation.recorder = MetricsRecorder(cfg, training, order)
             self._accumulation.profiling = profiling_of(cfg, order, adapter.device)
+            if memory is not None:
+                self._accumulation.memory = memory
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
         self._tensors = tensors
         run = Run(cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names)

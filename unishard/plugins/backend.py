@@ -11,6 +11,7 @@ from unishard.mapping.entries import Entry, Key
 from unishard.mapping.express import Expressed
 from unishard.mapping.report import Translation
 from unishard.mapping.rules import Rule
+from unishard.plugins.footprint import Footprint, ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,6 +120,22 @@ class Backend(Protocol):
     @property
     def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
         """Checkpoint directories of the engine's own, by the word after `--from` and `--to` of `unishard checkpoint convert`."""
+        ...
+
+    def footprint(self, shape: ModelShape, cfg: Config, topology: Topology) -> Footprint:
+        """What one rank holds and sends in an optimizer step. Pure.
+
+        Bytes of the persistent state are exact for the optimizer of the config: `unishard plan` shows them, and `prepare` can compare them
+        with what is held.
+
+        Args:
+            shape: The model.
+            cfg: What to run.
+            topology: The ranks, and which of them this is.
+
+        Raises:
+            ConfigError: As `translate`; or a pattern of the section `optimizer` matches no parameter.
+        """
         ...
 
     def prepare(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ class Accumulation:
         """Traces the steps of `profile`; None if there are none on this rank."""
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
+        self.memory: AbstractContextManager[object] = nullcontext()
+        """The block in which the engine computes: an `ExpectedMemory`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""
@@ -79,7 +82,7 @@ class Accumulation:
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE
         order.graph = order.graph or torch.is_grad_enabled()
-        with order.forwarding():
+        with order.forwarding(), self.memory:
             output = self.adapter.forward(*args, **kwargs)
         self.adapter.watch(output)
         return output
@@ -99,7 +102,7 @@ class Accumulation:
             warn_if_divided(loss, self._training.gradient_accumulation_steps)
         self._edited.compare()
         divided = loss if order.window == 1 or num_items is not None else loss / order.window
-        with self._foreign.own_backward():
+        with self._foreign.own_backward(), self.memory:
             self.adapter.backward(self.loss_scale.scale(divided))
         self._edited.keep()
         order.phase, order.graph = Phase.BACKWARD_DONE, False
@@ -178,7 +181,7 @@ class Accumulation:
             self.discard()  # otherwise the next window would add to this one
             raise
         try:
-            with self._order.awaiting(), self.optimizer.own():
+            with self._order.awaiting(), self.optimizer.own(), self.memory:
                 norm, updated = self.adapter.update(max_norm, divisor, finished=self._finished is not None)
         finally:
             self._order.end_window()

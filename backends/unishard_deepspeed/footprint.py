@@ -1,0 +1,294 @@
+"""Bytes that a rank holds and sends under DeepSpeed. Pure: imports neither torch nor deepspeed.
+
+Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks). The sources, all DeepSpeed 0.19.8, below runtime/:
+
+- Floating parameters are cast to the compute dtype, frozen ones too (engine.py, `_cast_module_mixed_precision`).
+- Stage 0 in 16 bits keeps whole fp32 master weights (fp16/unfused_optimizer.py); in one dtype there are none.
+- Stages 1 and 2 flatten each parameter group and pad it to 2 x ranks elements; each rank has master weights and state of an equal part,
+  also in fp32 (zero/stage_1_and_2.py, `flatten_dense_tensors_aligned`, `nccl_start_alignment_factor`).
+- Stage 1 in bf16 with fp32 accumulation keeps whole fp32 gradients (bf16_optimizer.py, `fp32_groups_gradients_flat`).
+- Stage 3 pads each parameter to a multiple of the ranks (zero/partition_parameters.py, `_aligned_size`), and keeps all gradient shards
+  and one bucket of `reduce_bucket_size` elements (zero/stage3.py, `_setup_for_real_optimizer`).
+- With an offloaded optimizer, fp32 gradients, and at stages 1 and 2 copies of the parameters and one buffer of the largest parameter,
+  stay in host memory (`initialize_optimizer_states`, `param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_for_cpu_offload`).
+- Flags by which unishard's ranks tell each other which parameters they used, a byte each, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+from unishard.config import Config
+from unishard.config.nested import Native
+from unishard.config.shard_groups import shard_group_size
+from unishard.config.topology import Topology
+from unishard.plugins.footprint import (
+    ITEMSIZE,
+    Bytes,
+    Collective,
+    Footprint,
+    ModelShape,
+    ParameterShape,
+    itemsize,
+    optimizer_tensors,
+)
+from unishard_deepspeed import fields
+
+__all__ = ["footprint_of"]
+
+RESERVED = (1.05, 1.4)
+"""Buckets are allocated once; stage 3's gathers have many sizes. A rule of thumb, not measured here."""
+
+
+def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
+    """What a rank holds and sends; between steps all ranks hold the same, unless stage 2 sums offloaded gradients over micro-batches.
+
+    Args:
+        shape: The model.
+        cfg: What to run.
+        topology: The ranks.
+        native: The native config of `translate`.
+    """
+    kinds: dict[int, type[_Stage]] = {0: _Stage0, 1: _Stage12, 2: _Stage12, 3: _Stage3}
+    if fields.bf16_optimizer(cfg):
+        return _BF16Stage1(shape, cfg, topology, native).footprint()
+    return kinds[fields.stage(cfg)](shape, cfg, topology, native).footprint()
+
+
+class _Stage:
+    """What the stages have in common."""
+
+    def __init__(self, shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> None:
+        precision = cfg.precision
+        self.shape, self.cfg, self.native = shape, cfg, native
+        self.zero = native["zero_optimization"]
+        self.world = topology.world_size
+        self.rank = topology.rank
+        self.ranks = shard_group_size(cfg, topology)
+        """Ranks that share one copy."""
+        self.compute, self.master = ITEMSIZE[precision.compute], ITEMSIZE[precision.master]
+        self.reduce, self.accumulate = ITEMSIZE[precision.reduce], ITEMSIZE[precision.accumulate]
+        self.micro = cfg.training.gradient_accumulation_steps
+        self.offloads = cfg.offload.optimizer == "cpu"
+        self.trainable = [parameter for parameter in shape.trainable if parameter.numel]
+        self.numel = sum(parameter.numel for parameter in self.trainable)
+
+    @cached_property
+    def groups(self) -> list[list[ParameterShape]]:
+        """The trainable parameters by group of the optimizer, each flattened by itself."""
+        from unishard.engine.optim.parameter_groups import groups_of
+
+        named = {parameter.name: parameter for parameter in self.trainable}
+        return [[named[name] for name in group.names] for group in groups_of(self.cfg.optimizer, list(named))]
+
+    def element(self, parameter: ParameterShape) -> int:
+        """Bytes of an element of a parameter as the model holds it."""
+        if fields.bare(self.cfg) or self.cfg.precision.compute == "fp32" or not parameter.floating:
+            return self.master if parameter.trainable else itemsize(parameter.dtype)
+        return self.compute
+
+    def whole_frozen(self) -> int:
+        """Bytes of the frozen parameters, each in full."""
+        return sum(parameter.numel * self.element(parameter) for parameter in self.shape.frozen)
+
+    def state(self, elements: Sequence[int]) -> int:
+        """Bytes of the optimizer state of tensors with these numbers of elements."""
+        optimizer = self.cfg.optimizer
+        tensors, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
+        return sum(numel * tensors * self.master + rest for numel in elements)
+
+    def model_buffers(self) -> int:
+        """Bytes of the model's buffers after `prepare`."""
+        cast = self.cfg.precision.buffers
+        sizes = (ITEMSIZE[cast] if cast != "keep" and each.floating else itemsize(each.dtype) for each in self.shape.buffers)
+        return sum(buffer.numel * size for buffer, size in zip(self.shape.buffers, sizes, strict=True))
+
+    def everywhere(self, size: int) -> tuple[int, ...]:
+        """The same bytes beside each unit and the root."""
+        return (size,) * len(self.shape.by_unit)
+
+    def place(self, size: int) -> Bytes:
+        """Where what belongs to the optimizer is kept."""
+        return Bytes(host=size) if self.offloads else Bytes(size)
+
+    def footprint(self) -> Footprint:
+        """All of it."""
+        raise NotImplementedError
+
+    def between_groups(self, numel: int, dtype: int) -> Iterator[Collective]:
+        """The average over groups that each hold a copy, once a step."""
+        if (groups := self.world // self.ranks) > 1:
+            yield Collective("all_reduce", "gradients", "step", numel * dtype, groups, self.ranks)
+
+
+class _Stage0(_Stage):
+    """Everything on every rank."""
+
+    def footprint(self) -> Footprint:
+        bare = fields.bare(self.cfg)
+        numels = [parameter.numel for parameter in self.trainable]
+        gradients = self.numel * self.accumulate
+        wide = self.numel * self.master if self.accumulate != self.master else 0
+        bucket = min(self.numel, 500_000_000) * self.reduce
+        traffic = [Collective("all_reduce", "gradients", "step", self.numel * self.reduce, self.world)] if self.world > 1 else []
+        return Footprint(
+            parameters=Bytes(self.numel * (self.master if bare else self.compute) + self.whole_frozen()),
+            masters=Bytes(0 if bare else self.numel * self.master),
+            optimizer=Bytes(self.state(numels)),
+            gradients=Bytes(gradients),
+            kept_gradients=Bytes(),
+            buffers=Bytes(self.model_buffers()),
+            gathered=bucket,
+            forward=self.everywhere(gradients if self.micro > 1 else 0),
+            backward=self.everywhere(gradients),
+            step=gradients + max(wide, bucket),
+            traffic=tuple(traffic),
+            reserved=RESERVED,
+        )
+
+
+class _Stage12(_Stage):
+    """ZeRO-1 and ZeRO-2: whole parameters, and a part of the flat master weights."""
+
+    @cached_property
+    def aligned(self) -> list[int]:
+        """Elements of each flat group with its padding."""
+        step = 2 * self.ranks
+        return [-(-sum(parameter.numel for parameter in group) // step) * step for group in self.groups]
+
+    @cached_property
+    def parts(self) -> list[int]:
+        """Elements of this rank's part of each."""
+        return [numel // self.ranks for numel in self.aligned]
+
+    @cached_property
+    def reached(self) -> int:
+        """Elements of all parameters of which a piece lies in this rank's parts, each in full."""
+        found = 0
+        for group, part in zip(self.groups, self.parts, strict=True):
+            start, first = 0, part * (self.rank % self.ranks)
+            for parameter in group:
+                if start < first + part and start + parameter.numel > first:
+                    found += parameter.numel
+                start += parameter.numel
+        return found
+
+    def footprint(self) -> Footprint:
+        part, largest = sum(self.parts), max((parameter.numel for parameter in self.trainable), default=0)
+        wide = fields.wide(self.cfg)
+        held = (part if wide else self.reached) * self.accumulate
+        kept, host, scratch = Bytes(), 0, 0
+        if self.offloads:
+            kept = Bytes(host=part * self.master)
+            if self.micro > 1 and fields.stage(self.cfg) == 2 and not wide:
+                kept += Bytes(host=self.reached * self.compute)  # `accumulated_grads_in_cpu`
+            host, scratch = part * self.compute + largest * self.compute, largest * self.compute
+        whole = self.numel * (self.accumulate if wide else self.compute)
+        bucket = int(min(self.zero["reduce_bucket_size"], max(1, self.numel))) * self.reduce
+        late = fields.stage(self.cfg) == 1
+        return Footprint(
+            parameters=Bytes(sum(self.aligned) * self.compute + self.whole_frozen()),
+            masters=self.place(part * self.master),
+            optimizer=self.place(self.state(self.parts)),
+            gradients=kept if self.offloads else Bytes(held),
+            kept_gradients=kept,
+            buffers=Bytes(self.model_buffers() + scratch, host),
+            gathered=2 * bucket,
+            forward=self.everywhere((whole if late else held) if self.micro > 1 else 0),
+            backward=self.everywhere(whole if late else held + 2 * bucket),
+            step=held + (part * self.master if self.accumulate != self.master else 0) + sum(self.aligned) * self.compute // self.ranks,
+            traffic=tuple(self._traffic()),
+            reserved=RESERVED,
+        )
+
+    def _traffic(self) -> Iterator[Collective]:
+        if self.ranks > 1:
+            late = fields.stage(self.cfg) == 1
+            times = 1 if late else self.micro
+            yield Collective("all_reduce", "gradients", "step" if late else "backward", self.numel * self.reduce * times, self.ranks)
+            yield Collective("all_gather", "parameters", "step", sum(self.aligned) * self.compute, self.ranks)
+        yield from self.between_groups(sum(self.parts), self.accumulate)
+
+
+class _BF16Stage1(_Stage12):
+    """ZeRO-1 by BF16_Optimizer: whole fp32 gradients, which stay between steps."""
+
+    def footprint(self) -> Footprint:
+        part, whole = sum(self.parts), sum(self.aligned)
+        gradients = whole * self.accumulate
+        low = self.numel * self.compute
+        return Footprint(
+            parameters=Bytes(whole * self.compute + self.whole_frozen()),
+            masters=Bytes(part * self.master),
+            optimizer=Bytes(self.state(self.parts)),
+            gradients=Bytes(gradients),
+            kept_gradients=Bytes(gradients),
+            buffers=Bytes(self.model_buffers()),
+            gathered=min(whole, 500_000_000) * self.reduce,
+            forward=self.everywhere(0),
+            backward=self.everywhere(low),
+            step=min(whole, 500_000_000) * self.reduce,
+            traffic=tuple(self._traffic()),
+            reserved=RESERVED,
+        )
+
+
+class _Stage3(_Stage):
+    """ZeRO-3: shards of each parameter, gathered by unit."""
+
+    def footprint(self) -> Footprint:
+        part = sum(parameter.flat(self.ranks) for parameter in self.trainable)
+        held = sum(parameter.flat(self.ranks) * self.element(parameter) for parameter in self.shape.parameters)
+        numels = [sum(parameter.flat(self.ranks) for parameter in group) for group in self.groups]
+        bucket = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel)) * self.reduce
+        kept = part * self.accumulate
+        copy = part * self.master
+        offloads_parameters = self.cfg.offload.params != "none"
+        return Footprint(
+            parameters=Bytes(host=held) if offloads_parameters else Bytes(held),
+            masters=self.place(part * self.master),
+            optimizer=self.place(self.state(numels)),
+            gradients=self.place(kept + (copy if self.offloads else 0)),
+            kept_gradients=self.place(kept + (copy if self.offloads else 0)),
+            buffers=Bytes(self.model_buffers() + bucket),
+            gathered=max(self._gathered()),
+            forward=tuple(self._gathered()),
+            backward=tuple(self._gathered(backward=True)),
+            step=0 if self.offloads else copy,
+            traffic=tuple(self._traffic()),
+            reserved=RESERVED,
+        )
+
+    def _sizes(self, measure: Callable[[ParameterShape], int]) -> list[int]:
+        return [sum(map(measure, unit)) for unit in self.shape.by_unit]
+
+    def _full(self, parameter: ParameterShape) -> int:
+        return parameter.flat(self.ranks) * self.ranks * self.element(parameter)
+
+    def _gathered(self, *, backward: bool = False) -> Iterator[int]:
+        """Gathered parameters while each unit computes, and in backward its whole gradients."""
+        full = self._sizes(self._full)
+        ahead = int(self.zero["stage3_prefetch_bucket_size"]) * self.compute
+        keeps = not self.cfg.sharding.reshard_after_forward
+        largest = max(full)
+        grads = self._sizes(lambda parameter: parameter.numel * self.compute if parameter.trainable else 0)
+        for index, size in enumerate(full):
+            gathered = (
+                sum(full)
+                if keeps and (backward or index == len(full) - 1)
+                else sum(full[: index + 1])
+                if keeps
+                else size + min(ahead, largest)
+            )
+            yield gathered + (grads[index] if backward else 0)
+
+    def _traffic(self) -> Iterator[Collective]:
+        if self.ranks > 1:
+            full = sum(self._sizes(self._full))
+            yield Collective("all_gather", "parameters", "forward", full * self.micro, self.ranks)
+            if self.cfg.sharding.reshard_after_forward:
+                yield Collective("all_gather", "parameters", "backward", full * self.micro, self.ranks)
+            numel = sum(parameter.flat(self.ranks) for parameter in self.trainable) * self.ranks
+            yield Collective("reduce_scatter", "gradients", "backward", numel * self.reduce * self.micro, self.ranks)
+        yield from self.between_groups(sum(parameter.flat(self.ranks) for parameter in self.trainable), self.accumulate)

@@ -1,0 +1,67 @@
+"""Counts the bytes that an engine holds, by what they are for, from its live tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["begin", "counted", "storages"]
+
+
+def _locals(tensor: Tensor) -> Iterator[Tensor]:
+    """The memory behind a tensor: of a shard, of a parameter of stage 3, or the tensor's own."""
+    if isinstance(tensor, DTensor):
+        yield tensor._local_tensor
+        return
+    yield tensor.data
+    if hasattr(tensor, "ds_tensor"):
+        yield tensor.ds_tensor.data
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each storage by its address."""
+    found = {}
+    for tensor in tensors:
+        for each in _locals(tensor):
+            if each.device.type != "meta" and each.untyped_storage().nbytes():
+                found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return found
+
+
+def begin() -> None:
+    """Forget what Python holds now: `counted` does not see it."""
+    gc.collect()
+    gc.freeze()
+
+
+def _live() -> dict[int, int]:
+    """Every tensor that Python holds since `begin`, without what is not floating (ranks of a mesh, flags) and what is 0-d (norms)."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return storages(tensor for tensor in tensors if tensor.dim() and tensor.is_floating_point())
+
+
+def counted(engine: Any) -> dict[str, int]:
+    """Bytes of a model's parameters, master weights, optimizer state and gradients, and of all else that Python holds since `begin`."""
+    optimizer = engine._adapter.torch_optimizer
+    parameters = list(engine.module.parameters())
+    own = storages(parameters)
+    stepped = storages(tensor for group in optimizer.param_groups for tensor in group["params"])
+    stepped |= storages(tensor for tensor in optimizer.state if isinstance(tensor, Tensor))
+    state = storages(value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    every = [*parameters, *(tensor for group in optimizer.param_groups for tensor in group["params"])]
+    gradients = storages(tensor.grad for tensor in every if tensor.grad is not None)
+    buffers = storages(engine.module.buffers())
+    named = {"parameters": own, "masters": stepped, "optimizer": state, "gradients": gradients, "buffers": buffers}
+    seen: set[int] = set()
+    sums = {}
+    for name, found in named.items():
+        sums[name] = sum(size for address, size in found.items() if address not in seen)
+        seen |= found.keys()
+    sums["rest"] = sum(size for address, size in _live().items() if address not in seen)
+    return sums

@@ -1,0 +1,151 @@
+"""`unishard plan` on a tiny model: the table, JSON, errors, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import run
+
+FACTORY = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def build():
+    return Model(), lambda samples, tokens: {"x": torch.randn(samples, tokens, 16)}
+
+
+def bare():
+    return Model()
+
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def project(config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and a factory, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    Path("cfg.yaml").write_text("backend: fsdp\nprecision: bf16  # as always\ntraining: {micro_batch_size: 2}\n")
+    Path("factories.py").write_text(FACTORY)
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    return config.parent
+
+
+ASK = ("plan", "cfg.yaml", "--model", "factories:build", "--seq-len", "256", "--world-size", "16", "--gpus-per-node", "8")
+
+
+def test_every_engine_and_strategy_in_80_columns(project: Path) -> None:
+    result = run(*ASK, "--device", "h100-80g")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "factories:build: 6.47 K parameters; 16 ranks on 2 nodes; h100-80g, 78.1 GiB"
+    for backend in ("fsdp", "deepspeed"):
+        for strategy in ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard"):
+            assert any(line.split()[:2] == [backend, strategy] for line in lines)
+    assert any(line.startswith("* full_shard") for line in lines)
+    assert any(line.startswith("recommendation: ") for line in lines)
+
+
+def test_json_holds_the_same(project: Path) -> None:
+    result = run(*ASK, "--memory", "1GiB", "--json")
+    found = json.loads(result.stdout)
+    assert found["model"] == {"name": "factories:build", "parameters": 6469, "trainable": 6469, "units": 3}
+    assert list(found["activations"]) == ["none", "selective", "full"]
+    assert found["activations"]["full"] < found["activations"]["none"]
+    by_name = {(each["backend"], each["strategy"]): each for each in found["candidates"]}
+    own = by_name["fsdp", "full_shard"]
+    assert own["fits"] is True
+    assert own["peak"]["phase"] in ("forward", "backward")
+    assert own["bytes"]["parameters"]["device"] == 4 * (3 * (4 * 16 + 4 + 1 * 64 + 1) + 1 * 16 + 1)
+    assert found["answers"]["ranks"] == 1
+
+
+def test_what_was_computed_is_not_computed_again(project: Path) -> None:
+    first = run(*ASK, "--json")
+    code = f"from unishard.cli import app\napp({[*ASK, '--json']!r}, standalone_mode=False)"
+    code += "\nimport sys\nassert 'torch' not in sys.modules"
+    again = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == first.stdout
+
+
+def test_without_a_device_or_activations(project: Path) -> None:
+    result = run("plan", "cfg.yaml", "--model", "factories:bare", "--no-activations")
+    assert result.exit_code == 0, result.output
+    assert "activations are left out" in result.stdout
+    assert "recommendation" not in result.stdout
+
+
+def test_the_recommendation_is_written_in_place(project: Path) -> None:
+    result = run(*ASK, "--memory", "1GiB", "--write")
+    assert result.exit_code == 0, result.output
+    assert Path("cfg.yaml").read_text() == (
+        "backend: fsdp\nsharding:\n  strategy: shard_optimizer\nprecision: bf16  # as always\ntraining: {micro_batch_size: 2}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--model", "nowhere"],
+            "--model: nowhere is no folder; write a folder with config.json (nothing is downloaded), or module:factory",
+        ),
+        (["--model", "."], "--model: . has no config.json; write a folder as save_pretrained writes it, or module:factory"),
+        (["--model", "nothing:build"], "--model: nothing:build: there is no module 'nothing'"),
+        (["--model", "factories:nothing"], "--model: factories:nothing: factories has no function 'nothing'"),
+        (["--model", "factories:wrong"], "--model: factories:wrong returned int; it must return a torch.nn.Module, or (model, batch)"),
+        (["--model", "factories:bare"], "its inputs are not known; let the factory return (model, batch)"),
+        (["--model", "factories:build", "--device", "h100"], "--device: no device 'h100'; did you mean h100-80g?"),
+        (["--model", "factories:build", "--memory", "much"], "--memory: 'much' is no size"),
+        (["--model", "factories:build", "--set", "sharding.units=[Nothing]"], "no module of class Nothing"),
+        (["--model", "factories:build", "--memory", "1KiB", "--write"], "--write: nothing fits into 1.0 KiB"),
+    ],
+)
+def test_one_clear_error(project: Path, arguments: list[str], said: str) -> None:
+    result = run("plan", "cfg.yaml", "--seq-len", "256", *arguments)
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert said in result.stderr
+
+
+def test_a_folder_of_transformers(project: Path) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 2, "num_attention_heads": 3}
+    Path("tiny").mkdir()
+    Path("tiny/config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
+    result = run("plan", "cfg.yaml", "--model", "tiny", "--seq-len", "64", "--world-size", "4", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["model"]["units"] == 3
+    assert found["activations"]["none"] > found["activations"]["selective"] > found["activations"]["full"]

@@ -1,0 +1,173 @@
+"""The core of `unishard plan`: peaks, traffic, inverse questions and the recommendation, from shapes alone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.errors import ConfigError
+from unishard.plan.activations import Activations, Segment
+from unishard.plan.candidates import STRATEGIES, candidates_of, wire_of, with_strategy
+from unishard.plan.devices import DEVICES, device_named, parse_bytes
+from unishard.plan.questions import gpus_needed, largest, largest_micro_batch, largest_seq_len, recommend
+from unishard.plugins.footprint import Collective, ModelShape, ParameterShape
+
+GIB = 2**30
+H100 = DEVICES["h100-80g"]
+
+
+def llama(layers: int = 80, hidden: int = 8192, inner: int = 28672, kv: int = 1024, vocab: int = 128256) -> ModelShape:
+    """The shape of Llama-3-70B, or of a smaller one."""
+    block = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+
+    def parameter(name: str, shape: tuple[int, ...], unit: int) -> ParameterShape:
+        return ParameterShape(f"{name}.weight", shape, "bfloat16", True, unit)
+
+    found = [parameter("model.embed_tokens", (vocab, hidden), 0)]
+    for layer in range(layers):
+        found += [parameter(f"model.layers.{layer}.{name}", shape, layer + 1) for name, shape in block.items()]
+    found += [parameter("model.norm", (hidden,), -1), parameter("lm_head", (vocab, hidden), -1)]
+    return ModelShape(tuple(found), (), ("model.embed_tokens", *(f"model.layers.{layer}" for layer in range(layers))))
+
+
+def activations(shape: ModelShape, micro_batch_size: int = 1, seq_len: int = 4096, each: int = 2**20) -> Activations:
+    """As many bytes for each block and token."""
+    units = list(enumerate(shape.units))
+    size = micro_batch_size * seq_len * each // 4096
+    forward = [Segment("forward", name, index, size * (index + 1)) for index, name in units]
+    backward = [segment._replace(phase="backward") for segment in reversed(forward)]
+    return Activations(micro_batch_size, seq_len, "none", (*forward, *backward))
+
+
+def config(**sections: object) -> Config:
+    return Config.model_validate({"precision": "bf16"} | sections)
+
+
+def test_bytes_on_the_wire_are_those_of_rings() -> None:
+    gather = Collective("all_gather", "parameters", "forward", 800, 16)
+    assert gather.sent() == 750
+    assert gather.between_nodes(8) == 750 // 8
+    assert gather.between_nodes(16) == 0
+    assert Collective("all_reduce", "gradients", "step", 800, 16).sent() == 1500
+    across = Collective("all_reduce", "gradients", "step", 800, 2, 8)  # one rank of each node
+    assert (across.sent(), across.between_nodes(8)) == (800, 800)
+
+
+def test_sizes() -> None:
+    assert [parse_bytes(text) for text in ("80GiB", "24 GB", "1.5g", "512MiB")] == [80 * GIB, 24 * 10**9, 3 * GIB // 2, 512 * 2**20]
+    for text in ("", "much", "0GiB", "80 parsecs"):
+        with pytest.raises(ConfigError, match="such as 80GiB"):
+            parse_bytes(text)
+
+
+def test_a_misspelt_device_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean h100-80g"):
+        device_named("h100-80gb")
+
+
+@pytest.mark.parametrize("answer", [0, 1, 2, 3, 7, 8, 100])
+def test_the_largest_that_fits(answer: int) -> None:
+    assert largest(lambda count: count <= answer, 100) == answer
+
+
+def test_every_engine_and_strategy_has_a_line() -> None:
+    shape = llama(2, 64, 96, 16, 97)
+    found = candidates_of(config(), shape, Topology(16, 8), activations(shape))
+    assert [(each.backend, each.strategy) for each in found] == [
+        (name, strategy) for name in ("fsdp", "deepspeed") for strategy in STRATEGIES
+    ]
+    assert [each.refusal for each in found] == [""] * len(found)
+    peaks = {(each.backend, each.strategy): each.peak.nbytes for each in found if each.peak}
+    for backend in ("fsdp", "deepspeed"):
+        assert peaks[backend, "no_shard"] > peaks[backend, "full_shard"]
+
+
+def test_what_an_engine_refuses_is_said() -> None:
+    shape = llama(2, 64, 96, 16, 97)
+    found = candidates_of(config(offload={"params": "nvme", "nvme_path": "x"}), shape, Topology(8, 8), strategies=["full_shard"])
+    assert [bool(each.refusal) for each in found] == [True, False]
+    assert "offload to files" in found[0].refusal
+
+
+def test_fields_of_another_strategy_are_reset() -> None:
+    cfg = config(
+        sharding={"strategy": "hybrid_shard", "group_size": 4, "reshard_after_forward": False, "min_unit_params": 5},
+        communication={"prefetch_bucket_size": 7},
+        offload="cpu",
+    )
+    for strategy in STRATEGIES:
+        assert with_strategy(cfg, "deepspeed", strategy).sharding.strategy == strategy
+    assert with_strategy(cfg, "fsdp", "hybrid_shard") is cfg
+
+
+def test_a_peak_names_its_phase_and_module() -> None:
+    shape = llama(4, 64, 96, 16, 97)
+    segments = (*activations(shape, each=1).segments, Segment("backward", "model.layers.2", 3, GIB))
+    own = candidates_of(
+        config(), shape, Topology(8, 8), Activations(1, 4096, "none", segments), backends=["fsdp"], strategies=["full_shard"]
+    )[0]
+    assert own.peak is not None
+    assert own.peak.where == "backward of model.layers.2"
+    assert own.activations == GIB
+
+
+def test_questions_are_answered() -> None:
+    shape = llama(8, 4096, 11008, 4096, 32000)
+    cfg = config()
+
+    def trace(micro_batch_size: int, seq_len: int) -> Activations:
+        return activations(shape, micro_batch_size, seq_len, 2**28)
+
+    (own,) = candidates_of(cfg, shape, Topology(8, 8), trace(1, 4096), backends=["fsdp"], strategies=["full_shard"])
+    samples = largest_micro_batch(own, shape, 40 * GIB, trace, 4096)
+    tokens = largest_seq_len(own, shape, 40 * GIB, trace, 1)
+    assert 2 < samples < 100
+    assert samples * 4096 <= tokens + 128 < (samples + 1) * 4096 + 256
+    ranks = [gpus_needed(cfg, shape, trace(1, 4096), "fsdp", name, 16 * GIB, 8) for name in ("no_shard", "full_shard")]
+    assert ranks[0] is None
+    assert ranks[1] is not None
+    for count, fits in ((ranks[1], True), (ranks[1] // 2, False)):
+        (each,) = candidates_of(cfg, shape, Topology(count, min(8, count)), trace(1, 4096), backends=["fsdp"], strategies=["full_shard"])
+        assert each.fits(16 * GIB) is fits
+
+
+def test_the_recommendation_is_the_cheapest_that_fits() -> None:
+    shape, topology = llama(8, 4096, 11008, 4096, 32000), Topology(8, 8)
+    small, large = activations(shape, each=2**20), activations(shape, each=2**34)
+    levels = [("none", candidates_of(config(), shape, topology, large)), ("full", candidates_of(config(), shape, topology, small))]
+    found = recommend(levels, topology, H100)
+    assert found.candidate is not None
+    assert "activation_checkpointing=full" in found.changes
+    times = {
+        (each.backend, each.strategy): wire_of(each.footprint, topology, H100).seconds
+        for each in levels[1][1]
+        if each.footprint and each.fits(H100.memory)
+    }
+    assert times[found.candidate.backend, found.candidate.strategy] == min(times.values())
+    nothing = recommend(levels, topology, H100._replace(memory=GIB))
+    assert nothing.changes == ()
+    assert "comes nearest" in nothing.reason
+
+
+def test_70b_on_1024_ranks_takes_under_a_second() -> None:
+    shape = llama()
+    assert 70e9 < shape.numel < 71e9
+    alive = activations(shape)
+    candidates_of(config(), shape, Topology(8, 8), alive)  # what is imported once
+    began = time.process_time()
+    found = candidates_of(config(), shape, Topology(1024, 8), alive)
+    assert time.process_time() - began < 1
+    assert {each.refusal for each in found} == {""}

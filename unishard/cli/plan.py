@@ -1,0 +1,110 @@
+"""`unishard plan`: memory and traffic of every engine and strategy before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, topology_of
+from unishard.cli.checkpoint_formats import own_file
+from unishard.cli.wrapping import echo
+from unishard.config.topology import Topology
+from unishard.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from unishard.plan.devices import Device
+    from unishard.plan.planning import Plan
+
+__all__ = ["plan"]
+
+
+def plan(
+    config: ConfigFile,
+    model: Annotated[
+        str,
+        typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False),
+    ],
+    world_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")] = 1,
+    gpus_per_node: GpusPerNode = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="What a rank computes on, such as h100-80g.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB.", show_default=False)
+    ] = None,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample.")] = 4096,
+    no_activations: Annotated[bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the file.")] = False,
+    set_: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a config needs before it runs.
+
+    For each engine and strategy: bytes on one rank by what they are for, the peak and where it is, what travels within and between
+    nodes, and what fits. Nothing is downloaded, and no GPU is needed.
+
+    Example: unishard plan cfg.yaml --model ./llama --world-size 64 --gpus-per-node 8 --device h100-80g
+    """
+    from unishard.loading import read
+    from unishard.plan.model import PlannedModel
+    from unishard.plan.planning import make_plan
+
+    if write and set_:
+        raise typer.BadParameter("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
+    if gpus_per_node is None and world_size > 8 and world_size % 8 == 0:
+        gpus_per_node = 8
+    topology = topology_of(world_size, gpus_per_node) or Topology()
+    target = _device(device, memory)
+    if write and target is None:
+        raise typer.BadParameter("--write needs --device or --memory, by which to choose")
+    with own_file(config):
+        cfg, origins = read(config, set_ or ())
+    try:
+        found = make_plan(cfg, PlannedModel(model, cfg), topology, target, seq_len=seq_len, activations=not no_activations)
+    except ConfigError as error:
+        raise origins.locate(error) from None
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        from unishard.plan.text import lines_of
+
+        for line in lines_of(found):
+            typer.echo(line)
+    if write:
+        _write(config, found)
+
+
+def _device(name: str | None, memory: str | None) -> Device | None:
+    """The device of the options; the bandwidths of an H100 where only a memory is given.
+
+    Raises:
+        ConfigError: One cannot be read.
+    """
+    from unishard.plan.devices import device_named, parse_bytes
+
+    if name is None and memory is None:
+        return None
+    found = device_named(name or "h100-80g")
+    return found if memory is None else found._replace(name=name or memory, memory=parse_bytes(memory))
+
+
+def _write(config: Path, found: Plan) -> None:
+    """Write the recommendation into the file.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    from unishard.cli.saving import save
+    from unishard.loading.editing import check_text, edit
+
+    recommendation = found.recommendation
+    assert recommendation is not None
+    if not recommendation.changes:
+        raise ConfigError([Problem("--write", recommendation.reason, str(config))])
+    text = edit(config, recommendation.changes)
+    check_text(text, str(config))
+    save(config, text)
+    echo(f"{config}: wrote {', '.join(recommendation.changes)}", err=True)

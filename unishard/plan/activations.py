@@ -1,0 +1,62 @@
+"""What the activations of one micro-batch take, by phase and module. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+__all__ = ["Activations", "Segment"]
+
+
+class Segment(NamedTuple):
+    """A stretch of a micro-batch in which one module computes."""
+
+    phase: Literal["forward", "backward"]
+    module: str
+    """A unit, a module outside the units, or empty for what the model computes itself, such as the loss."""
+    unit: int
+    """Index of the unit in the model's shape; -1 for what belongs to the root."""
+    nbytes: int
+    """The most bytes of activations alive in it, also those that earlier modules keep for backward; gradients of parameters excluded."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The segments of one forward and backward, in order."""
+
+    micro_batch_size: int
+    seq_len: int
+    recomputation: str
+    """`activation_checkpointing` as text."""
+    segments: tuple[Segment, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once."""
+        return max((segment.nbytes for segment in self.segments), default=0)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the cache."""
+        return {
+            "micro_batch_size": self.micro_batch_size,
+            "seq_len": self.seq_len,
+            "recomputation": self.recomputation,
+            "segments": [list(segment) for segment in self.segments],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse."""
+        return cls(**(data | {"segments": tuple(Segment(*segment) for segment in data["segments"])}))
+
+    def map(self, measure: Callable[[int], int], **changes: int) -> Self:
+        """The same segments with other bytes.
+
+        Args:
+            measure: Returns the bytes of a segment, by its index.
+            changes: `micro_batch_size` or `seq_len` of the result.
+        """
+        segments = tuple(segment._replace(nbytes=measure(index)) for index, segment in enumerate(self.segments))
+        sizes = {"micro_batch_size": self.micro_batch_size, "seq_len": self.seq_len} | changes
+        return type(self)(sizes["micro_batch_size"], sizes["seq_len"], self.recomputation, segments)

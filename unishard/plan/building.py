@@ -1,0 +1,123 @@
+"""Build a model without data, for its shape and its activations. Imports torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unishard.config import Config
+from unishard.engine.model.shape import shape_of
+from unishard.errors import ConfigError, ModelError, Problem
+from unishard.plan.activations import Activations
+from unishard.plan.tracing import trace
+from unishard.plugins.footprint import ModelShape
+
+__all__ = ["Batch", "Built"]
+
+Batch = Callable[[int, int], Mapping[str, Any]]
+"""Makes the keyword arguments of a model's forward from a micro-batch size and a sequence length."""
+
+
+class Built:
+    """Builds a model, each time anew, since a trace changes it."""
+
+    def __init__(self, name: str, folder: Path | None) -> None:
+        """Hold the name.
+
+        Args:
+            name: As on the command line.
+            folder: That with `config.json`; None for a factory.
+        """
+        self._name, self._folder = name, folder
+
+    def shape(self, cfg: Config) -> ModelShape:
+        """The shape of the model.
+
+        Raises:
+            ConfigError: It cannot be built.
+            ModelError: A class in the section `sharding` is not in it.
+        """
+        with FakeTensorMode():
+            model, _ = self._build()
+        return shape_of(model, cfg.sharding)
+
+    def activations(self, cfg: Config, micro_batch_size: int, seq_len: int) -> Activations:
+        """Run one micro-batch.
+
+        Raises:
+            ConfigError: The model cannot be built.
+            ModelError: Its inputs are not known, or it reads data.
+        """
+        fake = FakeTensorMode()
+        with fake:
+            model, batch = self._build()
+        if batch is None:
+            raise ModelError(
+                f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where batch(micro_batch_size, "
+                "seq_len) returns the keyword arguments of forward, or give --no-activations"
+            )
+        try:
+            return trace(model, cfg, batch, micro_batch_size=micro_batch_size, seq_len=seq_len, fake=fake)
+        except ModelError:
+            raise
+        except Exception as error:  # whatever the model's own code raises
+            first = f": {str(error).splitlines()[0]}" if str(error) else ""
+            what = f"--model {self._name}: cannot be run without data ({type(error).__name__}{first}); give --no-activations"
+            raise ModelError(what) from error
+
+    def _build(self) -> tuple[nn.Module, Batch | None]:
+        return self._from_factory() if self._folder is None else self._from_folder(self._folder)
+
+    def _from_folder(self, folder: Path) -> tuple[nn.Module, Batch | None]:
+        try:
+            import transformers
+        except ModuleNotFoundError as error:
+            raise _refuse(f"a folder needs {error.name}, which is not installed; pip install 'unishard[hf]'") from error
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
+            names = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)]
+            if names:
+                model = getattr(transformers, names[0])._from_config(config, dtype=torch.float32)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except (OSError, ValueError, KeyError) as error:
+            raise _refuse(f"{folder} cannot be read by transformers ({str(error).splitlines()[0]})") from error
+        return model, _batch_of(model)
+
+    def _from_factory(self) -> tuple[nn.Module, Batch | None]:
+        module, _, function = self._name.partition(":")
+        try:
+            factory = getattr(importlib.import_module(module), function, None)
+        except ImportError as error:
+            raise _refuse(f"{self._name}: importing {module} fails ({error}); run this where it can be imported") from error
+        if not callable(factory):
+            raise _refuse(f"{self._name}: {module} has no function {function!r}; write module:factory, such as train:build_model")
+        made = factory()
+        model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, nn.Module):
+            raise _refuse(f"{self._name} returned {type(model).__name__}; it must return a torch.nn.Module, or (model, batch)")
+        return model, batch or _batch_of(model)
+
+
+def _refuse(what: str) -> ConfigError:
+    return ConfigError([Problem("--model", what)])
+
+
+def _batch_of(model: Any) -> Batch | None:
+    """Tokens and labels for a language model of transformers."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+        return None
+    return _tokens
+
+
+def _tokens(micro_batch_size: int, seq_len: int) -> Mapping[str, Any]:
+    return {name: torch.zeros(micro_batch_size, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}

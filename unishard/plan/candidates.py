@@ -1,0 +1,201 @@
+"""The core of the plan: what each engine and strategy needs. Pure; imports no torch.
+
+candidates_of(cfg, shape, topology, activations)   one `Candidate` for each engine and strategy, in a fixed order
+recommend(candidates, memory)                      the cheapest one that fits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.errors import BackendError, ConfigError
+from unishard.mapping.rules import Fit
+from unishard.plan.activations import Activations
+from unishard.plan.devices import Device
+from unishard.plugins import registry
+from unishard.plugins.footprint import Footprint, ModelShape
+from unishard.plugins.translate import translate
+
+__all__ = ["STRATEGIES", "Candidate", "Peak", "Wire", "candidate_of", "candidates_of", "peak_of", "wire_of", "with_strategy"]
+
+STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_shard")
+
+
+class Peak(NamedTuple):
+    """The most bytes that tensors take on the device at once, and when."""
+
+    nbytes: int
+    phase: str
+    """`forward`, `backward` or `step`."""
+    module: str
+    """The module that computes then; empty for what the root computes itself, such as the loss, and for the step."""
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        if self.phase == "step":
+            return "step"
+        return f"{self.phase} of {self.module or 'the root'}"
+
+
+class Wire(NamedTuple):
+    """What one rank sends in an optimizer step."""
+
+    within: int
+    """Bytes to ranks of its node."""
+    between: int
+    """Bytes to other nodes."""
+    seconds: float
+    """The time these need alone at a device's bandwidths; engines overlap most of it with compute."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine and a strategy for a config."""
+
+    backend: str
+    strategy: str
+    cfg: Config | None
+    """The config with both; None if it is refused."""
+    footprint: Footprint | None
+    peak: Peak | None
+    activations: int
+    """Bytes of activations that are alive at the peak, or at their own if the peak is in the step."""
+    refusal: str = ""
+    """Why this engine cannot run it."""
+    approximate: tuple[str, ...] = ()
+    """Fields that the engine only approximates."""
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Bytes that the allocator takes from the device: from, to."""
+        if self.peak is None or self.footprint is None:
+            return 0, 0
+        low, high = self.footprint.reserved
+        return int(self.peak.nbytes * low), int(self.peak.nbytes * high)
+
+    def fits(self, memory: int, *, surely: bool = False) -> bool:
+        """Whether the peak fits, with the least that the allocator adds.
+
+        Args:
+            memory: Bytes of the device.
+            surely: Also with the most that it adds.
+        """
+        return self.peak is not None and self.reserved[surely] <= memory
+
+
+def candidates_of(
+    cfg: Config,
+    shape: ModelShape,
+    topology: Topology,
+    activations: Activations | None = None,
+    *,
+    backends: Sequence[str] | None = None,
+    strategies: Sequence[str] | None = None,
+) -> list[Candidate]:
+    """Plan each engine and strategy.
+
+    Args:
+        cfg: The config; its backend and strategy are those of one candidate.
+        shape: The model.
+        topology: The ranks.
+        activations: Of one micro-batch; None for a plan without them.
+        backends: Engines; by default the installed ones.
+        strategies: Names of strategies; by default all, those with groups only where there are several.
+    """
+    if strategies is None:
+        group = cfg.sharding.group_size or topology.local_world_size
+        several = group < topology.world_size or cfg.sharding.hybrid
+        strategies = STRATEGIES if several else [name for name in STRATEGIES if not name.startswith("hybrid")]
+    names = list(backends) if backends is not None else sorted(registry.available(), key=lambda name: (name != cfg.backend, name))
+    return [candidate_of(cfg, shape, topology, activations, backend, strategy) for backend in names for strategy in strategies]
+
+
+def candidate_of(
+    cfg: Config, shape: ModelShape, topology: Topology, activations: Activations | None, backend: str, strategy: str
+) -> Candidate:
+    """Plan one engine and strategy."""
+    try:
+        chosen = with_strategy(cfg, backend, strategy)
+        translation = translate(chosen, topology=topology).check(strict=chosen.strict)
+        footprint = registry.get(backend).footprint(shape, chosen, topology)
+    except (ConfigError, BackendError) as error:
+        text = error.problems[0] if isinstance(error, ConfigError) and error.problems else error
+        return Candidate(backend, strategy, None, None, None, 0, refusal=str(text))
+    peak, alive = peak_of(footprint, shape, activations)
+    approximate = tuple(line.path for line in translation.report if line.fit is Fit.APPROXIMATE)
+    return Candidate(backend, strategy, chosen, footprint, peak, alive, approximate=approximate)
+
+
+def with_strategy(cfg: Config, backend: str, strategy: str) -> Config:
+    """A config with another engine and strategy. Fields that only other strategies have are reset.
+
+    Raises:
+        ConfigError: The config cannot have them.
+    """
+    changes = [f"backend={backend}", f"sharding.strategy={strategy}"]
+    changes += _resets(cfg, strategy)
+    return cfg.override(*changes) if (cfg.backend, cfg.sharding.strategy) != (backend, strategy) else cfg
+
+
+def _resets(cfg: Config, strategy: str) -> Iterator[str]:
+    sharding = cfg.sharding
+    if sharding.group_size is not None and not strategy.startswith("hybrid"):
+        yield "sharding.group_size=null"
+    if strategy not in ("full_shard", "hybrid_shard"):
+        if not sharding.reshard_after_forward:
+            yield "sharding.reshard_after_forward=true"
+        if "prefetch_bucket_size" in cfg.communication.changed:
+            yield f"communication.prefetch_bucket_size={type(cfg.communication).model_fields['prefetch_bucket_size'].default}"
+        if cfg.offload.params != "none":
+            yield "offload.params=none"
+    if strategy == "no_shard":
+        yield from (f"{path}={value}" for path, value in (("sharding.units", "auto"), ("sharding.min_unit_params", 0)))
+        if cfg.offload.optimizer != "none":
+            yield "offload.optimizer=none"
+        if not cfg.offload.pin_memory:
+            yield "offload.pin_memory=true"
+
+
+def peak_of(footprint: Footprint, shape: ModelShape, activations: Activations | None) -> tuple[Peak, int]:
+    """The peak, and the bytes of activations in it.
+
+    Args:
+        footprint: What the engine holds.
+        shape: The model, for the names of units.
+        activations: Of a micro-batch, if they are known.
+    """
+    base = footprint.persistent.device
+    beside = {"forward": footprint.forward, "backward": footprint.backward}
+    moments: list[tuple[Peak, int]] = [(Peak(base + footprint.step, "step", ""), activations.peak if activations else 0)]
+    if activations is None:
+        for phase, sizes in beside.items():
+            moments += [(Peak(base + size, phase, name), 0) for size, name in zip(sizes, (*shape.units, ""), strict=True)]
+    else:
+        for segment in activations.segments:
+            size = base + beside[segment.phase][segment.unit] + segment.nbytes
+            moments.append((Peak(size, segment.phase, segment.module), segment.nbytes))
+    return max(moments, key=lambda moment: moment[0].nbytes)
+
+
+def wire_of(footprint: Footprint, topology: Topology, device: Device) -> Wire:
+    """Bytes on the wire in a step, and the time for them.
+
+    Args:
+        footprint: What the engine sends.
+        topology: The ranks and nodes.
+        device: Its bandwidths.
+    """
+    per_node = topology.local_world_size
+    within = between = 0
+    seconds = 0.0
+    for each in footprint.traffic:
+        out = each.between_nodes(per_node)
+        inside = each.sent() - out
+        within, between = within + inside, between + out
+        seconds += max(inside / device.within, out / device.between)
+    return Wire(within, between, seconds)

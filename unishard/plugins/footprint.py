@@ -1,0 +1,222 @@
+"""What a backend says of memory and traffic before a run: the shape of a model, and what one rank holds and sends. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Self
+
+__all__ = ["ITEMSIZE", "Bytes", "Collective", "Footprint", "ModelShape", "ParameterShape", "TensorShape", "itemsize", "optimizer_tensors"]
+
+ITEMSIZE: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element, by dtypes of a config."""
+
+_SIZES = {"float64": 8, "int64": 8, "complex64": 8, "int32": 4, "uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+_SIZES |= {"uint16": 2, "uint64": 8, "complex128": 16, "complex32": 4}
+
+Phase = Literal["forward", "backward", "step"]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of a torch dtype by its name, such as `bfloat16`; 1 for bool and 8-bit types."""
+    return _SIZES.get(dtype, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """A parameter or buffer."""
+
+    name: str
+    """Its first name in the model."""
+    shape: tuple[int, ...]
+    dtype: str
+    """As in torch without the prefix, such as `float32`."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in its own dtype."""
+        return self.numel * itemsize(self.dtype)
+
+    @property
+    def floating(self) -> bool:
+        """Whether an engine may cast it."""
+        return self.dtype.startswith(("float", "bfloat"))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape(TensorShape):
+    """A parameter."""
+
+    trainable: bool
+    unit: int
+    """Index in `ModelShape.units`; -1 for the root."""
+
+    def rows(self, ranks: int, rank: int | None = None) -> int:
+        """Elements of a shard by rows of the first dimension: of the largest, which padding gives to every rank, or of a rank's own."""
+        if not self.numel:
+            return 0
+        first = self.shape[0] if self.shape else 1
+        most = -(-first // ranks)
+        own = most if rank is None else max(0, min(most, first - rank * most))
+        return own * (self.numel // first)
+
+    def flat(self, ranks: int) -> int:
+        """Elements of a shard of equal size of the flattened parameter, the padding of the last one included."""
+        return -(-self.numel // ranks)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All that the memory of a model's training state depends on, computed once from a model on the meta device."""
+
+    parameters: tuple[ParameterShape, ...]
+    """Each once, as `model.named_parameters()` yields them, with the dtypes that they have before `prepare`."""
+    buffers: tuple[TensorShape, ...] = ()
+    units: tuple[str, ...] = ()
+    """Names of the modules that are gathered together, in module order, without the root."""
+
+    @cached_property
+    def trainable(self) -> tuple[ParameterShape, ...]:
+        """The trainable parameters."""
+        return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @cached_property
+    def frozen(self) -> tuple[ParameterShape, ...]:
+        """The frozen ones."""
+        return tuple(parameter for parameter in self.parameters if not parameter.trainable)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @cached_property
+    def by_unit(self) -> tuple[tuple[ParameterShape, ...], ...]:
+        """The parameters of each unit, and last those of the root."""
+        found: list[list[ParameterShape]] = [[] for _ in range(len(self.units) + 1)]
+        for parameter in self.parameters:
+            found[parameter.unit].append(parameter)
+        return tuple(map(tuple, found))
+
+
+class Bytes(NamedTuple):
+    """Bytes on one rank, by where they are."""
+
+    device: int = 0
+    """Memory of the accelerator."""
+    host: int = 0
+    """Host memory, for offloading."""
+    files: int = 0
+    """Files of `offload: nvme`."""
+
+    def __add__(self, other: object) -> Self:
+        if not isinstance(other, Bytes):
+            return NotImplemented
+        return type(self)(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
+class Collective(NamedTuple):
+    """The collectives of one kind in one optimizer step."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast"]
+    what: Literal["parameters", "gradients"]
+    phase: Phase
+    nbytes: int
+    """Bytes of the full tensors, over all micro-batches of a step."""
+    ranks: int
+    """Ranks in the process group."""
+    stride: int = 1
+    """Distance of neighbors in the group: 1 for ranks in a row."""
+
+    def sent(self) -> int:
+        """Bytes that one rank sends, by the ring algorithms of NCCL: an all-reduce is a reduce-scatter and an all-gather."""
+        once = self.nbytes * (self.ranks - 1) // self.ranks
+        return 2 * once if self.kind == "all_reduce" else once
+
+    def between_nodes(self, per_node: int) -> int:
+        """Bytes of these that go to another node: of the neighbors in a ring on one node, one sends to the next node.
+
+        Args:
+            per_node: Ranks on one node.
+        """
+        beside = max(1, min(self.ranks, per_node // self.stride))
+        return self.sent() // beside if self.ranks > beside else 0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one rank holds and sends in an optimizer step. Bytes of tensors; not of the allocator, the CUDA context and NCCL."""
+
+    parameters: Bytes
+    """The parameters between steps, in the dtype that the engine keeps; padding included, as in all fields."""
+    masters: Bytes
+    """Master weights in memory of their own; 0 where the parameters are the master weights."""
+    optimizer: Bytes
+    """Optimizer state after the first step."""
+    gradients: Bytes
+    """Gradients at the end of the last backward, before the step."""
+    kept_gradients: Bytes
+    """The part of `gradients` whose memory stays allocated between steps."""
+    buffers: Bytes
+    """The model's buffers, and those that the engine allocates once for its collectives and copies."""
+    gathered: int = 0
+    """The most device bytes that gathered parameters and the buffers of collectives take at once, kept ones excluded."""
+    forward: tuple[int, ...] = ()
+    """Device bytes beyond the persistent ones while a unit computes in forward, activations excluded: for each unit, and last the root."""
+    backward: tuple[int, ...] = ()
+    """The same in the last backward of a step; gradients included."""
+    step: int = 0
+    """Device bytes beyond the persistent ones in the step; gradients included."""
+    traffic: tuple[Collective, ...] = ()
+    reserved: tuple[float, float] = (1.0, 1.0)
+    """By what the allocator multiplies the peak: from, to."""
+    notes: tuple[str, ...] = field(default=())
+    """What these figures leave out."""
+
+    @property
+    def persistent(self) -> Bytes:
+        """What stays allocated between steps."""
+        return self.parameters + self.masters + self.optimizer + self.kept_gradients + self.buffers
+
+    @property
+    def parts(self) -> Mapping[str, Bytes]:
+        """The categories that are not activations, by name."""
+        return MappingProxyType(
+            {
+                "parameters": self.parameters,
+                "master weights": self.masters,
+                "gradients": self.gradients,
+                "optimizer state": self.optimizer,
+                "buffers": self.buffers,
+            }
+        )
+
+
+def optimizer_tensors(name: str, *, amsgrad: bool = False, momentum: float = 0.0) -> tuple[int, int]:
+    """State of an optimizer of the config: tensors in the shape of a stepped tensor, and bytes of its other ones.
+
+    torch 2.13, optim/adam.py, adagrad.py: `step` is a tensor of one fp32 element, and SGD's momentum has none; lion-pytorch 0.2 has one
+    moment and no step.
+    """
+    match name:
+        case "adamw" | "adam":
+            return 3 if amsgrad else 2, 4
+        case "adagrad":
+            return 1, 4
+        case "lion":
+            return 1, 0
+        case _:
+            return (1 if momentum else 0), 0
