@@ -307,3 +307,24 @@ def test_a_loss_scale_that_is_not_used_stays_in_its_own_format() -> None:
 def test_a_warmup_ratio_counts_for_deepspeeds_schedule() -> None:
     document = {"per_device_train_batch_size": 1, "warmup_ratio": 0.1, "max_steps": 100, "deepspeed": {**AUTO, "train_batch_size": 1}}
     assert fields(translate(document, "unishard", from_="hf"))["scheduler.warmup_steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("save", "scheduler", "optimizer"),
+    [
+        (
+            "--per_device_train_batch_size 2 --save_steps 10",
+            "the scheduler of the DeepSpeed config counts",
+            "the optimizer of the DeepSpeed config counts",
+        ),
+        ("", "unless the script passes its own", "unless the script passes its own"),
+    ],
+)
+def test_what_deepspeeds_own_scheduler_and_optimizer_decide_is_said(script: Path, save: str, scheduler: str, optimizer: str) -> None:
+    script.write_text(f"deepspeed run.py --lr_scheduler_type cosine --optim sgd {save}\n")
+    outcome = translate(AUTO, "unishard", with_=script)
+    ignored = {item.key: item.note for item in outcome.of(Fit.IGNORED) if item.beside}
+    assert scheduler in ignored["lr_scheduler_type"]
+    assert optimizer in ignored["optim"]
+    assert (fields(outcome)["scheduler.name"], fields(outcome)["optimizer.name"]) == ("linear", "adamw")
+    assert not outcome.of(Fit.UNSUPPORTED)

@@ -32,6 +32,9 @@ def fills(own: Sequence[Entry], given: Sequence[Entry], reading: ReadDocument, c
     for entry in given:
         if entry.meaning.unknown or (entry.assumed and written.issuperset(entry.meaning.fields)):
             continue
+        if entry.meaning.fit is Fit.IGNORED and entry.meaning.notable and not entry.assumed:
+            yield entry._replace(meaning=Meaning(Fit.IGNORED, entry.meaning.note))
+            continue
         if entry.meaning.fit is Fit.UNSUPPORTED:
             settled = any(field in holders or field in changed for field in entry.meaning.decides)
             if not (entry.assumed or settled or (same and not open_.intersection(entry.meaning.decides))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
@@ -48,7 +49,13 @@ class HfFormat(Format):
         """What arguments say that may be those of a script with a loop of its own, which has other defaults."""
         keys = {name: row._replace(silent=NOTHING) for name, row in KEYS.items()}
         entries = interpret(keys, source.data, tool="transformers 5.23", ignores_unknown=True, topology=topology)
-        return [_without_groups(entry) for entry in entries if entry.path[0] not in ENGINES]
+        beside = [entry for entry in entries if entry.path[0] not in ENGINES]
+        engine = source.data.get(DEEPSPEED)
+        if isinstance(engine, Mapping):
+            on = Entry((DEEPSPEED,), True, Meaning(fields={"backend": "deepspeed"}))
+            said = [Entry((DEEPSPEED, *key.split(".")), value, Meaning()) for key, value in flat(engine)]
+            beside = [entry for entry in with_precedence([*beside, on, *said]) if entry.path[0] != DEEPSPEED]
+        return [_of_any_script(entry) for entry in beside]
 
     def arguments_in(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """TrainingArguments of a document, which may stand in a section of it."""
@@ -67,9 +74,12 @@ class HfFormat(Format):
 FORMAT = HfFormat()
 
 
-def _without_groups(entry: Entry) -> Entry:
+def _of_any_script(entry: Entry) -> Entry:
+    if entry.meaning.notable:
+        note = "DeepSpeed's config decides, unless the script passes its own to deepspeed.initialize"
+        return entry._replace(meaning=entry.meaning._replace(note=note))
     fields = {field: value for field, value in entry.meaning.fields.items() if field != "optimizer.no_decay"}
-    return entry._replace(meaning=Meaning(entry.meaning.fit, entry.meaning.note, fields, unknown=entry.meaning.unknown))
+    return entry._replace(meaning=entry.meaning._replace(fields=fields, kept=False))
 
 
 def _is_bare(source: Source) -> bool:
