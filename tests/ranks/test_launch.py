@@ -45,21 +45,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def launch(folder: Path, *words: str, interrupt: str = "") -> Ended:
-    """`unishard launch` in a process that has imported torch already."""
-    (code,) = run_ranks(1, launch_here, str(folder), words, interrupt, timeout=180)
+def launch(folder: Path, *words: str, stop: tuple[int, str, str] | None = None) -> Ended:
+    """`unishard launch` in a process that has imported torch already.
+
+    Args:
+        folder: The current one.
+        words: After the number of processes.
+        stop: A signal to that process, once a file holds a text twice.
+    """
+    (code,) = run_ranks(1, launch_here, str(folder), words, stop, timeout=180)
     return Ended(code, (folder / "stdout").read_text(), (folder / "stderr").read_text())
 
 
-def launch_here(folder: str, words: tuple[str, ...], interrupt: str) -> int:
+def launch_here(folder: str, words: tuple[str, ...], stop: tuple[int, str, str] | None) -> int:
     os.chdir(folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOGLEVEL"):
         os.environ.pop(name, None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-    if interrupt:
-        threading.Thread(target=interrupt_after, args=(interrupt,), daemon=True).start()
+    if stop:
+        threading.Thread(target=stop_after, args=stop, daemon=True).start()
     try:
         app(["launch", "c.yaml", "--processes-per-node", "2", *words], prog_name="unishard")
     except SystemExit as end:
@@ -67,10 +73,10 @@ def launch_here(folder: str, words: tuple[str, ...], interrupt: str) -> int:
     return 0
 
 
-def interrupt_after(text: str) -> None:
-    while Path("stdout").read_text().count(text) < 2:
+def stop_after(number: int, file: str, text: str) -> None:
+    while not Path(file).exists() or Path(file).read_text().count(text) < 2:
         time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), number)
 
 
 def settings(*changes: str) -> list[str]:
@@ -113,9 +119,19 @@ def test_the_exit_status_is_that_of_the_rank(folder):
 
 def test_ctrl_c_ends_every_rank(folder):
     (folder / "waits.py").symlink_to(SAYS)
-    ended = launch(folder, "-m", "waits", "wait", interrupt="seed 0")
+    ended = launch(folder, "-m", "waits", "wait", stop=(signal.SIGINT, "stdout", "seed 0"))
     assert ended.code == 128 + signal.SIGINT, ended.stderr
     assert ended.stderr.splitlines()[-1] == "unishard launch: ended all ranks after SIGINT"
+
+
+def test_a_signal_lets_the_ranks_save_and_the_exit_status_says_so(folder):
+    saves = settings("checkpoint.dir=runs", "checkpoint.on_signal=[USR1]")
+    ended = launch(folder, *saves, TRAINS, "losses", "--end=-1:0:slow", stop=(signal.SIGUSR1, "losses", "[0, 2, "))
+    assert ended.code == 85, ended.stderr
+    steps = [json.loads(line)[2] for line in (folder / "losses").read_text().splitlines()]
+    assert 2 <= steps[-1] < 8
+    (saved,) = (folder / "runs").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) in (steps[-1], steps[-1] + 1)  # after the update in which it came
 
 
 def test_the_printed_command_runs_in_a_shell(folder):

@@ -85,6 +85,7 @@ def test_the_packages_of_the_engine(config: Path, monkeypatch: pytest.MonkeyPatc
     ("text", "arguments", "said"),
     [
         ("training: {micro_batch_size: 4, global_batch_size: 32}", (), "8 ranks, as training.global_batch_size says"),
+        ('launch: {nodes: "1:2", processes_per_node: 4}', (), "8 ranks, as launch says"),
         ("sharding: {strategy: hybrid_shard, group_size: 4}", (), "4 ranks, as sharding.group_size says"),
         ("sharding: full_shard", (), "1 rank; add --world-size N to check it for more"),
         ("sharding: full_shard", ("--gpus-per-node", "2", "--world-size", "4"), "4 ranks"),

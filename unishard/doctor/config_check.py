@@ -47,6 +47,8 @@ def ranks_of(cfg: Config) -> CheckedRanks:
             f"{training.gradient_accumulation_steps} = {share} samples; write a multiple of {share} or remove it"
         )
         raise ConfigError([Problem("training.global_batch_size", what)])
+    if each := cfg.launch.processes_per_node:
+        return CheckedRanks(Topology(each * cfg.launch.max_nodes, each), "launch")
     if whole is not None:
         return CheckedRanks(Topology(whole // share, whole // share), "training.global_batch_size")
     if sharding.hybrid and sharding.group_size:
