@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,28 @@ def test_skipped_updates_are_counted(backend, root):
     assert [line["skipped_updates"] for line in found] == [0, 1, 1]
     assert found[1]["loss"] is None
     assert found[1]["grad_norm"] is None
+
+
+def paused(backend, root):
+    """An evaluation and a save before the first update, and a save inside an evaluation."""
+    cfg = config(backend, logging=logging(backend, root, "paused"))
+    with prepare(cfg) as engine:
+        engine.eval()
+        time.sleep(0.3)
+        engine.train()
+        for micro_batch in engine.batches(own_share(2)):
+            engine.backward(engine(**micro_batch).loss)
+            engine.step()
+            engine.eval()
+            engine.save(f"{root}/{backend}-paused-saved")
+            time.sleep(0.3)
+            engine.train()
+
+
+@everywhere
+def test_evaluations_and_saves_are_left_out_of_the_throughput_once(backend, root):
+    played(paused, backend, root)
+    assert [0.1 < line["samples_per_second"] < 1e5 for line in lines(backend, root, "paused") if "loss" in line] == [True, True]
 
 
 def tokens(backend, root):
@@ -238,4 +261,4 @@ def test_what_cannot_be_written_is_an_error_of_prepare(backend, root):
     assert error(outcomes(unwritable, backend, root)).startswith("ConfigError: logging.to: jsonl cannot be started: NotADirectoryError")
 
 
-SCENARIOS = (measured, weighted, skipped, tokens, own_values, resumed, unasked, missing, unwritable)
+SCENARIOS = (measured, weighted, skipped, paused, tokens, own_values, resumed, unasked, missing, unwritable)

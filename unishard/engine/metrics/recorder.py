@@ -138,6 +138,8 @@ class MetricsRecorder:
 
     def evaluating(self, mode: bool) -> None:
         """Leave the time of an evaluation out of the throughput."""
+        if self._began is None:  # before the first forward, from which on time counts
+            return
         now = time.perf_counter()
         if mode and self._paused_at is None:
             self._paused_at = now
@@ -152,7 +154,8 @@ class MetricsRecorder:
 
     def saved(self, seconds: float) -> None:
         """Add a save's time."""
-        self._idle += seconds
+        if self._began is not None and self._paused_at is None:
+            self._idle += seconds
         if self._due and self._main:
             self._to.measured({"checkpoint_seconds": seconds}, self._order.updates)
         else:
