@@ -65,13 +65,12 @@ _GROUPS: Mapping[str, str] = {
         "kd_online_server_base_url kd_online_topk kd_online_server kd_online_timeout kd_temperature_min diffusion trainer_cls hatchery"
     ),
     "affects only logs": (
-        "logging_steps use_wandb wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model use_mlflow "
-        "mlflow_tracking_uri mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace "
+        "wandb_run_id wandb_watch wandb_log_model hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace "
         "comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config use_trackio trackio_project_name "
         "trackio_run_name trackio_space_id use_swanlab swanlab_project swanlab_experiment_name swanlab_description swanlab_mode "
         "swanlab_workspace swanlab_api_key swanlab_log_model swanlab_web_host swanlab_api_host swanlab_lark_webhook_url "
         "swanlab_lark_secret swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer use_otel_metrics "
-        "otel_metrics_host otel_metrics_port use_tensorboard profiler_steps profiler_steps_start include_tokens_per_second include_tkps "
+        "otel_metrics_host otel_metrics_port profiler_steps profiler_steps_start include_tokens_per_second include_tkps "
         "debug gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature"
     ),
     "affects only evaluation": (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.formats.axolotl.ignored_keys import IGNORED
+from unishard.formats.axolotl.logs import LOGGED
 from unishard.formats.axolotl.saving import SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, off
@@ -195,6 +196,7 @@ KEYS: Mapping[str, Key] = {
     "fp32_norms": refuses("unishard computes norms in the dtype of the model; remove it", off),
     "fp32_norm_classes": drops("names what fp32_norms switches on"),
     **SAVED,
+    **LOGGED,
     **{name: _engine(FSDP) for name in ENGINES},
     DEEPSPEED: _engine(DEEPSPEED),
     **IGNORED,

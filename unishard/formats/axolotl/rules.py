@@ -11,6 +11,7 @@ from unishard.config.nested import Native, merge
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.axolotl.keys import NAMES
+from unishard.formats.axolotl.logs import LOGS
 from unishard.formats.axolotl.saving import SAVING
 from unishard.formats.fallbacks import exact
 from unishard.formats.hf.engine_rules import decided_of, engine_of
@@ -102,6 +103,7 @@ _OWN: Mapping[str, Rule] = {
         ),
     ),
     **SAVING,
+    **LOGS,
 }
 
 RULES: Mapping[str, Rule] = {name: row._replace(key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}

@@ -17,9 +17,9 @@ from unishard.mapping.field_rows import keeps_more, write
 from unishard.mapping.key_rows import number, text
 from unishard.mapping.rules import Fit, Rule, When
 
-__all__ = ["SAVED", "SAVING"]
+__all__ = ["FOLDER", "SAVED", "SAVING"]
 
-_FOLDER = "./model-out"
+FOLDER = "./model-out"
 """Where axolotl writes if nobody says (schemas/config.py)."""
 _KEPT = 4
 """How many checkpoints it keeps if nobody says."""
@@ -29,7 +29,7 @@ _MANY = 1_000_000
 
 def _beside(given: Given) -> Mapping[str, Any]:
     """What axolotl assumes about the checkpoints that it writes."""
-    folder = {} if given.get("output_dir") else {"checkpoint.dir": _FOLDER}
+    folder = {} if given.get("output_dir") else {"checkpoint.dir": FOLDER}
     return folder if given.get("save_total_limit") else {**folder, "checkpoint.keep_last": _KEPT}
 
 

@@ -16,8 +16,8 @@ __all__ = ["IGNORED"]
 
 _GROUPS: Mapping[str, str] = {
     "affects only logs": (
-        "logging_dir logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter "
-        "include_num_input_tokens_seen include_tokens_per_second log_level log_level_replica disable_tqdm report_to run_name project "
+        "logging_dir logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter "
+        "include_num_input_tokens_seen include_tokens_per_second log_level log_level_replica disable_tqdm project "
         "trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics debug"
     ),
     "affects only evaluation": (
@@ -55,15 +55,8 @@ _GROUPS: Mapping[str, str] = {
 _NOISE = "adds noise to the embeddings; add it in the training script with a forward hook"
 _SMOOTHING = "changes the loss, which the training script computes; smooth the labels there"
 
-_LOGS = "affects only logs"
 _FILES = "affects only checkpoints"
 _DATA = "concerns the DataLoader, which the training script builds"
-
-
-def _logged(value: Any, given: Given) -> Meaning:
-    if value == 0 and given.get("logging_strategy") not in ("no", "epoch"):
-        raise Unreadable('must be above 0 with logging_strategy: steps, got 0; or write logging_strategy: "no"')
-    return Meaning(Fit.IGNORED, _LOGS, kept=True)
 
 
 def _prefetched(value: Any, given: Given) -> Meaning:
@@ -82,7 +75,6 @@ def _best(value: Any, given: Given) -> Meaning:
 
 IGNORED: Mapping[str, Key] = {
     **ignored(_GROUPS),
-    "logging_steps": Key(_logged, "", Fit.IGNORED, _LOGS),
     "load_best_model_at_end": Key(_best, "", Fit.IGNORED, _FILES),
     "dataloader_prefetch_factor": Key(_prefetched, "", Fit.IGNORED, _DATA),
     "label_smoothing_factor": refuses(_SMOOTHING, off),

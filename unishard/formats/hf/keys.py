@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.formats.hf.ignored_keys import IGNORED
+from unishard.formats.hf.logs import LOGGED
 from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
@@ -46,6 +47,7 @@ KEYS: Mapping[str, Key] = {
     **OPTIMIZER,
     **SCHEDULE,
     **SAVED,
+    **LOGGED,
     "fsdp": _engine("fsdp"),
     "fsdp_config": _engine("fsdp"),
     "deepspeed": _engine("deepspeed"),
