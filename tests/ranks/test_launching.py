@@ -126,12 +126,14 @@ def test_ctrl_c_ends_every_rank(folder):
 
 def test_a_signal_lets_the_ranks_save_and_the_exit_status_says_so(folder):
     saves = settings("checkpoint.dir=runs", "checkpoint.on_signal=[USR1]")
-    ended = launch(folder, *saves, TRAINS, "losses", "--end=-1:0:slow", stop=(signal.SIGUSR1, "losses", "[0, 2, "))
+    told = settings("launch.environment={TOKEN: a secret}")
+    ended = launch(folder, *saves, *told, TRAINS, "losses", "--end=-1:0:slow", stop=(signal.SIGUSR1, "losses", "[0, 2, "))
     assert ended.code == 85, ended.stderr
     steps = [json.loads(line)[2] for line in (folder / "losses").read_text().splitlines()]
     assert 2 <= steps[-1] < 8
     (saved,) = (folder / "runs").glob("step-*")
     assert int(saved.name.removeprefix("step-")) in (steps[-1], steps[-1] + 1)  # after the update in which it came
+    assert "a secret" not in (saved / "manifest.json").read_text()
 
 
 def test_the_printed_command_runs_in_a_shell(folder):
