@@ -181,3 +181,11 @@ def test_what_a_tool_around_transformers_assumes_is_not_taken_for_transformers_d
     document = {key: value for key, value in TOOLS["trl"].items() if key not in ("bf16", "learning_rate")}
     found = verify(translate(document, "trl", from_="trl", topology=FOUR))
     assert not {"precision.compute", "optimizer.lr"} & {row.field for row in found.rows}
+
+
+def test_a_rate_that_transformers_copies_from_the_optimizer_is_not_deepspeeds_default() -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 10}}
+    outcome = translate({**ZERO, "fp16": {"opt_level": "O2"}, "scheduler": scheduler}, "deepspeed", from_="deepspeed", topology=FOUR)
+    found = verify(outcome)
+    assert found.source.refused  # for opt_level, which is left out
+    assert not found.unreported

@@ -49,7 +49,7 @@ def settings_of(document: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         "training.micro_batch_size": config.train_micro_batch_size_per_gpu,
         "training.gradient_accumulation_steps": config.gradient_accumulation_steps,
         "training.gradient_clipping": clipping(config.gradient_clipping),
-        **_optimizer(config),
+        **_optimizer(config, top_is_open=_TOP in open_),
     }
     if found["precision.compute"] == "fp16":
         found["precision.loss_scale"] = config.float16_config.loss_scale or "dynamic"
@@ -62,6 +62,8 @@ def settings_of(document: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     return found | {field: AUTO for key in open_ for field in _DECIDES.get(key, ())}
 
 
+_TOP = "scheduler.params.warmup_max_lr"
+"""The rate, which transformers fills in as the optimizer's."""
 _DECIDES: Mapping[str, tuple[str, ...]] = {
     _MICRO: ("training.micro_batch_size",),
     _WINDOW: ("training.gradient_accumulation_steps",),
@@ -101,7 +103,7 @@ def _device(block: Any) -> str:
     return "none" if block is None else str(getattr(block.device, "value", block.device))
 
 
-def _optimizer(config: Any) -> dict[str, Any]:
+def _optimizer(config: Any, *, top_is_open: bool) -> dict[str, Any]:
     """What DeepSpeed builds itself; nothing where the training script does."""
     found: dict[str, Any] = {}
     if config.optimizer_name:
@@ -120,7 +122,7 @@ def _optimizer(config: Any) -> dict[str, Any]:
         if config.scheduler_name.startswith("Warmup"):
             found["scheduler.warmup_steps"] = max(2, params.get("warmup_num_steps", 1000))
             top = params.get("warmup_max_lr", 0.001 if config.scheduler_name != "WarmupCosineLR" else None)
-            if top is not None and config.scheduler_name != "WarmupCosineLR":
+            if top is not None and not (top_is_open and "optimizer.lr" in found) and config.scheduler_name != "WarmupCosineLR":
                 found["optimizer.lr"] = top
         if "total_num_steps" in params:
             found["scheduler.total_steps"] = params["total_num_steps"]
