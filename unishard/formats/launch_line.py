@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -147,9 +147,3 @@ def options_of(words: Sequence[Word], flags: frozenset[str] = frozenset()) -> tu
 def _behind_script(words: Sequence[Word]) -> list[Word]:
     """What follows the training script, or the module that is one."""
     return list(words[2:] if words and words[0].text == "-m" else words[1:])
-
-
-def numbered(lines: Sequence[LaunchLine]) -> Iterator[str]:
-    """The launcher and the line of each."""
-    for one in lines:
-        yield f"{one.launcher} in line {one.line}"
