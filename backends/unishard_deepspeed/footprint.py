@@ -116,6 +116,16 @@ class _Stage:
         """All of it."""
         raise NotImplementedError
 
+    def done(self, size: int) -> Iterator[int]:
+        """Whole gradients of the units behind each unit, and of the root, which is the first in backward.
+
+        Args:
+            size: Bytes of an element.
+        """
+        sizes = [sum(parameter.numel for parameter in unit if parameter.trainable) * size for unit in self.shape.by_unit]
+        for index in range(len(sizes)):
+            yield sum(sizes) if self.micro > 1 else sum(sizes[index + 1 :]) if index + 1 < len(sizes) else 0
+
     def between_groups(self, numel: int, dtype: int) -> Iterator[Collective]:
         """The average over groups that each hold a copy, once a step."""
         if (groups := self.world // self.ranks) > 1:
@@ -141,7 +151,9 @@ class _Stage0(_Stage):
             buffers=Bytes(self.model_buffers()),
             gathered=bucket,
             forward=self.everywhere(gradients if self.micro > 1 else 0),
-            backward=self.everywhere(gradients),
+            backward=tuple(self.done(self.accumulate)),
+            keeps_whole=True,
+            final=gradients,
             step=gradients + max(wide, bucket),
             traffic=tuple(traffic),
             reserved=RESERVED,
@@ -184,20 +196,30 @@ class _Stage12(_Stage):
             if self.micro > 1 and fields.stage(self.cfg) == 2 and not wide:
                 kept += Bytes(host=self.reached * self.compute)  # `accumulated_grads_in_cpu`
             host, scratch = part * self.compute + largest * self.compute, largest * self.compute
-        whole = self.numel * (self.accumulate if wide else self.compute)
-        bucket = int(min(self.zero["reduce_bucket_size"], max(1, self.numel))) * self.reduce
         late = fields.stage(self.cfg) == 1
+        whole = self.numel * (self.accumulate if wide else self.compute) if late else 0
+        elements = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel))
+        # The first gradient allocates the bucket, or both with overlap_comm; the root's loss is computed before.
+        bucket = elements * self.compute * (2 if self.zero["overlap_comm"] else 1)
+        cast = elements * (self.reduce + self.compute) if self.reduce != self.compute else 0
+        done = (
+            list(self.done(self.accumulate if wide else self.compute))
+            if late
+            else [0 if self.micro == 1 else held] * len(self.shape.by_unit)
+        )
         return Footprint(
             parameters=Bytes(sum(self.aligned) * self.compute + self.whole_frozen()),
             masters=self.place(part * self.master),
             optimizer=self.place(self.state(self.parts)),
-            gradients=kept if self.offloads else Bytes(held),
+            gradients=kept if self.offloads else Bytes(max(held, whole)),
             kept_gradients=kept,
             buffers=Bytes(self.model_buffers() + scratch, host),
-            gathered=2 * bucket,
+            gathered=bucket + cast,
             forward=self.everywhere((whole if late else held) if self.micro > 1 else 0),
-            backward=self.everywhere(whole if late else held + 2 * bucket),
-            step=held + (part * self.master if self.accumulate != self.master else 0) + sum(self.aligned) * self.compute // self.ranks,
+            backward=(*(size + bucket for size in done[:-1]), done[-1]),
+            keeps_whole=late,
+            final=bucket + cast + (whole if late else held),
+            step=(0 if self.offloads else held + (part * self.master if self.accumulate != self.master else 0)),
             traffic=tuple(self._traffic()),
             reserved=RESERVED,
         )
@@ -217,7 +239,6 @@ class _BF16Stage1(_Stage12):
     def footprint(self) -> Footprint:
         part, whole = sum(self.parts), sum(self.aligned)
         gradients = whole * self.accumulate
-        low = self.numel * self.compute
         return Footprint(
             parameters=Bytes(whole * self.compute + self.whole_frozen()),
             masters=Bytes(part * self.master),
@@ -227,7 +248,9 @@ class _BF16Stage1(_Stage12):
             buffers=Bytes(self.model_buffers()),
             gathered=min(whole, 500_000_000) * self.reduce,
             forward=self.everywhere(0),
-            backward=self.everywhere(low),
+            backward=tuple(self.done(self.compute)),
+            keeps_whole=True,
+            final=self.numel * self.compute,
             step=min(whole, 500_000_000) * self.reduce,
             traffic=tuple(self._traffic()),
             reserved=RESERVED,
@@ -255,6 +278,7 @@ class _Stage3(_Stage):
             gathered=max(self._gathered()),
             forward=tuple(self._gathered()),
             backward=tuple(self._gathered(backward=True)),
+            final=2 * bucket + max(self._sizes(self._full)[-1:]),
             step=0 if self.offloads else copy,
             traffic=tuple(self._traffic()),
             reserved=RESERVED,
@@ -267,21 +291,15 @@ class _Stage3(_Stage):
         return parameter.flat(self.ranks) * self.ranks * self.element(parameter)
 
     def _gathered(self, *, backward: bool = False) -> Iterator[int]:
-        """Gathered parameters while each unit computes, and in backward its whole gradients."""
+        """Gathered parameters while each unit computes, with what is gathered ahead, and in backward its whole gradients."""
         full = self._sizes(self._full)
         ahead = int(self.zero["stage3_prefetch_bucket_size"]) * self.compute
-        keeps = not self.cfg.sharding.reshard_after_forward
-        largest = max(full)
         grads = self._sizes(lambda parameter: parameter.numel * self.compute if parameter.trainable else 0)
         for index, size in enumerate(full):
-            gathered = (
-                sum(full)
-                if keeps and (backward or index == len(full) - 1)
-                else sum(full[: index + 1])
-                if keeps
-                else size + min(ahead, largest)
-            )
-            yield gathered + (grads[index] if backward else 0)
+            gathered = size + min(ahead, sum(full) - size)
+            if not self.cfg.sharding.reshard_after_forward:
+                gathered = sum(full) if backward else sum(full[: index + 1])
+            yield gathered + (grads[index] if backward and index + 1 < len(full) else 0)
 
     def _traffic(self) -> Iterator[Collective]:
         if self.ranks > 1:

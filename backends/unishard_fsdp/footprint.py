@@ -17,6 +17,7 @@ Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from unishard.config import Config
 from unishard.config.nested import Native
@@ -98,6 +99,7 @@ class _Sharded:
         parameters = sum(parameter.rows(self._ranks) * _own(parameter, cfg) for parameter in shape.parameters)
         gradients = sum(parameter.rows(self._ranks) * master for parameter in shape.trainable)
         state = _state(cfg, iter(own))
+        computing, reducing, final = self._moments(0 if offloads else master)
         return Footprint(
             parameters=place(parameters),
             masters=Bytes(host=sum(own) * master) if on_host else Bytes(),
@@ -107,7 +109,10 @@ class _Sharded:
             buffers=Bytes(_buffers(shape, cfg)),
             gathered=max(map(max, self._gathered())) + max(self._sizes(self._reduced)),
             forward=tuple(self._gathered()[0]),
-            backward=tuple(self._backward(0 if offloads else master)),
+            backward=tuple(computing),
+            keeps_whole=True,
+            reduction=tuple(reducing),
+            final=final,
             step=0 if offloads else gradients,
             traffic=tuple(self._traffic()),
             reserved=RESERVED,
@@ -133,40 +138,47 @@ class _Sharded:
         keeps = self._native["data_parallel"] == "replicate" or not self._native["reshard_after_forward"]
         if keeps:
             before = [sum(units[: index + 1]) + root for index in range(len(units))]
-            return [*before, sum(full)], [sum(full)] * len(full)
-        ahead = [root + size for size in self._ahead(units)]
-        behind = [root + size for size in reversed(list(self._ahead(units[::-1])))]
-        return [*ahead, root], [*behind, root + (units[-1] if units else 0)]
+            freed = self._cfg.training.gradient_accumulation_steps == 1  # else only the last micro-batch reshards
+            return [*before, sum(full)], [*(before if freed else [sum(full)] * len(units)), sum(full)]
+        forward = [root + size + self._ahead(units[index + 1 :]) for index, size in enumerate(units)]
+        backward = [root + size + self._ahead(units[:index][::-1]) for index, size in enumerate(units)]
+        return [*forward, root + self._ahead(units)], [*backward, root + self._ahead(units[::-1])]
 
-    def _ahead(self, units: Sequence[int]) -> Iterator[int]:
-        """A unit and those gathered before they are used; at least the next one (torch's own prefetch)."""
+    def _ahead(self, units: Sequence[int]) -> int:
+        """Bytes of the next units that are gathered before they are used: those within the limit, else the next one (torch's prefetch)."""
         limit = (self._native.get("prefetch_numel") or 0) * itemsize(self._compute or "float32")
-        for index, size in enumerate(units):
-            total, held = 0, size
-            for nth, following in enumerate(units[index + 1 :]):
-                total += following
-                if nth and total > limit:
-                    break
-                held += following
-            yield held
+        fitting = [total for total in accumulate(units) if total <= limit]
+        return fitting[-1] if fitting else sum(units[:1])
 
-    def _backward(self, grad: int) -> Iterator[int]:
-        """Gathered parameters, whole gradients of the unit, the input of its reduce-scatter, and the gradients that are done."""
-        gathered = self._gathered()[1]
+    def _whole(self, parameter: ParameterShape) -> int:
+        """Bytes of a whole gradient before it is reduced."""
+        return self._full(parameter) if parameter.trainable else 0
 
-        def whole(parameter: ParameterShape) -> int:
-            return self._full(parameter) if parameter.trainable else 0
+    def _moments(self, grad: int) -> tuple[list[int], list[int], int]:
+        """Bytes while each unit computes in backward, while it is reduced, and while the root is reduced, which comes last.
 
-        def shard(parameter: ParameterShape) -> int:
-            return parameter.rows(self._ranks) * grad if parameter.trainable else 0
+        The root's whole gradients stay until then, and the input of each reduce-scatter until that of the next.
 
-        wholes, inputs, shards = self._sizes(whole), self._sizes(self._reduced), self._sizes(shard)
-        count = len(wholes) - 1
-        accumulates = self._cfg.training.gradient_accumulation_steps > 1
-        for index in range(len(wholes)):
-            done = sum(shards) if accumulates and not self._waits else sum(shards[index + 1 :]) if index < count else 0
-            waiting = sum(inputs[: index + 1]) if accumulates and self._waits and index < count else 0
-            yield gathered[index] + wholes[index] + inputs[index] + shards[index] + done + waiting
+        Args:
+            grad: Bytes of an element of the gradients' shards on the device.
+        """
+        gathered, full = self._gathered()[1], self._sizes(self._full)
+        wholes, inputs = self._sizes(self._whole), self._sizes(self._reduced)
+        shards = self._sizes(lambda parameter: parameter.rows(self._ranks) * grad if parameter.trainable else 0)
+        count, accumulates = len(wholes) - 1, self._cfg.training.gradient_accumulation_steps > 1
+        computing, reducing = [], []
+        for index in range(count):
+            done = sum(shards[index + 1 : count])
+            if accumulates and self._waits:
+                done += sum(inputs[: index + 1])  # unreduced gradients of earlier micro-batches
+            elif accumulates:
+                done = sum(shards)
+            before = inputs[index + 1] if index + 1 < count else 0
+            computing.append(gathered[index] + wholes[-1] + before + done)
+            reducing.append(gathered[index] - full[index] + wholes[-1] + wholes[index] + inputs[index] + done)
+        waiting = sum(inputs) if accumulates and self._waits else sum(shards) if accumulates else 0
+        final = wholes[-1] + inputs[-1] + (inputs[0] if count else 0) + sum(shards)
+        return [*computing, gathered[-1] + waiting], [*reducing, 0], final
 
     def _traffic(self) -> Iterator[Collective]:
         cfg, native, ranks = self._cfg, self._native, self._ranks

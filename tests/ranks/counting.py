@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["begin", "counted", "storages"]
+__all__ = ["begin", "counted", "peak_of", "storages"]
 
 
 def _locals(tensor: Tensor) -> Iterator[Tensor]:
@@ -65,3 +66,15 @@ def counted(engine: Any) -> dict[str, int]:
         seen |= found.keys()
     sums["rest"] = sum(size for address, size in _live().items() if address not in seen)
     return sums
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator hands out during a call, beyond those of before, C++ included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

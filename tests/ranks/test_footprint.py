@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from counting import begin, counted
-from playing import STRATEGIES, play, values
+from counting import begin, counted, peak_of
+from playing import STRATEGIES, config, play, values
+from recording import ACCUMULATION, Countable
+from test_collectives import OPTIONS, TABLE
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import unishard
 from unishard.config import Config
+from unishard.config.topology import Topology
 from unishard.engine.model.shape import shape_of
+from unishard.plan.candidates import candidate_of
+from unishard.plan.tracing import trace
 from unishard.plugins import registry
 from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
-from unishard.testing.models import MODELS, batch
+from unishard.testing.models import MODELS, batch, llama
 
 PURE = {"compute": "bf16", "master": "bf16"}
 LOW = {"compute": "bf16", "reduce": "bf16", "accumulate": "bf16"}
@@ -97,3 +104,110 @@ def test_planned_state_is_held(world):
             if got != expected:
                 wrong.append(f"{scenario[1]} rank {rank}: planned {expected}, held {got}")
     assert not wrong, "\n".join(wrong)
+
+
+# -- the peak -----------------------------------------------------------------------------------------------------------------------
+
+SAMPLES, TOKENS = 2, 128
+LARGER = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": TOKENS,
+    "attn_implementation": "sdpa",
+}
+KINDS = (("fp32", "none"), ("fp32", "full"), ("bf16", "none"), ("bf16", "full"))
+PEAKS = tuple((backend, strategy, *kind) for backend in BACKENDS for strategy in STRATEGIES for kind in KINDS)
+
+
+def _larger(backend, strategy, precision, recomputation):
+    return config(backend, strategy, precision=precision, activation_checkpointing=recomputation, optimizer={"name": "adamw"})
+
+
+def _tokens(samples, tokens):
+    return {name: torch.zeros(samples, tokens, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+
+def allocated(*cell):
+    """What the third step of training takes beyond what is held between steps."""
+    inputs = _tokens(SAMPLES, TOKENS)
+    with unishard.prepare(llama(**LARGER), _larger(*cell)) as engine:
+
+        def step():
+            engine.backward(engine(**inputs).loss)
+            engine.step()
+
+        for _ in range(2):
+            step()
+        return peak_of(step)
+
+
+def test_the_planned_peak_is_within_5_percent_of_what_is_allocated():
+    found = play(tuple((allocated, cell) for cell in PEAKS))
+    topology, traces, ratios = Topology(2, 2), {}, {}
+    for cell in PEAKS:
+        cfg = _larger(*cell)
+        if cell[2:] not in traces:
+            fake = FakeTensorMode()
+            with fake:
+                model = llama(**LARGER)
+            shape = shape_of(model, cfg.sharding)
+            traces[cell[2:]] = trace(model, cfg, _tokens, micro_batch_size=SAMPLES, seq_len=TOKENS, fake=fake)
+        planned = candidate_of(cfg, shape, topology, traces[cell[2:]], cfg.backend, cfg.sharding.strategy)
+        measured = planned.footprint.persistent.device + max(values(found[allocated, cell]))
+        ratios[cell] = planned.peak.nbytes / measured
+    assert {cell: ratio for cell, ratio in ratios.items() if not 0.95 < ratio < 1.05} == {}
+
+
+class Greedy(nn.Module):
+    """Asks for more memory than there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).sum() * torch.empty(2**60)
+
+
+def out_of_memory(backend):
+    """The notes of the error."""
+    with unishard.prepare(Greedy(), config(backend, "shard_grad_op", optimizer={"name": "adamw"})) as engine:
+        try:
+            engine(torch.ones(2, 4))
+        except RuntimeError as error:
+            return "\n".join(error.__notes__)
+    return ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_out_of_memory_error_shows_the_plan_and_two_changes(backend):
+    for note in values(play(tuple((out_of_memory, (name,)) for name in BACKENDS))[out_of_memory, (backend,)]):
+        assert "unishard planned for this rank, on the device:" in note
+        assert "  optimizer state  " in note
+        assert len([line for line in note.splitlines() if line.startswith("  unishard set CFG ")]) == 2
+
+
+# -- traffic ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", TABLE, ids=" ".join)
+def test_planned_traffic_is_that_of_the_collectives(cell):
+    """`test_collectives.py` holds the table to what real ranks send: elements by phase, of which the norm is one."""
+    backend, strategy, option = cell
+    sections = dict(OPTIONS[option])
+    sharding = {"strategy": strategy} | ({} if strategy == "no_shard" else {"units": ["Block"]}) | sections.pop("sharding", {})
+    cfg = config(backend, sharding, training={"gradient_accumulation_steps": ACCUMULATION}, **sections)
+    planned: dict[str, int] = {}
+    for each in registry.get(backend).footprint(shape_of(Countable(), cfg.sharding), cfg, Topology(2, 2)).traffic:
+        planned[each.kind] = planned.get(each.kind, 0) + each.nbytes
+    recorded: dict[str, int] = {}
+    for kinds in TABLE[cell].values():
+        for kind, numel in kinds.items():
+            recorded[kind] = recorded.get(kind, 0) + numel - numel % 2
+    low = sections.get("precision") is not None
+    sizes = dict.fromkeys(recorded, 2 if low else 4)
+    assert planned == {kind: numel * sizes[kind] for kind, numel in recorded.items() if numel}

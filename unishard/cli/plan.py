@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from unishard.plan.planning import Plan
 
 __all__ = ["plan"]
+
+Report = Literal["text", "html"]
 
 
 def plan(
@@ -39,6 +41,7 @@ def plan(
     no_activations: Annotated[bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the file.")] = False,
     set_: Overrides = None,
+    report: Annotated[Report, typer.Option("--report", help="Print text, or one HTML page without anything from elsewhere.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a config needs before it runs.
@@ -68,6 +71,10 @@ def plan(
         raise origins.locate(error) from None
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
+    elif report == "html":
+        from unishard.plan.page import page_of
+
+        typer.echo(page_of(found), nl=False)
     else:
         from unishard.plan.text import lines_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -18,7 +18,11 @@ class Segment(NamedTuple):
     unit: int
     """Index of the unit in the model's shape; -1 for what belongs to the root."""
     nbytes: int
-    """The most bytes of activations alive in it, also those that earlier modules keep for backward; gradients of parameters excluded."""
+    """The most bytes of activations alive in it, also those that earlier modules keep for backward, with the gradient in the making."""
+    whole: int
+    """The same with all gradients of parameters that it has made so far."""
+    end: int
+    """Bytes of activations at its end."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,16 @@ class Activations:
         """The inverse."""
         return cls(**(data | {"segments": tuple(Segment(*segment) for segment in data["segments"])}))
 
-    def map(self, measure: Callable[[int], int], **changes: int) -> Self:
+    def map(self, measure: Callable[[Sequence[int]], int], *others: Self, **changes: int) -> Self:
         """The same segments with other bytes.
 
         Args:
-            measure: Returns the bytes of a segment, by its index.
+            measure: Returns bytes from those of a segment in this trace and in the others.
+            others: Traces of the same model.
             changes: `micro_batch_size` or `seq_len` of the result.
         """
-        segments = tuple(segment._replace(nbytes=measure(index)) for index, segment in enumerate(self.segments))
+        together = zip(self.segments, *(other.segments for other in others), strict=True)
+        sizes_of = ([measure([each[at] for each in same]) for at in (3, 4, 5)] for same in together)
+        segments = tuple(Segment(*segment[:3], *sizes) for segment, sizes in zip(self.segments, sizes_of, strict=True))
         sizes = {"micro_batch_size": self.micro_batch_size, "seq_len": self.seq_len} | changes
         return type(self)(sizes["micro_batch_size"], sizes["seq_len"], self.recomputation, segments)

@@ -16,7 +16,7 @@ from unishard.plugins.footprint import ModelShape, ParameterShape, TensorShape
 
 __all__ = ["activations", "folder", "shape"]
 
-_VERSION = 1
+_VERSION = 2
 """Raised when what is computed changes."""
 
 

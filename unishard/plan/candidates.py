@@ -171,14 +171,18 @@ def peak_of(footprint: Footprint, shape: ModelShape, activations: Activations | 
     """
     base = footprint.persistent.device
     beside = {"forward": footprint.forward, "backward": footprint.backward}
-    moments: list[tuple[Peak, int]] = [(Peak(base + footprint.step, "step", ""), activations.peak if activations else 0)]
+    most = activations.peak if activations else 0
+    moments = [(Peak(base + footprint.step, "step", ""), most), (Peak(base + footprint.final, "backward", ""), most)]
     if activations is None:
         for phase, sizes in beside.items():
             moments += [(Peak(base + size, phase, name), 0) for size, name in zip(sizes, (*shape.units, ""), strict=True)]
     else:
         for segment in activations.segments:
-            size = base + beside[segment.phase][segment.unit] + segment.nbytes
-            moments.append((Peak(size, segment.phase, segment.module), segment.nbytes))
+            alive = segment.whole if footprint.keeps_whole and segment.phase == "backward" else segment.nbytes
+            moments.append((Peak(base + beside[segment.phase][segment.unit] + alive, segment.phase, segment.module), segment.nbytes))
+            if footprint.reduction and segment.phase == "backward" and segment.unit >= 0:
+                size = base + footprint.reduction[segment.unit] + segment.end
+                moments.append((Peak(size, segment.phase, segment.module), segment.end))
     return max(moments, key=lambda moment: moment[0].nbytes)
 
 

@@ -70,8 +70,7 @@ def largest_micro_batch(candidate: Candidate, shape: ModelShape, memory: int, tr
     one, two = trace(1, seq_len), trace(2, seq_len)
 
     def scaled(count: int) -> Activations:
-        slope = [more.nbytes - less.nbytes for less, more in zip(one.segments, two.segments, strict=True)]
-        return one.map(lambda index: one.segments[index].nbytes + slope[index] * (count - 1), micro_batch_size=count)
+        return one.map(lambda sizes: sizes[0] + (sizes[1] - sizes[0]) * (count - 1), two, micro_batch_size=count)
 
     return largest(lambda count: _at(candidate, shape, scaled(count), memory), _MOST_SAMPLES)
 
@@ -91,11 +90,11 @@ def largest_seq_len(candidate: Candidate, shape: ModelShape, memory: int, trace:
     def scaled(times: int) -> Activations:
         x = (times - 2) / 2  # 0, 1 and 2 at the three lengths
 
-        def at(index: int) -> int:
-            a, b, c = (each.segments[index].nbytes for each in (first, second, third))
+        def at(sizes: Sequence[int]) -> int:
+            a, b, c = sizes
             return round(a + (b - a) * x + (c - 2 * b + a) * x * (x - 1) / 2)
 
-        return first.map(at, seq_len=times * _TOKENS)
+        return first.map(at, second, third, seq_len=times * _TOKENS)
 
     return _TOKENS * largest(lambda times: _at(candidate, shape, scaled(times), memory), _MOST_TOKENS // _TOKENS)
 

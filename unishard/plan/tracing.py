@@ -73,18 +73,25 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 2.13
         self.events.append((number, -size, len(self.places) - 1))
 
     def segments(self) -> Iterator[Segment]:
-        """The peak of each place; a place that is entered again is another segment."""
-        peaks, live = [0] * len(self.places), 0
-        at = 0
+        """The peaks of each place; a place that is entered again is another segment."""
+        count = len(self.places)
+        peaks, wholes, ends = [0] * count, [0] * count, [0] * count
+        live = made = at = kept = 0
         for number, size, place in self.events:
             while at < place:
                 at += 1
-                peaks[at] = live
-            if number not in self.excluded:
+                kept = 0
+                peaks[at] = wholes[at] = ends[at] = live
+            if number in self.excluded:
+                made += size
+                kept += max(0, -size)  # what the optimizer would keep
+            else:
                 live += size
-            peaks[at] = max(peaks[at], live)
-        for (phase, module, unit), nbytes in zip(self.places, peaks, strict=True):
-            yield Segment("forward" if phase == "forward" else "backward", module, unit, nbytes)
+            peaks[at] = max(peaks[at], live + made)
+            wholes[at] = max(wholes[at], live + made + kept)
+            ends[at] = live
+        for (phase, module, unit), *sizes in zip(self.places, peaks, wholes, ends, strict=True):
+            yield Segment("forward" if phase == "forward" else "backward", module, unit, *sizes)
 
 
 def trace(
@@ -121,6 +128,7 @@ def trace(
         with _watched(model, units, trainable, live), live:
             out = model(**inputs)
             loss = out if isinstance(out, Tensor) else out["loss"] if isinstance(out, Mapping) else out.loss
+            del out  # as in `loss = engine(**batch).loss`
             live.enter(("backward", "", -1))
             loss.backward()
     word = cfg.activation_checkpointing

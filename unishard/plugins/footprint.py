@@ -177,7 +177,13 @@ class Footprint:
     forward: tuple[int, ...] = ()
     """Device bytes beyond the persistent ones while a unit computes in forward, activations excluded: for each unit, and last the root."""
     backward: tuple[int, ...] = ()
-    """The same in the last backward of a step; gradients included."""
+    """The same in the last backward of a step, gradients of units that are done included."""
+    keeps_whole: bool = False
+    """Whether the whole gradients of a unit stay until its backward ends."""
+    reduction: tuple[int, ...] = ()
+    """Device bytes beyond the persistent ones while the gradients of each unit are reduced at the end of its backward."""
+    final: int = 0
+    """The same when all activations are gone, at the end of the last backward."""
     step: int = 0
     """Device bytes beyond the persistent ones in the step; gradients included."""
     traffic: tuple[Collective, ...] = ()
