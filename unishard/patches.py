@@ -164,6 +164,19 @@ CORE_PATCHES = by_name(
         instead="set training.buffers to local and train without checkpoints and exports, or use one of these versions",
     ),
     Patch(
+        name="models-without-data",
+        case="unishard plan",
+        names=(
+            "torch._subclasses.fake_tensor:FakeTensorMode",
+            "torch.utils._python_dispatch:TorchDispatchMode",
+            "torch.utils._pytree:tree_leaves",
+            "torch:UntypedStorage._cdata",
+        ),
+        versions="torch 2.13",
+        link=f"{_TORCH}/_subclasses/fake_tensor.py#L1",
+        instead="plan with one of these versions",
+    ),
+    Patch(
         name="export-conversions",
         case="An export of a model whose weights transformers converts",
         names=("torch:Tensor._version", "torch:UntypedStorage._cdata"),

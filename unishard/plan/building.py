@@ -14,11 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from unishard.config import Config
 from unishard.engine.model.shape import shape_of
 from unishard.errors import ConfigError, ModelError, Problem
+from unishard.patches import CORE_PATCHES
 from unishard.plan.activations import Activations
 from unishard.plan.tracing import trace
 from unishard.plugins.footprint import ModelShape
 
 __all__ = ["Batch", "Built"]
+
+_FAKE = CORE_PATCHES["models-without-data"]
 
 Batch = Callable[[int, int], Mapping[str, Any]]
 """Makes the keyword arguments of a model's forward from a micro-batch size and a sequence length."""
@@ -43,6 +46,7 @@ class Built:
             ConfigError: It cannot be built.
             ModelError: A class in the section `sharding` is not in it.
         """
+        _FAKE.require()
         with FakeTensorMode():
             model, _ = self._build()
         return shape_of(model, cfg.sharding)
@@ -54,6 +58,7 @@ class Built:
             ConfigError: The model cannot be built.
             ModelError: Its inputs are not known, or it reads data.
         """
+        _FAKE.require()
         fake = FakeTensorMode()
         with fake:
             model, batch = self._build()
