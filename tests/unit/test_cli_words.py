@@ -127,7 +127,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
 
     long = "cannot be imported: ImportError: /opt/conda/lib/python3.11/site-packages/deepspeed/ops/async_io.cpython-311-x86_64-linux-gnu.so"
     checks = [doctor.Check("deepspeed", doctor.Status.WARN, long, "pip install --force-reinstall --no-cache-dir 'unishard[deepspeed]'")]
-    monkeypatch.setattr(doctor, "examine", lambda: iter(checks))
+    monkeypatch.setattr(doctor, "examine", lambda *given: iter(checks))
     check_words(run("doctor").output, on_terminal(monkeypatch, columns, "doctor"), columns, layout={"what", "status", "found"})
 
 
