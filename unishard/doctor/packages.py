@@ -32,6 +32,7 @@ PACKAGES = {
     "mlflow-skinny": "mlflow",
     "sqlalchemy": "mlflow",
     "alembic": "mlflow",
+    "ray": "ray",
     "matplotlib": "demo",
 }
 """Distributions that unishard imports, to the extra that installs each; empty for required ones."""
