@@ -15,7 +15,7 @@ from running import run
 import unishard
 from unishard import ConfigError
 from unishard.config import Config, LaunchSettings
-from unishard.launch.command import Command, Host, Script, ShellText, command_of
+from unishard.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
 from unishard.launch.kubernetes import manifest
 from unishard.launch.slurm import batch_script
 from unishard.loading.launched import CONFIG, OVERRIDES, variables
@@ -320,5 +320,5 @@ def test_a_job_has_a_name_that_kubernetes_takes() -> None:
 
 
 def test_a_command_is_quoted_for_a_shell() -> None:
-    command = Command(("torchrun", ShellText("$head:$port"), "a b", "$HOME"), {"A": "it's"})
+    command = TorchrunCommand(("torchrun", ShellText("$head:$port"), "a b", "$HOME"), {"A": "it's"})
     assert command.line() == "A='it'\"'\"'s' torchrun \"$head:$port\" 'a b' '$HOME'"

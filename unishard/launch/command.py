@@ -13,7 +13,7 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["PORT", "Command", "Host", "Script", "ShellText", "command_of", "quoted", "torchrun_program"]
+__all__ = ["PORT", "Host", "Script", "ShellText", "TorchrunCommand", "command_of", "quoted", "torchrun_program"]
 
 PORT = 29500
 _HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -52,7 +52,7 @@ class Host(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class TorchrunCommand:
     """A command line with its environment."""
 
     words: tuple[str, ...]
@@ -78,7 +78,7 @@ def torchrun_program() -> tuple[str, ...]:
 
 def command_of(
     cfg: Config, script: Script, handed_over: Mapping[str, str], host: Host | None = None, *, program: Sequence[str] = ("torchrun",)
-) -> Command:
+) -> TorchrunCommand:
     """The torchrun command of one host.
 
     Args:
@@ -92,7 +92,7 @@ def command_of(
         ConfigError: Several hosts have no place to meet.
     """
     host = host or Host()
-    return Command((*program, *_options(cfg, host), *script.words()), {**handed_over, **environment_of(cfg)})
+    return TorchrunCommand((*program, *_options(cfg, host), *script.words()), {**handed_over, **environment_of(cfg)})
 
 
 def environment_of(cfg: Config) -> dict[str, str]:

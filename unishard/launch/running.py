@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from unishard.config import Config
 from unishard.errors import BackendError, RankMismatchError
-from unishard.launch.command import Command
+from unishard.launch.command import TorchrunCommand
 
 __all__ = ["gpus", "run"]
 
@@ -34,7 +34,7 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run(command: Command, cfg: Config, options: int) -> int:
+def run(command: TorchrunCommand, cfg: Config, options: int) -> int:
     """Start the ranks of this host and wait for them.
 
     What ranks write goes to this process's streams. torchrun's own messages are left out unless the environment variable LOGLEVEL asks
