@@ -32,6 +32,7 @@ COMMANDS = (
         "diff",
         "explain",
         "check",
+        "plan",
         "init",
         "set",
         "migrate",
