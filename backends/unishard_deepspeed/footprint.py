@@ -50,13 +50,13 @@ def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Nat
         topology: The ranks.
         native: The native config of `translate`.
     """
-    kinds: dict[int, type[_Stage]] = {0: _Stage0, 1: _Stage12, 2: _Stage12, 3: _Stage3}
+    kinds: dict[int, type[_StageFootprint]] = {0: _Stage0, 1: _Stage12, 2: _Stage12, 3: _Stage3}
     if fields.bf16_optimizer(cfg):
         return _BF16Stage1(shape, cfg, topology, native).footprint()
     return kinds[fields.stage(cfg)](shape, cfg, topology, native).footprint()
 
 
-class _Stage:
+class _StageFootprint:
     """What the stages have in common."""
 
     def __init__(self, shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> None:
@@ -132,7 +132,7 @@ class _Stage:
             yield Collective("all_reduce", "gradients", "step", numel * dtype, groups, self.ranks)
 
 
-class _Stage0(_Stage):
+class _Stage0(_StageFootprint):
     """Everything on every rank."""
 
     def footprint(self) -> Footprint:
@@ -160,7 +160,7 @@ class _Stage0(_Stage):
         )
 
 
-class _Stage12(_Stage):
+class _Stage12(_StageFootprint):
     """ZeRO-1 and ZeRO-2: whole parameters, and a part of the flat master weights."""
 
     @cached_property
@@ -257,7 +257,7 @@ class _BF16Stage1(_Stage12):
         )
 
 
-class _Stage3(_Stage):
+class _Stage3(_StageFootprint):
     """ZeRO-3: shards of each parameter, gathered by unit."""
 
     def footprint(self) -> Footprint:

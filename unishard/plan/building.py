@@ -19,7 +19,7 @@ from unishard.plan.activations import Activations
 from unishard.plan.tracing import trace
 from unishard.plugins.footprint import ModelShape
 
-__all__ = ["Batch", "Built"]
+__all__ = ["Batch", "BuiltModel"]
 
 _FAKE = CORE_PATCHES["models-without-data"]
 
@@ -27,7 +27,7 @@ Batch = Callable[[int, int], Mapping[str, Any]]
 """Makes the keyword arguments of a model's forward from a micro-batch size and a sequence length."""
 
 
-class Built:
+class BuiltModel:
     """Builds a model, each time anew, since a trace changes it."""
 
     def __init__(self, name: str, folder: Path | None) -> None:

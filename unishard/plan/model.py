@@ -52,9 +52,9 @@ class PlannedModel:
         """
 
         def make() -> ModelShape:
-            from unishard.plan.building import Built
+            from unishard.plan.building import BuiltModel
 
-            return Built(self.name, self._folder).shape(self.cfg)
+            return BuiltModel(self.name, self._folder).shape(self.cfg)
 
         return cache.shape(["shape", *self._key], make)
 
@@ -72,10 +72,10 @@ class PlannedModel:
         """
 
         def make() -> Activations:
-            from unishard.plan.building import Built
+            from unishard.plan.building import BuiltModel
 
             cfg = self.cfg.override(f"activation_checkpointing={json.dumps(recomputation)}")
-            return Built(self.name, self._folder).activations(cfg, micro_batch_size, seq_len)
+            return BuiltModel(self.name, self._folder).activations(cfg, micro_batch_size, seq_len)
 
         key: list[Any] = ["activations", *self._key, self.cfg.precision.compute, recomputation, micro_batch_size, seq_len]
         return cache.activations(key, make)
