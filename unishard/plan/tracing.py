@@ -100,7 +100,7 @@ def trace(
     """Run a forward and a backward in `precision.compute` with the recomputation of a config. Changes the model.
 
     Args:
-        model: BuiltModel under `fake`.
+        model: Built under `fake`.
         cfg: The config.
         batch: Makes the arguments of the model's forward from the micro-batch size and the sequence length.
         micro_batch_size: Samples.
