@@ -73,10 +73,6 @@ CAUSES: Mapping[str, Cause] = {
         r"optimizer\.type: must be Adam, .*, got '(RMSprop|Adadelta|Adamax|NAdam|RAdam|ASGD|Rprop|Adafactor|SparseAdam|LBFGS)';",
         "torch 2.13, torch.optim; unishard.prepare(optimizer=...) takes any",
     ),
-    "a schedule that the config has no shape for (OneCycle, LRRangeTest)": Cause(
-        r"scheduler\.type: must be .*, got '(OneCycle|LRRangeTest)';",
-        "DeepSpeed 0.19.8, runtime/lr_schedules.py; unishard.prepare(scheduler=...) takes any",
-    ),
     "training in files (NVMe)": Cause(
         r"(device|nvme_path): (PyTorch has no offload to files|DeepSpeed 0\.19\.8 makes other updates with torch's optimizers in files)",
         "torch 2.13, distributed/fsdp: CPUOffloadPolicy is the only one; DeepSpeed 0.19.8, runtime/zero/stage3.py",

@@ -115,10 +115,6 @@ def test_an_override_that_the_target_cannot_do_is_refused_where_no_key_says_it()
 CASES = {
     "an optimizer that was removed": ("deepspeed", ONE_BIT),
     "an optimizer that needs whole tensors": ("deepspeed", {"optimizer": {"type": "Lamb", "params": {"lr": 1}}, "fp16": {"enabled": True}}),
-    "a schedule without a shape": (
-        "deepspeed",
-        {"zero_optimization": {"stage": 1}, "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}},
-    ),
     "a feature of neither engine": ("deepspeed", {"zero_optimization": {"stage": 1}, "data_efficiency": {"enabled": True, "seed": 1}}),
     "parallelism": ("deepspeed", {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}),
     "files": (

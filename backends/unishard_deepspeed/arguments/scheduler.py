@@ -52,6 +52,9 @@ def assumed(given: Given) -> dict[str, Any]:
 
 
 def _type(value: Any, given: Given) -> Meaning:
+    if value in _ONLY:
+        note = f"unishard builds no {value}; pass your own to unishard.prepare(scheduler=...), or set constant, linear or cosine"
+        return Meaning(Fit.NEEDS_INPUT, note, {"scheduler.name": Undecided(f"your training script, which builds {value}")}, kept=True)
     if not isinstance(value, str) or value not in _SHAPES:
         near = {name.lower(): name for name in _SHAPES}.get(str(value).lower())
         hint = f"did you mean {near!r}?" if near else _SCRIPT
