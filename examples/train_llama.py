@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import time
 from pathlib import Path
@@ -70,7 +71,8 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a tiny Llama on English text.")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="YAML file")
+    launched = "UNISHARD_CONFIG" in os.environ  # by `unishard launch`, whose config unishard.load() reads without a path
+    parser.add_argument("--config", type=Path, default=None if launched else CONFIG, help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed")
     parser.add_argument("--steps", type=int, default=100, help="number of updates")
     parser.add_argument("--out", type=Path, help="JSON file for losses, gradient norms, times and memory")

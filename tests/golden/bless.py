@@ -41,6 +41,7 @@ COMMANDS = (
         "backends",
         "doctor",
         "launch",
+        "compare",
         "demo",
         "export",
     ),

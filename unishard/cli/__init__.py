@@ -38,6 +38,7 @@ _COMMANDS = (
     "backends",
     "doctor",
     "launch",
+    "compare",
     "demo",
     "export",
     "checkpoint",

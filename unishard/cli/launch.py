@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from typer.core import TyperCommand
 
 from unishard.cli.arguments import ConfigFile, Overrides
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.saving import save
+from unishard.cli.script_last import ScriptLast
 from unishard.cli.wrapping import echo
 from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError
@@ -25,27 +25,7 @@ __all__ = ["app"]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-class _ScriptLast(TyperCommand):
-    """Leaves what follows the script to the script, options included."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        values = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
-        words, positional = iter(range(len(args))), 0
-        for at in words:
-            if args[at] == "--":
-                break
-            if args[at].startswith("-"):
-                if args[at] in values:
-                    next(words, None)
-            else:
-                positional += 1
-                if positional == 2:
-                    args = [*args[:at], "--", *args[at:]]
-                    break
-        return list(super().parse_args(ctx, args))
-
-
-@app.command("launch", cls=_ScriptLast)
+@app.command("launch", cls=ScriptLast)
 def launch(
     config: ConfigFile,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)],

@@ -26,7 +26,7 @@ _SHORT = {
     "checkpoint_seconds": ("checkpoint", "{:.1f} s"),
 }
 """What the line says for the engine's own values."""
-_HIDDEN = {"samples_per_second": "tokens_per_second"}
+_HIDDEN = {"samples_per_second": "tokens_per_second", "step_seconds": "samples_per_second"}
 """Values that the line leaves out where another one says the same."""
 
 

@@ -29,6 +29,7 @@ NAMES = (
     "loss",
     "grad_norm",
     "lr",
+    "step_seconds",
     "tokens_per_second",
     "samples_per_second",
     "mfu",
@@ -63,7 +64,7 @@ class MetricsRecorder:
         """Begin to measure for the next record."""
         self._loss: Tensor | None = None
         self._count: int | Tensor = 0
-        self._samples = self._tokens = self._pairs = 0
+        self._samples = self._tokens = self._pairs = self._windows = 0
         self._began: float | None = None
         self._paused_at: float | None = None
         self._idle = self._saving = 0.0
@@ -96,6 +97,7 @@ class MetricsRecorder:
         self._loss = total if self._loss is None else self._loss + total
         self._count, self._items = self._count + sum(self._items), []
         self._skipped += step.skipped
+        self._windows += 1
         if self._order.updates % self._every == 0:
             values = self._measure(step)
             if self._main:
@@ -119,7 +121,7 @@ class MetricsRecorder:
         values = {"loss": loss / count if count else float("nan")}
         if step.grad_norm is not None:
             values["grad_norm"] = step.grad_norm
-        values["lr"] = step.lr
+        values |= {"lr": step.lr, "step_seconds": seconds / self._windows}
         if tokens:
             values["tokens_per_second"] = tokens / seconds
         values["samples_per_second"] = samples / seconds

@@ -1,0 +1,118 @@
+"""`unishard compare` without a run: what is refused, what a run is told, and the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import run
+
+import unishard
+from unishard.compare.candidates import Variant, candidates_of, overrides_of
+from unishard.compare.measuring import Measured, Task, _failure
+from unishard.compare.records import Course, records_in
+from unishard.compare.text import distances, lines_of
+from unishard.launch.command import Script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train.py"], "train.py: there is no such script; give its path, or -m with the name of a module"),
+        (["--backends", "fsdp,zero", "-m", "x"], "--backends: 'zero' is unknown; write deepspeed or fsdp"),
+        (["--strategies", "full", "-m", "x"], "--strategies: "),
+        (["--set", "training.sed=1", "-m", "x"], "override: training.sed"),
+    ],
+)
+def test_one_clear_error(config: Path, arguments: list[str], said: str) -> None:
+    config.write_text("backend: fsdp\n")
+    result = run("compare", "c.yaml", *arguments)
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(said)
+
+
+def test_the_own_backend_comes_first() -> None:
+    cfg = unishard.load({"backend": "fsdp", "sharding": "zero2"})
+    assert candidates_of(cfg, None, None) == [("fsdp", "shard_grad_op"), ("deepspeed", "shard_grad_op")]
+    assert candidates_of(cfg, "deepspeed", "ddp, zero3") == [("deepspeed", "no_shard"), ("deepspeed", "full_shard")]
+
+
+def test_a_run_writes_nothing_outside_its_folder() -> None:
+    given = {
+        "backend": "fsdp",
+        "logging": {"to": ["wandb", "tensorboard"], "dir": "runs", "wandb_mode": "offline"},
+        "checkpoint": {"dir": "runs/a", "every_steps": 5, "on_signal": ["TERM"], "on_existing": "resume"},
+        "profile": {"steps": [3], "dir": "runs"},
+        "launch": {"nodes": "2:4", "max_restarts": 3, "endpoint": "head", "environment": {"A": "b"}},
+    }
+    cfg = unishard.load(given)
+    changed = unishard.load(given, overrides_of(cfg, Variant("deepspeed", "no_shard"), Path("/o"), ["launch.processes_per_node=2"]))
+    assert (changed.backend, changed.sharding.strategy) == ("deepspeed", "no_shard")
+    assert (changed.logging.to, changed.logging.every_steps, changed.logging.dir) == (["jsonl"], 1, "/o")
+    assert (changed.checkpoint.dir, changed.checkpoint.every_steps, changed.checkpoint.on_signal) == ("/o/checkpoints", None, [])
+    assert changed.profile.steps == []
+    assert (changed.launch.nodes, changed.launch.max_restarts, changed.launch.environment) == (1, 0, {"A": "b"})
+
+
+def records(*losses: float, seconds: float = 0.5) -> tuple[dict[str, float], ...]:
+    return tuple(
+        {"step": step, "loss": loss, "grad_norm": 2 * loss, "lr": 0.1, "step_seconds": seconds, "samples_per_second": 8 / seconds}
+        | {"memory_gib": 1.0 + step}
+        for step, loss in enumerate(losses, 1)
+    )
+
+
+def test_the_table_has_80_columns_and_failed_rows() -> None:
+    rows = [
+        Measured(Variant("fsdp", "hybrid_shard_grad_op"), failure="ConfigError: " + "many words " * 20),
+        Measured(Variant("deepspeed", "shard_optimizer"), records(4, 2, 1, seconds=1), 12.3),
+        Measured(Variant("fsdp", "shard_optimizer"), records(4, 2.5, 1), 4.5),
+    ]
+    lines = list(lines_of(rows))
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("fsdp hybrid_shard_grad_op failed: ConfigError: many")
+    table = [line.split() for line in lines if line.startswith(("deepspeed", "fsdp s"))]
+    assert table == [
+        ["deepspeed", "shard_optimizer", "1", "8", "4.00", "12.3", "-", "-"],
+        ["fsdp", "shard_optimizer", "0.5", "16", "4.00", "4.5", "2.5e-01", "2.5e-01"],
+    ]
+    assert lines[-1] == "fastest: fsdp shard_optimizer, 2.00 x the next one"
+    assert distances(rows)[:2] == [None, None]
+    json.dumps([row.as_json() for row in rows])
+
+
+def test_the_warm_up_is_not_timed() -> None:
+    slow, fast = records(1, 1, 1, seconds=9), records(1, 1, 1, 1)
+    assert Measured(Variant("a", "b"), slow + fast).median("step_seconds") == 0.5
+    assert len(Measured(Variant("a", "b"), fast[:1]).timed) == 1
+
+
+def test_records_of_a_killed_run() -> None:
+    text = '{"step": 1, "loss": null}\n{"step": 2, "eval/loss": 1.0}\n3\n{"step": 2, "loss": 0.5, "samples": 4}\n{"step": 3, "lo'
+    found = Course.of(records_in(text))
+    assert (found.steps, found.losses, found.samples) == ((1, 2), (None, 0.5), (None, 4))
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "said"),
+    [
+        (1, "unishard: rank 1 of 2 raised ValueError: broken (a.py:3 in f)\nTraceback\nValueError: broken\n", "ValueError: broken (a.py"),
+        (
+            1,
+            "Traceback:\n  x\na.SomeError: no\nunishard launch: rank 0 has ended\n",
+            "a.SomeError: no",
+        ),
+        (2, "c.yaml:3: wrong\n", "c.yaml:3: wrong"),
+        (7, "", "exit code 7"),
+        (0, "done\n", "no step was logged; let the script load its config with unishard.load(), without a path"),
+        (None, "", "2 of 20 steps in 60 s; raise --timeout, or see"),
+    ],
+)
+def test_a_failure_is_one_line(tmp_path: Path, code: int | None, text: str, said: str) -> None:
+    output = tmp_path / "output.txt"
+    output.write_text(text)
+    found = _failure(code, output, Task(Path("c.yaml"), Script("train.py"), 20, 60), 2)
+    assert found.startswith(said)
+    assert "\n" not in found

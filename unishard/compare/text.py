@@ -1,0 +1,53 @@
+"""The table of `unishard compare`, in 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
+
+from unishard.compare.distance import Distance, distance_to
+from unishard.compare.measuring import Measured
+from unishard.compare.records import Course
+
+__all__ = ["distances", "lines_of"]
+
+_WIDTH = 80
+
+
+def distances(rows: Sequence[Measured]) -> list[Distance | None]:
+    """How far each row is from the first one that has not failed; None for that one and for failed rows."""
+    curves = [None if row.failure else Course.of(row.records) for row in rows]
+    first = next((curve for curve in curves if curve is not None), None)
+    return [None if curve is None or first is None or curve is first else distance_to(curve, first) for curve in curves]
+
+
+def lines_of(rows: Sequence[Measured]) -> Iterator[str]:
+    """One line for each candidate, and what stands out."""
+    unit = "tokens/s" if any(row.median("tokens_per_second") for row in rows) else "samples/s"
+    yield f"{'':<25}{'step s':>8}{unit:>10}{'GiB':>7}{'first s':>9}{'loss diff':>10}{'norm diff':>10}"
+    for row, found in zip(rows, distances(rows), strict=True):
+        if row.failure is not None:
+            yield from wrap(f"{row.candidate!s:<25} failed: {row.failure}", _WIDTH, subsequent_indent=" " * 4)
+            continue
+        rate = row.median("tokens_per_second" if unit == "tokens/s" else "samples_per_second")
+        loss, norm = (None, None) if found is None else (found.loss, found.norm)
+        yield (
+            f"{row.candidate!s:<25}{_number(row.median('step_seconds'), '.4g'):>8}{_number(rate, ',.0f'):>10}"
+            f"{_number(row.memory_gib, '.2f'):>7}{_number(row.first_step, '.1f'):>9}{_number(loss, '.1e'):>10}{_number(norm, '.1e'):>10}"
+        )
+    yield from _remarks([row for row in rows if not row.failure])
+
+
+def _remarks(rows: Sequence[Measured]) -> Iterator[str]:
+    timed = [(seconds, row) for row in rows if (seconds := row.median("step_seconds")) is not None]
+    if len(timed) > 1:
+        (best, row), (second, _) = sorted(timed, key=lambda found: found[0])[:2]
+        yield ""
+        yield f"fastest: {row.candidate}, {second / best:.2f} x the next one"
+    known = [f"{row.candidate} {mfu:.1%}" for row in rows if (mfu := row.median("mfu")) is not None]
+    if known:
+        yield from wrap(f"MFU: {', '.join(known)}", _WIDTH)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
