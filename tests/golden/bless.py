@@ -42,6 +42,7 @@ COMMANDS = (
         "doctor",
         "launch",
         "compare",
+        "parity",
         "demo",
         "export",
     ),

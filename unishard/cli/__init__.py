@@ -39,13 +39,14 @@ _COMMANDS = (
     "doctor",
     "launch",
     "compare",
+    "parity",
     "demo",
     "export",
     "checkpoint",
 )
 """In the order of the help. Each is a module here that holds a function of the same name, or a group called `app`."""
 
-_TROUBLE = {"diff": 2, "checkpoint": 2}
+_TROUBLE = {"diff": 2, "parity": 2, "checkpoint": 2}
 """Exit status on an error, for commands where 1 has another meaning."""
 
 

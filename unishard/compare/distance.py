@@ -52,7 +52,7 @@ def distance_to(found: Course, expected: Course) -> Distance:
     """Compare all common steps."""
     pairs = list(_pairs(found, expected))
     losses = [relative(found.losses[one], expected.losses[other]) for one, other in pairs]
-    norms = [relative(found.norms[one], expected.norms[other]) for one, other in pairs]
+    norms = [relative(found.norms[one], expected.norms[other]) for one, other in pairs if expected.norms[other] is not None]
     return Distance(max(losses, default=None), max(norms, default=None), len(pairs))
 
 

@@ -1,0 +1,87 @@
+"""`unishard parity` without a run: what is refused, golden files, and what the text and the exit status say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import run
+
+import unishard
+from unishard.cli import parity
+from unishard.compare.candidates import Variant
+from unishard.compare.golden import facts_of, golden_text, read_golden
+from unishard.compare.measuring import Measured
+
+RECORDS = tuple({"step": step, "loss": 2.0 / step, "grad_norm": 1.0, "lr": 0.1, "samples": 8} for step in range(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--golden", "a", "--write-golden", "b", "-m", "x"], "--golden compares with a file and --write-golden writes one"),
+        (["--golden", "a", "-m", "x"], "a: cannot be opened"),
+        (["--golden", "empty", "-m", "x"], "empty: has no losses; write it with --write-golden"),
+        (["--golden", "g", "--backends", "fsdp,deepspeed", "-m", "x"], "--backends: a golden file is of one engine's run; give one"),
+        (["--backends", "fsdp", "-m", "x"], "--backends: one engine has nothing to be compared with; give two, or --golden FILE"),
+        (["train.py"], "train.py: there is no such script"),
+    ],
+)
+def test_one_clear_error(config: Path, arguments: list[str], said: str) -> None:
+    config.write_text("backend: fsdp\n")
+    Path("empty").write_text("{}\n")
+    Path("g").write_text('{"step": 1, "loss": 2.0}\n')
+    result = run("parity", "c.yaml", *arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(said)
+
+
+def test_a_golden_file_keeps_records_and_config(tmp_path: Path) -> None:
+    cfg = unishard.load({"backend": "fsdp", "training": {"seed": 3}})
+    (tmp_path / "g").write_text(golden_text(RECORDS, cfg))
+    found = read_golden(tmp_path / "g")
+    assert found.course.losses == (2.0, 1.0, 2.0 / 3, 0.5)
+    assert found.facts == json.loads(json.dumps(facts_of(cfg)))
+    assert found.facts["training.seed"] == 3
+
+
+@pytest.fixture
+def gives(monkeypatch: pytest.MonkeyPatch, config: Path):
+    """Stands in for the runs."""
+    config.write_text("backend: fsdp\n")
+
+    def give(*changes: dict[str, float], failure: str | None = None) -> None:
+        records = tuple(record | change for record, change in zip(RECORDS, [*changes, {}, {}, {}, {}], strict=False))
+        monkeypatch.setattr(parity, "run_all", lambda *_: [Measured(Variant("fsdp", "full_shard"), records, 1.0, failure)])
+
+    return give
+
+
+def test_the_gate(gives) -> None:
+    gives()
+    assert run("parity", "c.yaml", "--write-golden", "g", "-m", "x").stdout == "g: 4 steps written\n"
+    same = run("parity", "c.yaml", "--golden", "g", "-m", "x")
+    assert (same.exit_code, same.stdout.split(";")[0]) == (0, "same: fsdp full_shard and g in 4 steps")
+    gives({}, {"loss": 1.01})
+    other = run("parity", "c.yaml", "--golden", "g", "-m", "x")
+    assert other.exit_code == 1
+    assert other.stdout.startswith("different: fsdp full_shard and g at step 2: loss is 1.01, not 1.0")
+    assert "\nlikely cause: weight decay: " in other.stdout
+    assert max(map(len, other.stdout.splitlines())) <= 80
+    found = json.loads(run("parity", "c.yaml", "--golden", "g", "--json", "-m", "x").stdout)
+    assert (found["same"], found["comparisons"][0]["first_difference"]["step"]) == (False, 2)
+
+
+def test_a_plain_log_without_norms_is_golden(gives) -> None:
+    gives()
+    Path("log.jsonl").write_text("".join(json.dumps({"step": each["step"], "loss": each["loss"]}) + "\n" for each in RECORDS))
+    assert run("parity", "c.yaml", "--golden", "log.jsonl", "-m", "x").exit_code == 0
+
+
+def test_a_run_that_fails_is_an_error(gives) -> None:
+    gives(failure="ValueError: broken")
+    result = run("parity", "c.yaml", "--write-golden", "g", "-m", "x")
+    assert (result.exit_code, result.stderr) == (2, "fsdp full_shard: ValueError: broken\n")
+    assert not Path("g").exists()
