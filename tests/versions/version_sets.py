@@ -32,9 +32,11 @@ class VersionSet:
 
 
 def floors() -> tuple[str, ...]:
-    """Every dependency of pyproject.toml, those of development and of the site left out, at the oldest version that it allows."""
+    """Every dependency of the extra `all`, at the oldest version that pyproject.toml allows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [texts for name, texts in project["optional-dependencies"].items() if name not in ("dev", "docs")]
+    (everything,) = project["optional-dependencies"]["all"]
+    named = everything.partition("[")[2].rstrip("]").split(",")
+    extras = [project["optional-dependencies"][name] for name in named]
     found = (text for texts in (project["dependencies"], *extras) for text in texts)
     return tuple(text.replace(">=", "==") for text in found if not text.startswith("unishard["))
 
