@@ -16,6 +16,7 @@ Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
@@ -56,7 +57,7 @@ def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Nat
     return kinds[fields.stage(cfg)](shape, cfg, topology, native).footprint()
 
 
-class _StageFootprint:
+class _StageFootprint(ABC):
     """What the stages have in common."""
 
     def __init__(self, shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> None:
@@ -112,9 +113,9 @@ class _StageFootprint:
         """Where what belongs to the optimizer is kept."""
         return Bytes(host=size) if self.offloads else Bytes(size)
 
+    @abstractmethod
     def footprint(self) -> Footprint:
         """All of it."""
-        raise NotImplementedError
 
     def done(self, size: int) -> Iterator[int]:
         """Whole gradients of the units behind each unit, and of the root, which is the first in backward.

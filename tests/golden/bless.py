@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import unishard
@@ -26,27 +27,9 @@ CONFIGS = HERE.parents[1] / "configs"
 TOPOLOGY = unishard.Topology(world_size=8, local_world_size=4)
 FOLDERS = ("native", "help", "launch")
 COMMANDS = (
-    *(
-        "",
-        "translate",
-        "diff",
-        "explain",
-        "check",
-        "plan",
-        "init",
-        "set",
-        "migrate",
-        "schema",
-        "docs",
-        "backends",
-        "doctor",
-        "launch",
-        "compare",
-        "parity",
-        "demo",
-        "export",
-    ),
-    *("checkpoint", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint diff", "checkpoint convert"),
+    "",
+    *get_command(app).commands,  # type: ignore[attr-defined]  # a group
+    *("checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint diff", "checkpoint convert"),
 )
 
 

@@ -66,11 +66,11 @@ def parity(
     with own_file(config):
         cfg, _ = read(config, changes)
     expected = None if golden is None else read_golden(golden)
-    alone = golden is not None or write_golden is not None
-    rows = candidates_of(cfg, backends or (cfg.backend if alone else None), None)
-    if alone and len(rows) > 1:
+    one_engine = golden is not None or write_golden is not None
+    rows = candidates_of(cfg, backends or (cfg.backend if one_engine else None), None)
+    if one_engine and len(rows) > 1:
         raise UnishardError("--backends: a golden file is of one engine's run; give one")
-    if not alone and len(rows) < 2:
+    if not one_engine and len(rows) < 2:
         raise UnishardError("--backends: one engine has nothing to be compared with; give two, or --golden FILE")
     task = Task(config, script_of(script, arguments, module), steps, timeout)
     with folder_of(out) as folder:
