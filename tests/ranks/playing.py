@@ -9,9 +9,17 @@ from typing import Any, NamedTuple
 import unishard
 from unishard.config import Config
 from unishard.testing import RankFailure, oracle, run_ranks
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS, batch
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+PRECISIONS = ("fp32", "bf16")
+SPANNING = tuple(
+    (backend, strategy, PRECISIONS[(first + number) % 2])
+    for first, backend in enumerate(BACKENDS)
+    for number, strategy in enumerate(STRATEGIES)
+)
+"""Every strategy of each backend in one precision, and in the other one on the other backend: every pair of two of the three."""
 MICRO_BATCH = 2
 
 Scenario = Callable[..., Any]

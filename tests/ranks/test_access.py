@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from playing import STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, values
+from playing import SPANNING, STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, values
 from recording import Recorder
 from torch import nn
 from torch.nn import functional
@@ -49,6 +49,9 @@ PLACES = (
     ("deepspeed", "full_shard", "bf16", "groups"),
 )
 """Every form that an engine takes: backend, strategy, precision, what else is set."""
+OTHERS = {(backend, extra): (backend, strategy, precision, extra) for backend, strategy, precision, extra in PLACES if extra != "plain"}
+SPANNED = (*((*cell, "plain") for cell in SPANNING), *OTHERS.values())
+"""Every strategy of each backend in one precision, and one place for everything else that is set."""
 NAMES = [name for name, _ in MODELS["mlp"].build().named_parameters()]
 
 
@@ -233,19 +236,19 @@ def evaluated_in_between(*place):
         return curve(done)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", SPANNED, ids=str)
 def test_zeroing_every_gradient_makes_the_engine_stand_still(place):
     for found in outcome(written, place):
         assert found["moved"] == 0.0
         assert found["zeroed"] == unishard.Step(updated=True, grad_norm=0.0, lr=0.1, skipped=False)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", SPANNED, ids=str)
 def test_what_rank_0_writes_counts_on_every_rank_in_any_format(place):
     assert [found["own"] for found in outcome(written, place)] == [[[1.0], [2.0], [3.0]]] * 2
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", SPANNED, ids=str)
 def test_whether_an_update_is_skipped_is_decided_by_the_gradients_as_they_were_written(place):
     elements = sum(parameter.numel() for parameter in MODELS["mlp"].build().parameters())
     for found in outcome(written, place):
@@ -254,7 +257,7 @@ def test_whether_an_update_is_skipped_is_decided_by_the_gradients_as_they_were_w
         assert (found["put in"].updated, found["put in"].skipped) == (False, True)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", SPANNED, ids=str)
 def test_reading_writing_back_and_evaluating_before_the_step_changes_nothing(place):
     windows = [everyones(turn, turn + 2, world=2) for turn in (0, 2, 4)]
     wanted = oracle.train(MODELS["mlp"].build(), windows, config("fsdp", precision=place[2]), world=2)
@@ -280,7 +283,7 @@ def weighted(*place):
         return before, doubled, math.hypot(*norms.values()), engine.step().grad_norm
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", SPANNED, ids=str)
 def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(place):
     model = MODELS["mlp"].build()
     kept = [(turn, rank) for turn in range(2) for rank in range(2)]
@@ -349,7 +352,7 @@ def kinds(*place):
         return seen
 
 
-KINDS = [place for place in PLACES if place[3] != "owners"]  # whose DDP would have to look for unused parameters
+KINDS = [place for place in SPANNED if place[3] != "owners"]  # whose DDP would have to look for unused parameters
 
 
 @pytest.mark.parametrize("place", KINDS, ids=str)
@@ -416,7 +419,7 @@ def attempt(call, *arguments):
         return str(refused)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", SPANNED, ids=str)
 def test_after_a_discard_the_next_window_is_clean_and_whole(place):
     wanted = MODELS["mlp"].build()
     norm = oracle.train(wanted, [everyones(0, 2, world=2)], config("fsdp", precision=place[2]), world=2).norms[0]
@@ -502,7 +505,8 @@ def frozen_gradient(backend):
 
 
 AT_TWO = (
-    *((scenario, place) for scenario in (read, written, evaluated_in_between, weighted, dropped) for place in PLACES),
+    *((read, place) for place in PLACES),
+    *((scenario, place) for scenario in (written, evaluated_in_between, weighted, dropped) for place in SPANNED),
     *((counted, place) for place in COUNTED),
     *((kinds, place) for place in KINDS),
     *((refused, place) for place in REFUSED),

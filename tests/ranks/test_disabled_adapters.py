@@ -6,12 +6,11 @@ from functools import cache
 
 import pytest
 import torch
-from playing import STRATEGIES, config, curve, everyones, own_share, play, values
+from playing import SPANNING, config, curve, everyones, own_share, play, values
 from torch.nn import functional
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 
 WORLD = 2
@@ -77,7 +76,7 @@ def expected(compute):
     return oracle.train(base(compute), windows, settings("fsdp", "no_shard", compute), world=WORLD, summed=summed)
 
 
-CELLS = tuple((adapted, (backend, strategy, compute)) for backend in BACKENDS for strategy in STRATEGIES for compute in ("fp32", "bf16"))
+CELLS = tuple((adapted, cell) for cell in SPANNING)
 
 
 @pytest.mark.parametrize("cell", [cell for _, cell in CELLS], ids="-".join)

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from playing import STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, train, values
+from playing import SPANNING, STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, train, values
 from recording import Recorder
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -101,7 +101,7 @@ def engine_values(engine, before):
     return True
 
 
-ADAPTED = tuple((adapted, (*placed, compute)) for placed in PLACED for compute in ("fp32", "bf16"))
+ADAPTED = tuple((adapted, cell) for cell in SPANNING)
 TRAINABLE = sum(parameter.numel() for parameter in lora().parameters() if parameter.requires_grad)
 FROZEN = sum(parameter.numel() for parameter in lora().parameters() if not parameter.requires_grad)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import STRATEGIES, config, my_rank, own_share, play, prepare, train, values
+from playing import SPANNING, STRATEGIES, config, my_rank, own_share, play, prepare, train, values
 from torch import nn
 from torch.nn import functional
 
@@ -254,14 +254,10 @@ def many(backend):
     return curves + [train(engine, own_share(2)) for engine in engines[1:3]]
 
 
+PRECISION_OF = {(backend, strategy): precision for backend, strategy, precision in SPANNING}
 PLAYED = (
-    *((gan, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
-    (gan, ("full_shard", "fp32", "discriminator")),
     *((mixed_up, (strategy,)) for strategy in STRATEGIES),
     *((slopes, (strategy, penalty)) for strategy in STRATEGIES for penalty in (False, True)),
-    *((distil, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
-    (distil, ("full_shard", "fp32", "teacher")),
-    *((evaluated, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
     *((refused, (strategy,)) for strategy in ("no_shard", "full_shard")),
     *((random_numbers_stay, (strategy,)) for strategy in ("no_shard", "full_shard")),
     (many, ()),
@@ -269,7 +265,14 @@ PLAYED = (
 
 
 def played(backend, function, *arguments):
-    return values(play(tuple((name, (backend, *given)) for name, given in PLAYED))[function, (backend, *arguments)])
+    cells = [cell for cell in SPANNING if cell[0] == backend]
+    scenarios = (
+        *((name, (backend, *given)) for name, given in PLAYED),
+        *((name, cell) for name in (gan, distil, evaluated) for cell in cells),
+        (gan, (*cells[-1], "discriminator")),
+        (distil, (*cells[-1], "teacher")),
+    )
+    return values(play(scenarios)[function, (backend, *arguments)])
 
 
 def assert_close(found, wanted, *, rel):
@@ -279,14 +282,11 @@ def assert_close(found, wanted, *, rel):
         assert [value for value in row if value is not None] == pytest.approx(there, rel=rel)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_generator_learns_through_a_discriminator_as_in_plain_torch(backend, strategy):
+@pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)
+def test_a_generator_learns_through_a_discriminator_as_in_plain_torch(backend, strategy, precision):
     wanted = plain_gan()
-    for found in played(backend, gan, strategy, "fp32"):
-        assert_close(found, wanted, rel=2e-6)
-    for found in played(backend, gan, strategy, "bf16"):
-        assert_close(found, wanted, rel=2e-2)
+    for found in played(backend, gan, strategy, precision):
+        assert_close(found, wanted, rel={"fp32": 2e-6, "bf16": 2e-2}[precision])
 
 
 @pytest.mark.parametrize("penalty", [False, True])
@@ -303,8 +303,9 @@ def test_gradients_of_an_output_are_those_of_plain_torch_or_refused_by_name(back
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_order_of_prepare_calls_makes_no_difference(backend):
-    assert played(backend, gan, "full_shard", "fp32", "discriminator") == played(backend, gan, "full_shard", "fp32")
-    assert played(backend, distil, "full_shard", "fp32", "teacher") == played(backend, distil, "full_shard", "fp32")
+    sharded = "full_shard", PRECISION_OF[backend, "full_shard"]
+    assert played(backend, gan, *sharded, "discriminator") == played(backend, gan, *sharded)
+    assert played(backend, distil, *sharded, "teacher") == played(backend, distil, *sharded)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -315,22 +316,19 @@ def test_a_backward_of_another_engine_that_would_leave_gradients_is_refused(back
         assert "with engine.frozen():" in told
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_frozen_teacher_teaches_as_in_plain_torch_and_holds_its_part_alone(backend, strategy):
+@pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)
+def test_a_frozen_teacher_teaches_as_in_plain_torch_and_holds_its_part_alone(backend, strategy, precision):
     wanted = plain_distil()
     elements = sum(parameter.numel() for parameter in seeded(5, 17, 7).parameters())
-    for precision, rel, size in (("fp32", 2e-6, 4), ("bf16", 2e-2, 2)):
-        for found, masters, held, needs_gradient in played(backend, distil, strategy, precision):
-            assert_close(found, wanted, rel=rel)
-            assert masters == 0
-            assert held <= size * (elements / 2 + 32)
-            assert not needs_gradient
+    rel, size = {"fp32": (2e-6, 4), "bf16": (2e-2, 2)}[precision]
+    for found, masters, held, needs_gradient in played(backend, distil, strategy, precision):
+        assert_close(found, wanted, rel=rel)
+        assert masters == 0
+        assert held <= size * (elements / 2 + 32)
+        assert not needs_gradient
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)
 def test_what_is_only_evaluated_gives_what_the_plain_model_gives(backend, strategy, precision):
     whole = 6013 * (2 if precision == "bf16" else 4)
     for same, same_gradient, placement in played(backend, evaluated, strategy, precision):

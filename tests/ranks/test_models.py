@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from playing import STRATEGIES, config, curve, error, play, train, values
+from playing import SPANNING, STRATEGIES, config, curve, error, play, train, values
 from torch import nn
 from torch.nn import functional
 
@@ -393,7 +393,7 @@ def flagged(strategy):
 AROUND = (
     *((flagged, (strategy,)) for strategy in STRATEGIES),
     *((borrowed, (backend, units)) for backend in BACKENDS for units in UNITS),
-    *((marked, (backend, strategy, precision)) for backend in BACKENDS for strategy in STRATEGIES for precision in ("fp32", "bf16")),
+    *((marked, cell) for cell in SPANNING),
     *((listened, (strategy,)) for strategy in STRATEGIES),
     (scalar, ()),
 )

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from conforming import ACCUMULATION, MICRO_BATCHES, assert_conforms, configured, tolerance, windows
-from playing import curve, error, everyones, my_rank, own_share, play, train, values
+from playing import PRECISIONS, curve, error, everyones, my_rank, own_share, play, train, values
 from test_options import routed_batch, routing
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -134,7 +134,10 @@ def held(backend, place, precision):
         }
 
 
-HELD = tuple((*cell, precision) for cell in CELLS for precision in ("fp32", "bf16"))
+HELD = tuple(
+    (backend, place, PRECISIONS[(first + number) % 2]) for first, backend in enumerate(BACKENDS) for number, place in enumerate(PLACES)
+)
+"""Every place of each backend in one precision, and in the other one on the other backend."""
 
 
 @pytest.mark.parametrize("cell", HELD, ids="-".join)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from playing import STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, train, values
+from playing import SPANNING, STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, train, values
 from torch import nn
 from torch.nn import functional
 
@@ -18,7 +18,7 @@ import unishard
 from unishard.plugins import registry
 from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
-from unishard.testing.models import Mlp, MlpOutput, llama, mlp
+from unishard.testing.models import Mlp, MlpOutput, mlp
 
 # -- what trains ------------------------------------------------------------------------------------------------------------------
 
@@ -28,43 +28,6 @@ def another_seed_on_each_rank(backend, strategy):
     model.center += my_rank()
     with unishard.prepare(model, config(backend, strategy)) as engine:
         return curve(train(engine, own_share(4)))
-
-
-def tied_weights(backend, strategy):
-    model = llama(tie_word_embeddings=True)
-    cfg = config(backend, strategy, training={"gradient_clipping": 1.0})
-    with unishard.prepare(model, cfg) as engine:
-        found = curve(train(engine, own_share(4, "llama")))
-        return found, engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
-
-
-def two_groups(params):
-    params = list(params)
-    matrices = [parameter for parameter in params if parameter.ndim > 1]
-    vectors = [parameter for parameter in params if parameter.ndim < 2]
-    groups = [{"params": matrices, "lr": 0.1, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
-    return torch.optim.SGD(groups, lr=1.0, momentum=0.5, nesterov=True)
-
-
-FALLING = {"name": "linear", "total_steps": 4}
-
-
-def own_optimizer(backend, strategy):
-    with unishard.prepare(mlp(), config(backend, strategy, scheduler=FALLING, optimizer=None), optimizer=two_groups) as engine:
-        return curve(train(engine, own_share(4))), [group["lr"] for group in engine.optimizer.param_groups]
-
-
-def some_frozen(backend, strategy):
-    model = freeze(mlp())
-    with unishard.prepare(model, config(backend, strategy)) as engine:
-        return curve(train(engine, own_share(4)))
-
-
-def freeze(model):
-    """The first block, and in every other the biases."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = not (name.startswith("blocks.0.") or name.endswith("down.bias"))
-    return model
 
 
 class Watched(nn.Linear):
@@ -129,16 +92,13 @@ def unused_parameters(backend, strategy):
 
 TRAINED = (
     *((another_seed_on_each_rank, (strategy,)) for strategy in STRATEGIES),
-    *((tied_weights, (strategy,)) for strategy in STRATEGIES),
-    *((own_optimizer, (strategy,)) for strategy in STRATEGIES),
-    *((some_frozen, (strategy,)) for strategy in STRATEGIES),
-    *((formats, (strategy, precision)) for strategy in STRATEGIES for precision in ("fp32", "bf16")),
     (unused_parameters, ("full_shard",)),
 )
 
 
 def trained(backend, function, *arguments):
-    return values(play(tuple((name, (backend, *given)) for name, given in TRAINED))[function, (backend, *arguments)])
+    in_formats = tuple((formats, cell) for cell in SPANNING if cell[0] == backend)
+    return values(play((*((name, (backend, *given)) for name, given in TRAINED), *in_formats))[function, (backend, *arguments)])
 
 
 def assert_curve(found, wanted):
@@ -158,36 +118,7 @@ def test_rank_0s_model_and_buffers_are_trained_whatever_the_other_ranks_drew(bac
         assert_curve(found, wanted)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tied_weights_stay_tied(backend, strategy):
-    cfg = config(backend, training={"gradient_clipping": 1.0})
-    wanted = oracle.train(llama(tie_word_embeddings=True), windows("llama"), cfg, world=2)
-    for found, same in trained(backend, tied_weights, strategy):
-        assert same
-        assert_curve(found, wanted)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_optimizer_of_ones_own_runs_with_its_groups_and_the_configs_schedule(backend, strategy):
-    wanted = oracle.train(mlp(), windows(), config(backend, scheduler=FALLING), world=2, optimizer=two_groups)
-    for found, rates in trained(backend, own_optimizer, strategy):
-        assert_curve(found, wanted)
-        assert rates == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_frozen_parameters_stay_where_they_are(backend, strategy):
-    wanted = oracle.train(freeze(mlp()), windows(), config(backend), world=2)
-    for found in trained(backend, some_frozen, strategy):
-        assert_curve(found, wanted)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)
 def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_theirs(backend, strategy, precision):
     computed = {"fp32": "float32", "bf16": "bfloat16"}[precision]
     for found in trained(backend, formats, strategy, precision):

@@ -8,17 +8,15 @@ from functools import cache
 import pytest
 import torch
 from conforming import MICRO_BATCHES, UPDATES, assert_conforms, configured, tolerance, windows
-from playing import STRATEGIES, curve, own_share, play, prepare, train, values
+from playing import SPANNING, curve, own_share, play, prepare, train, values
 from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama, mlp
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PRECISIONS = tuple(COMPUTE)
-CELLS = tuple((backend, strategy, precision) for backend in BACKENDS for strategy in STRATEGIES for precision in PRECISIONS)
+CELLS = SPANNING
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 
 

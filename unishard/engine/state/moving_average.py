@@ -7,17 +7,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from unishard.checkpoint import keys
-from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
-from unishard.distributed.shards import Shard, full_tensor
+from unishard.distributed.shards import full_tensor
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.state.average_shards import AverageShards
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
-__all__ = ["AverageShards", "MovingAverage", "begin_average", "resume_average"]
+__all__ = ["MovingAverage", "begin_average"]
 
 
 def begin_average(
@@ -44,51 +42,9 @@ def begin_average(
         raise ContractError("ema was called before; keep what it returned")
     order.meet("ema", f", {decay}")
     adapter.settle()
-    tensors.average = shards = AverageShards(decay, adapter, tensors)
+    masters = {name: adapter.master_shard(parameter) for name, parameter in tensors.trained().items()}
+    tensors.average = shards = AverageShards(decay, masters)
     return MovingAverage(decay, shards, adapter, order), shards.update
-
-
-class AverageShards:
-    """This rank's shards of a moving average, in fp32."""
-
-    @torch.no_grad()
-    def __init__(self, decay: float, adapter: EngineAdapter, tensors: StateTensors) -> None:
-        """Start at the current master weights."""
-        live = {name: adapter.master_shard(parameter) for name, parameter in tensors.trained().items()}
-        self._rest = 1 - decay
-        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self.live = [shard.values for shard in live.values()]
-        """The master weights."""
-        self.averages = [torch.empty_like(values, dtype=torch.float32).copy_(values) for values in self.live]
-        """Their averages, in the same order."""
-        self.by_name = {name: shard._replace(values=average) for (name, shard), average in zip(live.items(), self.averages, strict=True)}
-        """The averages, by the first names of the parameters."""
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Average in the master weights after an update. Not collective."""
-        if all(values.dtype == torch.float32 for values in self.live):
-            self._average(self.averages, self.live, 0)
-            return
-        for average, values in zip(self.averages, self.live, strict=True):
-            average.lerp_(values.float(), self._rest)
-
-    def to_save(self) -> dict[str, Shard]:
-        """By checkpoint name."""
-        return {keys.AVERAGES + name: shard for name, shard in self.by_name.items()}
-
-    @torch.no_grad()
-    def read(self, tensors: Tensors) -> int:
-        """Read the averages of a checkpoint; those that it lacks start at the current master weights.
-
-        Returns:
-            How many it lacks.
-        """
-        for average, values in zip(self.averages, self.live, strict=True):
-            average.copy_(values)
-        found = {name: shard for name, shard in self.to_save().items() if name in tensors}
-        tensors.read(ReadRequest(name, 0 if shard.group is None else shard.start, shard.values.view(-1)) for name, shard in found.items())
-        return len(self.by_name) - len(found)
 
 
 class MovingAverage:
@@ -153,20 +109,3 @@ class MovingAverage:
         for values, written in zip(self._shards.live, weights, strict=True):
             values.copy_(written)
         self._adapter.weights_written()
-
-
-def resume_average(average: AverageShards | None, tensors: Tensors) -> Iterator[str]:
-    """Resume the moving average of a checkpoint.
-
-    Yields:
-        Notes about what differs.
-    """
-    saved = any(name.startswith(keys.AVERAGES) for name in tensors)
-    if average is None:
-        if saved:
-            yield "it has a moving average of the weights, which is not loaded; to resume it, call engine.ema(decay) before engine.load"
-        return
-    lacking = average.read(tensors)
-    if lacking:
-        which = f"moving averages of {lacking} parameters" if saved else "a moving average of the weights"
-        yield f"it lacks {which}; they start at the loaded weights"

@@ -25,7 +25,7 @@ from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.optim.optimizer_state import StateSpec, keys_of
 from unishard.engine.results import Resumed
-from unishard.engine.state.moving_average import resume_average
+from unishard.engine.state.average_shards import resume_average
 from unishard.engine.state.resume import resume
 from unishard.engine.state.run import Run
 from unishard.engine.state.sense import require_sense

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -11,10 +10,8 @@ from unishard.checkpoint import keys
 from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter, InferenceAdapter
+from unishard.engine.state.average_shards import AverageShards
 from unishard.export.sources import persistent_buffers
-
-if TYPE_CHECKING:
-    from unishard.engine.state.moving_average import AverageShards
 
 __all__ = ["StateTensors"]
 
