@@ -18,6 +18,7 @@ from unishard.errors import ContractError
 __all__ = ["MovingAverage", "begin_average"]
 
 
+@torch.no_grad()
 def begin_average(
     decay: float, adapter: EngineAdapter, tensors: StateTensors, order: CallOrder
 ) -> tuple[MovingAverage, Callable[[], None]]:
