@@ -81,7 +81,7 @@ BY_SCRIPT: Mapping[str, Rule] = {
     "compile.backend": write("compile(backend=...)", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
     **saved_by_script("torch.distributed.checkpoint.save(...)"),
     **logged_by_script(),
-    **started_elsewhere("arguments of torchrun"),
+    **started_elsewhere(),
     "strict": none("says how unishard itself takes approximations"),
 }
 """Rows by field; `unishard_fsdp.script_rules` puts them in the order of the schema."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from unishard.cli.report import ReportForm, write_report
+from unishard.config import LaunchSettings
 from unishard.config.topology import Topology
-from unishard.formats import translate
+from unishard.formats import Outcome, translate
 from unishard.mapping.rules import Fit
 
 FILE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
@@ -93,6 +95,7 @@ def test_they_are_read_into_the_section_and_written_from_it() -> None:
         "nodes": 2,
         "processes_per_node": 8,
         "endpoint": "10.0.0.1:29501",
+        "rendezvous": "c10d",
         "environment": {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
     }
     back = translate(there.document, "accelerate", from_="unishard").document
@@ -116,3 +119,153 @@ def test_what_unishard_launches_is_what_others_are_told() -> None:
 def test_one_host_has_no_place_to_meet() -> None:
     facts = {"num_processes": 2, "num_machines": 1, "gpu_ids": "all", "main_process_ip": "10.0.0.1", "main_process_port": 29501}
     assert translate({**FILE, **facts}, "unishard").document["launch"] == {"nodes": 1, "processes_per_node": 2}
+
+
+# -- what a launch line says, beside a config ----------------------------------------------------------------------------------
+
+
+def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str = "unishard") -> Outcome:
+    script = tmp_path / "train.sh"
+    script.write_text(f"#!/bin/bash\n{line}\n")
+    return translate(document, to, with_=str(script))
+
+
+@pytest.mark.parametrize(
+    ("line", "section"),
+    [
+        ("torchrun --nproc_per_node 4 train.py", {"processes_per_node": 4}),
+        ("torchrun --standalone --nnodes 1 --nproc-per-node=gpu --master_port 29501 train.py", {"nodes": 1}),
+        (
+            "torchrun --nnodes=2:4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=head:29400 --rdzv-id=run7 "
+            "--rdzv-conf=join_timeout=600,last_call_timeout=5 --max-restarts=3 -m pkg.train",
+            {
+                "nodes": "2:4",
+                "processes_per_node": 8,
+                "endpoint": "head:29400",
+                "rendezvous": "c10d",
+                "rendezvous_id": "run7",
+                "rendezvous_options": {"join_timeout": 600, "last_call_timeout": 5},
+                "max_restarts": 3,
+            },
+        ),
+        (
+            "NCCL_DEBUG=INFO KEY=x torchrun --nnodes 2 --nproc_per_node 8 --node_rank $RANK --master_addr head train.py",
+            {"nodes": 2, "processes_per_node": 8, "endpoint": "head:29500", "environment": {"NCCL_DEBUG": "INFO"}},
+        ),
+        (
+            "accelerate launch --num_machines 2 --num_processes 16 --main_process_ip 10.0.0.1 --main_process_port 7 --rdzv_backend c10d "
+            "--max_restarts 1 --gpu_ids 0,1,2,3,4,5,6,7 train.py",
+            {
+                "nodes": 2,
+                "processes_per_node": 8,
+                "endpoint": "10.0.0.1:7",
+                "rendezvous": "c10d",
+                "max_restarts": 1,
+                "environment": {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+            },
+        ),
+        (
+            "deepspeed --num_nodes 2 --num_gpus 8 --master_addr head --master_port 3 train.py",
+            {"nodes": 2, "processes_per_node": 8, "endpoint": "head:3"},
+        ),
+        (
+            "deepspeed --include localhost:1,3 train.py",
+            {"processes_per_node": 2, "environment": {"CUDA_VISIBLE_DEVICES": "1,3"}},
+        ),
+        ("deepspeed --hostfile hosts train.py", {"nodes": 2, "processes_per_node": 4, "endpoint": "head:29500"}),
+        ("srun -N 2 --ntasks-per-node 4 python train.py", {"nodes": 2, "processes_per_node": 4}),
+        ("mpirun -np 4 python train.py", {"processes_per_node": 4}),
+        ("NNODES=2 NPROC_PER_NODE=4 MASTER_ADDR=head swift sft --model x", {"nodes": 2, "processes_per_node": 4, "endpoint": "head:29500"}),
+        (
+            "axolotl train c.yml --launcher torchrun -- --nnodes 2 --nproc_per_node 8 --rdzv_endpoint head:1",
+            {"nodes": 2, "processes_per_node": 8, "endpoint": "head:1"},
+        ),
+        ("axolotl train c.yml --num-processes 2", {"processes_per_node": 2}),
+        ("NGPU=4 CONFIG_FILE=c.toml ./run_train.sh", {"processes_per_node": 4}),
+        (
+            "composer -n 8 --world_size 16 --master_addr head --master_port 5 train.py c.yaml",
+            {"nodes": 2, "processes_per_node": 8, "endpoint": "head:5"},
+        ),
+    ],
+)
+def test_a_launch_line_fills_the_section(line: str, section: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("head slots=4\nother slots=4\n")
+    outcome = launched(line, tmp_path)
+    assert outcome.document.get("launch", {}) == section
+    assert LaunchSettings.model_validate(section)
+    assert not outcome.status(strict=True)
+
+
+def test_what_the_section_cannot_hold_is_said(tmp_path: Path) -> None:
+    outcome = launched("torchrun --nnodes $N --nproc_per_node 8 --node_rank $RANK --master_addr $HEAD train.py", tmp_path)
+    assert outcome.document["launch"] == {"processes_per_node": 8}
+    notes = {item.key: (item.fit, item.note, item.place) for item in outcome.items if item.beside}
+    place = f"{tmp_path / 'train.sh'}:2"
+    assert notes["torchrun --nnodes"] == (Fit.IGNORED, "the value comes from $N; set launch.nodes", place)
+    assert notes["torchrun --master-addr"][:2] == (Fit.IGNORED, "the value comes from $HEAD; set launch.endpoint")
+    assert "--node-rank" in notes["torchrun --node-rank"][1]
+    gone = launched("deepspeed --hostfile gone --exclude a:0 train.py", tmp_path)
+    notes = {item.key: item.note for item in gone.items if item.beside}
+    assert notes["deepspeed --hostfile"] == "file not found: its hosts are unknown; set launch.nodes, or unishard launch --hostfile gone"
+    assert "launch.processes_per_node" in notes["deepspeed --exclude"]
+
+
+def test_a_launch_line_fills_other_tools_as_well(tmp_path: Path) -> None:
+    line = "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint head:7 train.py"
+    document = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    told = {"num_machines": 2, "num_processes": 16, "main_process_ip": "head", "main_process_port": 7, "rdzv_backend": "c10d"}
+    assert told.items() <= launched(line, tmp_path, document, "accelerate").document.items()
+    trainer = launched(line, tmp_path, document, "lightning").document["trainer"]
+    assert (trainer["devices"], trainer["num_nodes"]) == (8, 2)
+    assert launched(line, tmp_path, document, "deepspeed").document == document
+
+
+def test_the_config_and_the_launch_line_must_agree(tmp_path: Path) -> None:
+    outcome = launched("torchrun --nproc_per_node 4 train.py", tmp_path, {"launch": {"processes_per_node": 4, "max_restarts": 1}}, "hf")
+    assert outcome.reading.config.launch.max_restarts == 1
+    outcome = launched("torchrun --nproc_per_node 4 --max_restarts 2 train.py", tmp_path, {"launch": {"max_restarts": 1}}, "hf")
+    (refused,) = outcome.of(Fit.UNSUPPORTED)
+    assert (refused.key, refused.note) == (
+        "torchrun --max-restarts",
+        "contradicts launch.max_restarts, which is 1; make them equal, or leave one out",
+    )
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d", "etcd-v2"])
+def test_how_hosts_meet_goes_there_and_back(backend: str) -> None:
+    there = translate({**FILE, **TWO, "rdzv_backend": backend, "main_process_ip": "head", "main_process_port": 7}, "unishard")
+    assert there.reading.config.launch.rendezvous == backend
+    back = translate(there.document, "accelerate", from_="unishard").document
+    assert (back["rdzv_backend"], back["main_process_ip"], back["main_process_port"]) == (backend, "head", 7)
+
+
+def test_devices_and_nodes_of_lightning_go_there_and_back() -> None:
+    document = {"trainer": {"strategy": "fsdp", "devices": [0, 2], "num_nodes": 2, "accelerator": "gpu"}}
+    there = translate(document, "unishard")
+    assert there.document["launch"] == {"nodes": 2, "processes_per_node": 2, "environment": {"CUDA_VISIBLE_DEVICES": "0,2"}}
+    trainer = translate(there.document, "lightning", from_="unishard").document["trainer"]
+    assert (trainer["devices"], trainer["num_nodes"]) == ([0, 2], 2)
+    for devices, fields in {
+        "4": {"processes_per_node": 4},
+        "auto": {},
+        -1: {},
+        "1,": {"processes_per_node": 1, "environment": {"CUDA_VISIBLE_DEVICES": "1"}},
+    }.items():
+        found = translate({"trainer": {"strategy": "fsdp", "devices": devices}}, "unishard").document
+        assert found.get("launch", {}) == fields, devices
+    asked = translate({"trainer": {"strategy": "fsdp", "devices": 4}}, "unishard", topology=Topology(16, 8)).document
+    assert asked["launch"]["processes_per_node"] == 8
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_lightning_is_told_what_unishard_launches(backend: str) -> None:
+    launch = {"nodes": "2:4", "processes_per_node": 8, "endpoint": "head:7", "max_restarts": 3, "environment": {"A": 1}}
+    outcome = translate({"backend": backend, "launch": launch}, "lightning", from_="unishard")
+    assert (outcome.document["trainer"]["devices"], outcome.document["trainer"]["num_nodes"]) == (8, 4)
+    fits = {item.key: (item.fit, item.becomes) for item in outcome.items if item.key.startswith("launch.")}
+    assert fits["launch.nodes"] == (Fit.APPROXIMATE, "num_nodes")
+    assert fits["launch.processes_per_node"] == (Fit.EXACT, "devices")
+    assert fits["launch.endpoint"] == (Fit.IGNORED, "")
+    assert outcome.launch == (
+        "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:7 --rdzv-id 1 --max-restarts 3 train.py"
+    )

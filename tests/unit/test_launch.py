@@ -185,8 +185,11 @@ def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
     [
         (["c.yaml", "none.py"], "none.py: there is no such script; give its path, or -m with the name of a module"),
         (["--json", "c.yaml", "train.py"], "--json describes what --dry-run prints; add --dry-run"),
-        (["c.yaml", "--slurm", "--kubernetes", "train.py"], "--slurm, --kubernetes and --ray are ways to start the ranks; give one"),
-        (["c.yaml", "-o", "job", "train.py"], "-o writes a job, but on this host there is none; add --slurm or --kubernetes"),
+        (["c.yaml", "--slurm", "--kubernetes", "train.py"], "--slurm and --kubernetes are ways to start the ranks; give one"),
+        (
+            ["c.yaml", "-o", "job", "train.py"],
+            "-o writes a job, but on this host there is none; add --slurm, --kubernetes or --to-hostfile HOSTS",
+        ),
         (["c.yaml", "--nodes", "2", "train.py"], "launch.endpoint: is needed for several hosts; write HOST:PORT"),
         (["c.yaml", "--node-rank", "1", "--slurm", "train.py"], "--node-rank numbers this host, but the job system numbers its nodes"),
         (
@@ -248,6 +251,40 @@ def test_what_no_hostfile_is(project: Path, text: str, message: str) -> None:
     Path("hosts").write_text(text)
     result = run("launch", "c.yaml", "--hostfile", "hosts", "--dry-run", "train.py")
     assert (result.exit_code, result.stderr) == (1, message)
+
+
+def test_a_hostfile_is_written_as_deepspeed_reads_it(project: Path) -> None:
+    asked = ("launch", "c.yaml", "--nodes", "2", "--processes-per-node", "8", "--endpoint", "head:7")
+    text = run(*asked, "--to-hostfile", "head, node-2", "train.py", "--lr", "3").stdout
+    command = "deepspeed --hostfile hostfile --master_port 7 --no_local_rank train.py --lr 3"
+    assert text == f"# {command}\nhead slots=8\nnode-2 slots=8\n"
+    assert run(*asked, "--to-hostfile", "head,node-2", "-o", "hosts", "train.py").stdout.startswith(
+        "hosts: written; start it with: deepspeed "
+    )
+    again = run("launch", "c.yaml", "--hostfile", "hosts", "--set", "launch.endpoint=head:7", "--dry-run", "train.py").stdout
+    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:7" in again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to-hostfile", "a,b", "train.py"], "launch.nodes: is 1, but 2 hosts are named; make them equal (--nodes 2)"),
+        (["--to-hostfile", "a,a", "--nodes", "2", "train.py"], "names a host twice: a, a; write each once"),
+        (["--to-hostfile", "a slots", "train.py"], "'a slots' is no name of a host; write it as head or node-1.cluster"),
+        (
+            ["--to-hostfile", "a,b", "--nodes", "2", "--endpoint", "b", "train.py"],
+            "launch.endpoint: is on b, and DeepSpeed's hosts meet at the first one; name b first",
+        ),
+        (
+            ["--to-hostfile", "a", "--set", "launch.processes_per_node=null", "train.py"],
+            "launch.processes_per_node: is the number of slots of each host; write a number",
+        ),
+        (["--to-hostfile", "a", "--ray", "train.py"], "--to-hostfile and --ray are ways to start the ranks; give one"),
+    ],
+)
+def test_hosts_that_cannot_be_written(project: Path, arguments: list[str], message: str) -> None:
+    result = run("launch", "c.yaml", *arguments)
+    assert (result.exit_code, message in result.stderr) == (1, True), result.stderr
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------------

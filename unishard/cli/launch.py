@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -37,6 +37,10 @@ def launch(
     ] = None,
     endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet.", show_default=False)] = None,
     hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Take these from DeepSpeed's hostfile.", show_default=False)] = None,
+    to_hostfile: Annotated[
+        str | None,
+        typer.Option(metavar="HOST,HOST", help="Write DeepSpeed's hostfile of these hosts, and start nothing.", show_default=False),
+    ] = None,
     node_rank: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="This host, with rendezvous: static.", show_default=False)
     ] = None,
@@ -70,9 +74,12 @@ def launch(
     request = LaunchRequest(
         config, cfg, Script(script, tuple(arguments or ()), module), [change for change in changes if not change.startswith("launch")]
     )
-    _refuse_contradictions([slurm, kubernetes, ray], output, node_rank, dry_run=dry_run, as_json=as_json)
+    systems = {"--slurm": slurm, "--kubernetes": kubernetes, "--to-hostfile": to_hostfile is not None, "--ray": ray}
+    _refuse_contradictions(systems, output, node_rank, dry_run=dry_run, as_json=as_json)
     try:
-        if slurm:
+        if to_hostfile is not None:
+            _hostfile(request, to_hostfile, output)
+        elif slurm:
             _slurm(request, output, dry_run=dry_run, as_json=as_json)
         elif kubernetes:
             _kubernetes(request, output, dry_run=dry_run, as_json=as_json)
@@ -107,19 +114,23 @@ class LaunchRequest(NamedTuple):
         return Path(self.script.name).stem if not self.script.module else self.script.name
 
 
-def _refuse_contradictions(systems: Sequence[bool], output: Path | None, node_rank: int | None, *, dry_run: bool, as_json: bool) -> None:
+def _refuse_contradictions(
+    systems: Mapping[str, bool], output: Path | None, node_rank: int | None, *, dry_run: bool, as_json: bool
+) -> None:
     """Refuse options that say nothing together.
 
     Raises:
         UnishardError: There are some.
     """
-    if sum(systems) > 1:
-        raise UnishardError("--slurm, --kubernetes and --ray are ways to start the ranks; give one")
+    chosen = [name for name, on in systems.items() if on]
+    if len(chosen) > 1:
+        raise UnishardError(f"{' and '.join(chosen)} are ways to start the ranks; give one")
     if as_json and not dry_run:
         raise UnishardError("--json describes what --dry-run prints; add --dry-run")
-    if output and not any(systems[:2]):
-        raise UnishardError("-o writes a job, but on this host there is none; add --slurm or --kubernetes, or leave -o out")
-    if node_rank is not None and any(systems):
+    if output and (not chosen or systems["--ray"]):
+        what = "add --slurm, --kubernetes or --to-hostfile HOSTS, or leave -o out"
+        raise UnishardError(f"-o writes a job, but on this host there is none; {what}")
+    if node_rank is not None and chosen:
         raise UnishardError("--node-rank numbers this host, but the job system numbers its nodes; leave it out")
 
 
@@ -185,6 +196,17 @@ def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, a
     else:
         save(output, yaml_text(job))
         echo(f"{output}: written; start it with: kubectl apply -f {output}")
+
+
+def _hostfile(request: LaunchRequest, hosts: str, output: Path | None) -> None:
+    from unishard.launch.hostfile import hostfile
+
+    text = hostfile(request.cfg, [name.strip() for name in hosts.split(",")], request.script, str(output or "hostfile"))
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    save(output, text)
+    echo(f"{output}: written; start it with: {text.splitlines()[0].removeprefix('# ')}")
 
 
 def _gpus() -> str:

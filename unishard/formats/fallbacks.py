@@ -177,7 +177,7 @@ FALLBACKS: Mapping[str, Rule] = {
     ),
     **{path: row for path, row in saved_by_script("your save function").items() if path not in _SPARED},
     **logged_by_script(),
-    **started_elsewhere("a setting of the launcher; training is the same"),
+    **started_elsewhere(),
     "sharding.min_unit_params": row(Fit.EQUIVALENT, NO_KEY, _SMALLER, when_default("sharding.min_unit_params")),
     "precision.accumulate": row(
         Fit.APPROXIMATE,

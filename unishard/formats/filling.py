@@ -31,6 +31,8 @@ _FIELDS = frozenset(path for path, _ in leaves(Config))
 _BATCH, _WHOLE = "train_batch_size", "training.global_batch_size"
 _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 _PLAIN = "hf"
+_FILE = "accelerate --config-file"
+"""Which is the document itself where that is Accelerate's."""
 _STRATEGY = ("backend", "sharding.", "offload.")
 _OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
 """What a config of Accelerate says about the loop, whatever engine it drives."""
@@ -88,6 +90,9 @@ def filled(
     own, given = _merged(reading, format_, told) if reading.format in TRAINER else _beside(reading, format_, told)
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
     own = _opened(own, given)
+    given += (
+        [] if reading.format == to else [entry for entry in beside.started if not (entry.key == _FILE and reading.format == "accelerate")]
+    )
     entries = [*own, *fills(own, given, reading, _changed(overrides), same=reading.format == to)]
     entries = _with_whole_batch(entries, ranks)
     found = assemble(reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto)

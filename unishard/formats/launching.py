@@ -1,8 +1,9 @@
-"""How a config wants its processes started: told as a torchrun line, since unishard's own config does not say it."""
+"""How a config or a launch line wants its processes started, and the torchrun line that does it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Launch"]
@@ -25,16 +26,20 @@ class Launch:
     """Indices of the GPUs, with commas between them."""
     hosts: Any = None
     """A hostfile, with the filter on it."""
+    max_restarts: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks."""
 
     def torchrun(self) -> str:
         """The line to type on each node; empty where the document says nothing about its processes."""
-        if self == Launch(rendezvous=self.rendezvous):
+        if self == Launch(rendezvous=self.rendezvous, max_restarts=self.max_restarts, environment=self.environment):
             return ""
         several = self.nodes not in (None, 1, "1")
         words = [f"CUDA_VISIBLE_DEVICES={self.devices}"] if self.devices is not None else []
         words += ["torchrun", *([f"--nnodes {self.nodes}"] if several else [])]
         words.append(f"--nproc-per-node {'gpu' if self.processes is None else self.processes}")
         words += self._meeting(several=several)
+        words += [f"--max-restarts {self.max_restarts}"] if self.max_restarts else []
         where = f"  # once on each host of {self.hosts}" if self.hosts else ""
         return " ".join((*words, "train.py")) + where
 

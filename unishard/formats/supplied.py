@@ -12,14 +12,17 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey
+from unishard.formats.launch_entries import launch_entries
 from unishard.formats.launch_line import LaunchLine, launch_lines
-from unishard.formats.launch_ranks import launch_of
+from unishard.formats.launch_ranks import launch_of, with_hosts
 from unishard.formats.launching import Launch
 from unishard.formats.names import names
 from unishard.formats.script_arguments import script_arguments, value_of_word
 from unishard.formats.shell_words import Word
 from unishard.formats.source import open_source
 from unishard.loading.document import text_of
+from unishard.loading.hostfile import hosts_of
+from unishard.mapping.entries import Entry
 
 __all__ = ["TRAINER", "Supplied", "supplied", "trainer"]
 
@@ -59,6 +62,8 @@ class Supplied(NamedTuple):
     """Whose arguments they are, with its defaults; empty where that is not known."""
     topology: Topology | None = None
     launch: Launch = Launch()
+    started: tuple[Entry, ...] = ()
+    """What a launch line says about hosts and processes."""
 
     def without(self, patterns: Iterable[str]) -> tuple[Supplied, list[DroppedKey]]:
         """The same without the arguments that match, and those."""
@@ -138,7 +143,7 @@ def _of_words(words: list[str]) -> Supplied:
     """The words of a launch line, or only the arguments of a training script."""
     found = launch_lines(" ".join(_quoted(word) for word in words)) if words and not words[0].startswith("-") else []
     if found:
-        return _of_line(found[0], _HERE, "")._replace(lines={})
+        return _of_line(found[0], _HERE, "", numbered=False)
     if words and not words[0].startswith("-"):
         what = "unexpected argument; name one config, and write what the training script gets behind --, as --learning_rate 1e-4"
         raise ConfigError([Problem("", what, words[0])])
@@ -150,7 +155,7 @@ def _quoted(word: str) -> str:
     return "'" + word.replace("'", "'\\''") + "'"
 
 
-def _of_line(line: LaunchLine, name: str, script: str) -> Supplied:
+def _of_line(line: LaunchLine, name: str, script: str, *, numbered: bool = True) -> Supplied:
     arguments = script_arguments(line.arguments)
     values, lines = dict(arguments.values), dict(arguments.lines)
     whose = _DIRECT.get(line.launcher) or _whose(values)
@@ -158,7 +163,18 @@ def _of_line(line: LaunchLine, name: str, script: str) -> Supplied:
         if key not in values:
             values[key], lines[key] = value, at
     topology, launch = launch_of(line, script)
-    return Supplied(name, values, lines, whose, topology, launch)
+    if hosts := _hosts(launch, name):
+        topology, launch = with_hosts(launch, hosts)
+    started = launch_entries(line, launch, lambda word: f"{name}:{word.line}" if numbered else name)
+    return Supplied(name, values, lines if numbered else {}, whose, topology, launch, tuple(started))
+
+
+def _hosts(launch: Launch, name: str) -> Mapping[str, int]:
+    """Those of the hostfile that a launch line names, relative to this folder or to the script's; empty where it is not there."""
+    if launch.hosts is None:
+        return {}
+    found = next((path for path in (Path(launch.hosts), Path(name).parent / launch.hosts) if path.is_file()), None)
+    return hosts_of(found) if found else {}
 
 
 def _of_launcher(line: LaunchLine) -> Iterator[tuple[str, Any, int]]:

@@ -157,13 +157,27 @@ def logged_by_script(what: str = "") -> dict[str, Rule]:
     }
 
 
-def started_elsewhere(note: str) -> dict[str, Rule]:
-    """The rows of `launch` where another launcher starts the ranks.
+_TORCHRUN = {
+    "nodes": "torchrun --nnodes",
+    "processes_per_node": "torchrun --nproc-per-node",
+    "endpoint": "torchrun --rdzv-endpoint",
+    "rendezvous": "torchrun --rdzv-backend",
+    "rendezvous_id": "torchrun --rdzv-id",
+    "rendezvous_options": "torchrun --rdzv-conf",
+    "max_restarts": "torchrun --max-restarts",
+}
+_JOB = "only unishard launch writes such a job; training is the same"
+_AROUND = {"environment": "export them before the launch", "slurm": _JOB, "kubernetes": _JOB}
+
+
+def started_elsewhere(**options: str) -> dict[str, Rule]:
+    """The rows of `launch` where another launcher starts the ranks, whose command line says what no config does.
 
     Args:
-        note: What starts them.
+        options: What says each setting, or why nothing does, where that is not an option of torchrun.
     """
-    return {f"launch.{name}": _unlaunched(name, note) for name in LaunchSettings.model_fields}
+    said = {name: f"pass {option}" for name, option in _TORCHRUN.items()} | _AROUND | options
+    return {f"launch.{name}": _unlaunched(name, said[name]) for name in LaunchSettings.model_fields}
 
 
 def _unlaunched(name: str, note: str) -> Rule:

@@ -152,7 +152,16 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     "compile.backend": Rule(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
     **saved_by_script("engine.save_checkpoint(...)"),
     **logged_by_script(),
-    **started_elsewhere("arguments of the launcher"),
+    **started_elsewhere(
+        nodes="pass deepspeed --num_nodes, or --hostfile: unishard launch --to-hostfile writes one",
+        processes_per_node="pass deepspeed --num_gpus, or --hostfile: unishard launch --to-hostfile writes one",
+        endpoint="pass deepspeed --master_addr and --master_port",
+        rendezvous="DeepSpeed's launcher numbers the ranks itself; training is the same",
+        rendezvous_id="DeepSpeed's launcher needs none",
+        rendezvous_options="DeepSpeed's launcher has none; or start the script with torchrun --rdzv-conf",
+        max_restarts="DeepSpeed's launcher does not restart (but with --elastic_training); start the script with torchrun --max-restarts",
+        environment="write them into .deepspeed_env, which DeepSpeed's launcher sends to every host",
+    ),
     "strict": Rule(Fit.IGNORED, "", "only affects unishard's report", when=(When("false", lambda cfg: not cfg.strict, Fit.EXACT, ""),)),
     "native": Rule(Fit.EXACT, "any key", "native.deepspeed, as it is", to=lambda cfg, topology: dict(cfg.native.get("deepspeed", {}))),
 }

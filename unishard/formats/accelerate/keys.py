@@ -36,7 +36,8 @@ _GONE: Mapping[str, str] = {
 """Keys with which Accelerate refuses a file, though nothing is lost without them."""
 _RANKS = "num_processes divided by num_machines"
 _ONE_HOST = "only used with several hosts; on one host unishard takes a free port"
-_NUMBERED = "unishard numbers the hosts as they meet; for a fixed number write launch.rendezvous: static and add --node-rank"
+_NUMBERED = "differs by host: unishard launch --node-rank, where launch.rendezvous is static; c10d numbers the hosts as they meet"
+_BACKENDS = ("static", "c10d", "etcd-v2", "etcd")
 PORT = 29500
 """Of the rendezvous, in Accelerate as in torchrun."""
 _UNSUPPORTED = "neither engine does this within unishard; train without it and set it to 1"
@@ -111,6 +112,13 @@ def _endpoint(given: Given) -> Meaning:
     if not _several(given):
         return Meaning(Fit.IGNORED, _ONE_HOST, kept=True)
     return Meaning(fields={"launch.endpoint": f"{text(host)}:{port or PORT}"}, kept=True)
+
+
+def _rendezvous(value: Any, given: Given) -> Meaning:
+    """Accelerate hands it to torchrun, which takes these words."""
+    if value is None or given.get("num_machines") in (None, 1):
+        return Meaning(Fit.IGNORED, _ONE_HOST, kept=True)
+    return Meaning(fields={"launch.rendezvous": one_of(dict(zip(_BACKENDS, _BACKENDS, strict=True)))(value)}, kept=True)
 
 
 def _port(value: Any, given: Given) -> Meaning:
@@ -242,7 +250,7 @@ KEYS: Mapping[str, Key] = {
     "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "unishard computes on the accelerator where there is one"),
     **{name: drops(_LAUNCHER) for name in names("same_network enable_cpu_affinity mpirun_config")},
     "machine_rank": drops(_NUMBERED),
-    "rdzv_backend": drops(_NUMBERED),
+    "rdzv_backend": Key(_rendezvous, "launch.rendezvous", note="with several machines"),
     "gpu_ids": Key(_gpus, "launch.environment", note="CUDA_VISIBLE_DEVICES"),
     "main_process_ip": Key(lambda value, given: _endpoint(given), "launch.endpoint", note="with several machines"),
     "main_process_port": Key(_port, "launch.endpoint", note="with several machines"),

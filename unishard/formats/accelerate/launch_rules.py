@@ -34,8 +34,7 @@ def _endpoint(cfg: Config, topology: Topology) -> Native:
 
 
 def _rendezvous(cfg: Config, topology: Topology) -> Native:
-    several = cfg.launch.max_nodes > 1 and cfg.launch.rendezvous in ("c10d", "static")
-    return {"rdzv_backend": cfg.launch.rendezvous} if several else {}
+    return {"rdzv_backend": cfg.launch.rendezvous} if cfg.launch.max_nodes > 1 else {}
 
 
 def _devices(cfg: Config, topology: Topology) -> Native:
@@ -51,6 +50,11 @@ def _elastic(cfg: Config) -> bool:
     return cfg.launch.min_nodes != cfg.launch.max_nodes
 
 
+def _argument(name: str, note: str) -> Rule:
+    """A row for what only the command line of `accelerate launch` has."""
+    return row(Fit.IGNORED, NO_KEY, note, when_default(f"launch.{name}"))
+
+
 LAUNCH_RULES: Mapping[str, Rule] = {
     "launch.nodes": exact(
         "num_machines",
@@ -59,12 +63,10 @@ LAUNCH_RULES: Mapping[str, Rule] = {
     ),
     "launch.processes_per_node": exact("num_processes", to=_processes),
     "launch.endpoint": exact("main_process_ip, main_process_port", to=_endpoint),
-    "launch.rendezvous": exact(
-        "rdzv_backend",
-        When("etcd", lambda cfg: cfg.launch.rendezvous.startswith("etcd"), Fit.IGNORED, "has static and c10d; training is the same"),
-        to=_rendezvous,
-    ),
-    "launch.max_restarts": row(Fit.IGNORED, NO_KEY, "pass accelerate launch --max_restarts", when_default("launch.max_restarts")),
+    "launch.rendezvous": exact("rdzv_backend", to=_rendezvous),
+    "launch.rendezvous_id": _argument("rendezvous_id", "Accelerate has no such argument: torchrun's own name, none, holds"),
+    "launch.rendezvous_options": _argument("rendezvous_options", "pass accelerate launch --rdzv_conf"),
+    "launch.max_restarts": _argument("max_restarts", "pass accelerate launch --max_restarts"),
     "launch.environment": exact(
         "gpu_ids",
         When("other variables", _other_variables, Fit.NEEDS_INPUT, f"export them before the launch; only {_DEVICES} has a key"),

@@ -86,8 +86,7 @@ _GROUPS: Mapping[str, str] = {
     ),
     "stops the training, which the training script does": "loss_watchdog_threshold loss_watchdog_patience",
     "launcher setting": (
-        "world_size local_rank ddp ddp_timeout use_ray ray_run_name ray_num_workers resources_per_worker axolotl_config_path "
-        "capabilities env_capabilities"
+        "world_size local_rank ddp ddp_timeout ray_run_name resources_per_worker axolotl_config_path capabilities env_capabilities"
     ),
     "affects only DistributedDataParallel's collectives: losses are the same": "ddp_bucket_cap_mb ddp_find_unused_parameters",
     "affects only memory": "gc_steps torch_empty_cache_steps gc_collect_steps activation_offloading layer_offloading",

@@ -156,6 +156,20 @@ def _batch(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"training.gradient_accumulation_steps": integer(1)(value) // per_step})
 
 
+_RAY = "start it with unishard launch --ray"
+
+
+def _ray(value: Any, given: Given) -> Meaning:
+    return Meaning(Fit.IGNORED, "is off" if off(value) else _RAY, kept=True)
+
+
+def _workers(value: Any, given: Given) -> Meaning:
+    """`ray_num_workers`: on any host."""
+    if off(value) or off(given.get("use_ray")):
+        return Meaning(Fit.IGNORED, "only used with use_ray", kept=True)
+    return Meaning(Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}", {"launch.processes_per_node": integer(1)(value)}, kept=True)
+
+
 def _argument(name: str) -> Key:
     """The row of TrainingArguments, where null is what axolotl leaves unset (core/builders/base.py)."""
     return _optional(ARGUMENTS[NAMES.get(name, name)])
@@ -195,6 +209,8 @@ KEYS: Mapping[str, Key] = {
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "fp32_norms": refuses("unishard computes norms in the dtype of the model; remove it", off),
     "fp32_norm_classes": drops("names what fp32_norms switches on"),
+    "use_ray": Key(_ray, "", Fit.IGNORED, _RAY),
+    "ray_num_workers": Key(_workers, "launch.processes_per_node", Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}"),
     **SAVED,
     **LOGGED,
     **{name: _engine(FSDP) for name in ENGINES},

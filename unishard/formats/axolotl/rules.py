@@ -20,6 +20,7 @@ from unishard.formats.hf.rules import RULES as ARGUMENTS
 from unishard.formats.hf.switches import switched_on, without
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import Expressed, FieldResult, express
+from unishard.mapping.field_rows import started_elsewhere
 from unishard.mapping.rules import Fit, Rule, When, unless
 
 __all__ = ["RULES", "written"]
@@ -65,6 +66,17 @@ _NEAREST = ARGUMENTS["sharding.strategy"].when[-1]
 _LOADED = "axolotl loads the model in bf16: without an engine, optimizer state is bf16 too"
 _PURE = "axolotl's engines keep fp32 master weights beside bf16: more exact, more memory"
 
+_LAUNCHER = {
+    "nodes": "--nnodes",
+    "processes_per_node": "--nproc_per_node",
+    "endpoint": "--rdzv_endpoint",
+    "rendezvous": "--rdzv_backend",
+    "rendezvous_id": "--rdzv_id",
+    "rendezvous_options": "--rdzv_conf",
+    "max_restarts": "--max_restarts",
+}
+"""Options of torchrun, which axolotl's command line hands on; its YAML has none."""
+
 _OWN: Mapping[str, Rule] = {
     "sharding.strategy": exact(
         "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size", ARGUMENTS["sharding.strategy"].when[0], _NEAREST, to=_groups
@@ -104,6 +116,7 @@ _OWN: Mapping[str, Rule] = {
     ),
     **SAVING,
     **LOGS,
+    **started_elsewhere(**{name: f"pass axolotl train --launcher torchrun -- {option}" for name, option in _LAUNCHER.items()}),
 }
 
 RULES: Mapping[str, Rule] = {name: row._replace(key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}

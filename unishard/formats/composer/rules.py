@@ -12,7 +12,7 @@ from unishard.config.topology import Topology
 from unishard.formats.composer import groups
 from unishard.formats.composer.saving import SAVING
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
-from unishard.mapping.field_rows import lost, unlooked
+from unishard.mapping.field_rows import lost, started_elsewhere, unlooked
 from unishard.mapping.rules import NO_KEY, Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
@@ -245,5 +245,13 @@ _OWN: Mapping[str, Rule] = {
     "compile.backend": exact("compile_config.backend"),
 }
 
-RULES: Mapping[str, Rule] = rows(_OWN, SAVING)
+_NO_RENDEZVOUS = "Composer's launcher has no such option; or start the script with torchrun"
+_LAUNCH = started_elsewhere(
+    nodes="pass composer --world_size, the ranks of all hosts",
+    processes_per_node="pass composer -n",
+    endpoint="pass composer --master_addr and --master_port",
+    **dict.fromkeys(("rendezvous", "rendezvous_id", "rendezvous_options", "max_restarts"), _NO_RENDEZVOUS),
+)
+
+RULES: Mapping[str, Rule] = rows(_OWN, SAVING, _LAUNCH)
 """The rows. Only those of fields that a source decides are written."""

@@ -99,18 +99,30 @@ def _filled_in(value: Any) -> bool:
 
 
 def _devices(value: Any, given: Given) -> Meaning:
+    """A number, a list of indices also as text with commas, or -1 and auto for all."""
     items = value if isinstance(value, list | tuple) else str(value).split(",")
+    words = [word for item in items if (word := str(item).strip())]
     if _filled_in(value):
         return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
-    if isinstance(value, bool) or not all(str(item).strip().lstrip("-").isdigit() or str(item).strip() == "auto" for item in items):
+    if isinstance(value, bool) or not words or not all(word.lstrip("-").isdigit() or word == "auto" for word in words):
         raise Unreadable(f"must be a number or list of devices, or auto, got {shown(value)}; write auto")
-    return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
+    if words in (["auto"], ["-1"]):
+        return Meaning(Fit.IGNORED, "one rank for each device, as launch.processes_per_node: null", kept=True)
+    listed = len(items) > 1 or isinstance(value, list | tuple)
+    count = len(words) if listed else integer(1)(words[0])
+    each = given.topology.local_world_size if given.topology else count
+    fields: dict[str, Any] = {"launch.processes_per_node": each}
+    if listed and count == each and given.get("accelerator") != "cpu":
+        fields["launch.environment"] = {"CUDA_VISIBLE_DEVICES": ",".join(words)}
+    return Meaning(fields=fields, kept=count == each)
 
 
 def _nodes(value: Any, given: Given) -> Meaning:
-    if not _filled_in(value):
-        integer(1)(value)
-    return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
+    if _filled_in(value):
+        return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
+    count = integer(1)(value)
+    asked = given.topology.world_size // given.topology.local_world_size if given.topology else count
+    return Meaning(fields={"launch.nodes": asked}, kept=count == asked)
 
 
 _TRAINING_CALLBACKS = {
@@ -201,8 +213,8 @@ TRAINER: Mapping[str, Key] = {
     "gradient_clip_val": Key(lambda value, given: _clipping(value or 0, given), "training.gradient_clipping", note=_SHARDS, silent=None),
     "gradient_clip_algorithm": optional(_algorithm, "training.gradient_clipping"),
     "accelerator": optional(_accelerator, "", Fit.IGNORED, _LAUNCH),
-    "devices": optional(_devices, "", Fit.IGNORED, _LAUNCH),
-    "num_nodes": optional(_nodes, "", Fit.IGNORED, _LAUNCH),
+    "devices": optional(_devices, "launch.processes_per_node, launch.environment", note="a list of indices: CUDA_VISIBLE_DEVICES"),
+    "num_nodes": optional(_nodes, "launch.nodes"),
     "callbacks": optional(_callbacks, SCRIPT, Fit.NEEDS_INPUT, "your loop does what callbacks do beyond logging"),
     "enable_checkpointing": optional(_saving, "checkpoint.every_steps", note="true leaves it to the callbacks"),
     "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),

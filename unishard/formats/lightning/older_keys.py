@@ -19,7 +19,7 @@ _PLACES = ("accelerator", "distributed_backend")
 
 _GROUPS: Mapping[str, str] = {
     "the launcher decides it: torchrun --nproc-per-node ... --nnodes ...": (
-        "gpus num_processes auto_select_gpus prepare_data_per_node distributed_backend"
+        "num_processes auto_select_gpus prepare_data_per_node distributed_backend"
     ),
     "affects only logs and the screen": (
         "progress_bar_refresh_rate process_position weights_summary log_gpu_memory flush_logs_every_n_steps track_grad_norm "
@@ -43,11 +43,19 @@ def _nonfinite(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"training.nonfinite": "raise"}) if boolean(value) else Meaning(Fit.IGNORED, "is off")
 
 
+def _gpus(value: Any, given: Given) -> Meaning:
+    """`devices`, where 0 means the CPU."""
+    if off(value) or value in (0, "0", [], "auto") or "devices" in given:
+        return Meaning(Fit.IGNORED, "the launcher decides it: torchrun --nproc-per-node ... --nnodes ...", kept=True)
+    return TRAINER["devices"].read(value, given)
+
+
 OLDER: Mapping[str, Key] = {
     **ignored(_GROUPS),
     "amp_backend": refuses("Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"),
     "tpu_cores": refuses("unishard trains on CUDA devices and CPUs; write devices", off),
     "ipus": refuses("unishard trains on CUDA devices and CPUs; write devices", off),
+    "gpus": Key(_gpus, "launch.processes_per_node, launch.environment"),
     "replace_sampler_ddp": TRAINER["use_distributed_sampler"],
     "terminate_on_nan": Key(_nonfinite, "training.nonfinite"),
     "auto_lr_find": _script("find the learning rate in the training script, and write it as optimizer.lr"),

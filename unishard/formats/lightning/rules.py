@@ -10,6 +10,7 @@ from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.fallbacks import exact, row, rows, when_default
+from unishard.formats.lightning.launch_rules import LAUNCHING
 from unishard.formats.lightning.precision_rules import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
@@ -222,5 +223,5 @@ _OWN: Mapping[str, Rule] = {
     ),
 }
 
-FSDP: Mapping[str, Rule] = rows(PRECISION, TRAINING, RECIPE, SAVING, _OWN)
+FSDP: Mapping[str, Rule] = rows(PRECISION, TRAINING, RECIPE, SAVING, LAUNCHING, _OWN)
 """Rows for `backend: fsdp`."""

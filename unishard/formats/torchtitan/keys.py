@@ -227,10 +227,11 @@ _PIPELINE = "belongs to pipeline parallelism"
 _TIME = drops("affects only time")
 
 _REST: Mapping[str, str] = {
-    "launcher setting": "comm memory_estimation",
+    "launcher setting": "memory_estimation",
+    "timeouts and the flight recorder of the process group; set torch's variables for it in launch.environment": "comm",
     "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import experimental.custom_model_path",
-    "affects only logs": "metrics profiling",
     "affects only the files of checkpoints": "training.checkpoint_interval training.checkpoint_interval_type training.checkpoint_folder",
+    "affects only logs": "metrics profiling",
     "affects only evaluation": "validation eval inference",
     "is only read with a converter of that name": "mx quantize",
     "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name "

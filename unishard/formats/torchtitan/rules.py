@@ -12,7 +12,7 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.formats.torchtitan.saving import SAVING
-from unishard.mapping.field_rows import lost, moved_together, none
+from unishard.mapping.field_rows import lost, moved_together, none, started_elsewhere
 from unishard.mapping.rules import Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
@@ -227,5 +227,7 @@ _OWN: Mapping[str, Rule] = {
     ),
 }
 
-RULES: Mapping[str, Rule] = rows(_OWN, SAVING)
+_LAUNCH = started_elsewhere(processes_per_node="set NGPU for run_train.sh, or pass torchrun --nproc-per-node")
+
+RULES: Mapping[str, Rule] = rows(_OWN, SAVING, _LAUNCH)
 """The rows. Only those of fields that a source decides are written."""

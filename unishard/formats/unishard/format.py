@@ -13,6 +13,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
+from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
@@ -57,6 +58,22 @@ class UnishardFormat(Format):
         """How many of the sections are the config's, or the user's own."""
         unknown = tuple(key for key in source.data if key not in Config.model_fields and not key.startswith("x-"))
         return Explained(1 - len(unknown) / max(len(source.data), 1), unknown)
+
+    def launch(self, reading: ReadDocument) -> Launch:
+        """What the section `launch` says."""
+        launch = reading.config.launch
+        if not launch.changed:
+            return Launch()
+        host, _, port = (launch.endpoint or "").rpartition(":")
+        return Launch(
+            launch.nodes,
+            launch.processes_per_node,
+            address=(host or launch.endpoint) if launch.endpoint else None,
+            port=(port if host else None) if launch.endpoint else None,
+            rendezvous=None if launch.rendezvous == "static" else launch.rendezvous,
+            devices=launch.environment.get("CUDA_VISIBLE_DEVICES"),
+            max_restarts=launch.max_restarts,
+        )
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides, in the order of the schema, and what the chosen engine makes of each."""

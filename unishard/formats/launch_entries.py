@@ -1,0 +1,203 @@
+"""What a launch line says in the words of the section `launch`, one entry for each of its options about hosts and processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from unishard.formats.launch_line import LaunchLine
+from unishard.formats.launching import Launch
+from unishard.formats.names import names
+from unishard.formats.shell_words import Word
+from unishard.mapping.entries import Entry, Meaning
+from unishard.mapping.rules import Fit
+from unishard.mapping.templates import placeholders_in
+
+__all__ = ["launch_entries"]
+
+_PORT = 29500
+_NUMBER = re.compile(r"\d+")
+_RANGE = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
+_RENDEZVOUS = ("static", "c10d", "etcd-v2", "etcd")
+_ONE_HOST = "only used with several hosts; on one host unishard takes a free port"
+_NUMBERED = "unishard numbers the hosts as they meet; for a fixed number set launch.rendezvous=static and add --node-rank"
+_FILTERED = "names some GPUs of some hosts; unishard starts as many ranks on each host: set launch.processes_per_node"
+_EACH_GPU = "one rank for each GPU, as launch.processes_per_node: null"
+_SHOWN = "affects only what the launcher shows and where its logs are"
+_REACHED = "how DeepSpeed reaches the hosts; start unishard launch on each host, or with --slurm"
+
+_Read = Callable[[str, Launch], Meaning]
+
+
+def launch_entries(line: LaunchLine, launch: Launch, place: Callable[[Word], str]) -> Iterator[Entry]:
+    """The entries of a launch line.
+
+    Args:
+        line: The launch line.
+        launch: What it comes to.
+        place: Where a word stands.
+    """
+    said: set[str] = set()
+    for option, word in line.options.items():
+        if option in _TASKS and line.launcher in ("torchrun", "accelerate", "deepspeed"):
+            continue  # torchrun says how many ranks each of srun's tasks starts
+        if read := _OPTIONS.get(option):
+            dashed = f"{'-' if len(option) == 1 else '--'}{option.replace('_', '-')}"
+            name = dashed if line.launcher == "python" else f"{line.launcher} {dashed}"
+            entry = _entry(name, word, read(word.text, launch), place)
+            said |= entry.meaning.fields.keys()
+            yield entry
+    for name, word in line.settings.items():
+        if name in launch.environment:
+            yield _entry(name, word, _environment(word.text, launch), place)
+        elif read := _SETTINGS.get(name):
+            entry = _entry(name, word, read(word.text, launch), place)
+            said |= entry.meaning.fields.keys()
+            yield entry
+    yield from _unsaid(line, launch, said)
+
+
+def _entry(name: str, word: Word, meaning: Meaning, place: Callable[[Word], str]) -> Entry:
+    return Entry((name,), word.text, meaning._replace(notable=True), place=place(word), beside=True)
+
+
+def _unsaid(line: LaunchLine, launch: Launch, said: set[str]) -> Iterator[Entry]:
+    """What follows from the job around the line, and from what torchrun assumes."""
+    found = {"launch.nodes": launch.nodes, "launch.processes_per_node": launch.processes}
+    if line.launcher == "python":
+        for field, value in found.items():
+            if isinstance(value, int) and field not in said and not (field == "launch.nodes" and value == 1):
+                yield Entry(("#SBATCH",), value, Meaning(fields={field: value}), place="the job", beside=True)
+    elif line.launcher == "torchrun" and "nproc_per_node" not in line.options:
+        meaning = Meaning(fields={"launch.processes_per_node": launch.processes})
+        yield Entry(("torchrun --nproc-per-node",), launch.processes, meaning, assumed=True, place="default of torchrun", beside=True)
+
+
+def _left(note: str) -> Meaning:
+    return Meaning(Fit.IGNORED, note)
+
+
+def _open(text: Any, field: str) -> Meaning:
+    """What only a variable of the script says."""
+    found = " and ".join(placeholders_in(text)) or str(text)
+    return _left(f"the value comes from {found}; set {field}")
+
+
+def _several(launch: Launch) -> bool:
+    return launch.nodes not in (None, 1)
+
+
+def _nodes(text: str, launch: Launch) -> Meaning:
+    if isinstance(launch.nodes, int) and launch.nodes > 0:
+        return Meaning(fields={"launch.nodes": launch.nodes})
+    if _RANGE.fullmatch(str(launch.nodes)):
+        return Meaning(fields={"launch.nodes": launch.nodes})
+    return _open(text, "launch.nodes")
+
+
+def _processes(text: str, launch: Launch) -> Meaning:
+    if isinstance(launch.processes, int) and launch.processes > 0:
+        return Meaning(fields={"launch.processes_per_node": launch.processes})
+    return _left(_EACH_GPU) if text in ("gpu", "auto") else _open(text, "launch.processes_per_node")
+
+
+def _endpoint(text: str, launch: Launch) -> Meaning:
+    if not _several(launch):
+        return _left(_ONE_HOST)
+    for part in (launch.address, launch.port):
+        if part is not None and placeholders_in(part):
+            return _open(part, "launch.endpoint")
+    if launch.address is None:
+        return _left("the host is not said; set launch.endpoint")
+    return Meaning(fields={"launch.endpoint": f"{launch.address}:{launch.port or _PORT}"})
+
+
+def _rendezvous(text: str, launch: Launch) -> Meaning:
+    if not _several(launch):
+        return _left(_ONE_HOST)
+    return Meaning(fields={"launch.rendezvous": text}) if text in _RENDEZVOUS else _open(text, "launch.rendezvous")
+
+
+def _rendezvous_id(text: str, launch: Launch) -> Meaning:
+    if not _several(launch):
+        return _left(_ONE_HOST)
+    return _open(text, "launch.rendezvous_id") if placeholders_in(text) else Meaning(fields={"launch.rendezvous_id": text})
+
+
+def _rendezvous_options(text: str, launch: Launch) -> Meaning:
+    found = dict(part.partition("=")[::2] for part in text.split(",") if "=" in part)
+    if placeholders_in(text) or not found:
+        return _open(text, "launch.rendezvous_options")
+    return Meaning(fields={"launch.rendezvous_options": {key: int(value) if value.isdecimal() else value for key, value in found.items()}})
+
+
+def _restarts(text: str, launch: Launch) -> Meaning:
+    return Meaning(fields={"launch.max_restarts": int(text)}) if _NUMBER.fullmatch(text) else _open(text, "launch.max_restarts")
+
+
+def _environment(text: str, launch: Launch) -> Meaning:
+    return Meaning(fields={"launch.environment": dict(launch.environment)})
+
+
+def _devices(text: str, launch: Launch) -> Meaning:
+    if text == "all":
+        return _left("every rank sees all GPUs of its host")
+    return _environment(text, launch) if launch.devices == text and not placeholders_in(text) else _open(text, "launch.environment")
+
+
+def _included(text: str, launch: Launch) -> Meaning:
+    if launch.devices is None:
+        return _left(_FILTERED)
+    return _environment(text, launch)._replace(
+        fields={"launch.processes_per_node": launch.processes, "launch.environment": dict(launch.environment)}
+    )
+
+
+def _hosts(text: str, launch: Launch) -> Meaning:
+    if not isinstance(launch.nodes, int) or launch.hosts is None:
+        return _left(f"file not found: its hosts are unknown; set launch.nodes, or unishard launch --hostfile {text}")
+    fields = {"launch.nodes": launch.nodes, "launch.processes_per_node": launch.processes}
+    if launch.nodes > 1 and not placeholders_in(launch.address):
+        fields["launch.endpoint"] = f"{launch.address}:{launch.port or _PORT}"
+    return Meaning(fields=fields)
+
+
+def _says(note: str) -> _Read:
+    return lambda text, launch: _left(note)
+
+
+def _threads(text: str, launch: Launch) -> Meaning:
+    return _environment(text, launch) if "OMP_NUM_THREADS" in launch.environment else _open(text, "launch.environment")
+
+
+_TASKS = frozenset(names("nodes N ntasks n np ntasks_per_node"))
+"""Options of srun and mpirun."""
+
+_OPTIONS: Mapping[str, _Read] = {
+    **dict.fromkeys(names("nnodes num_nodes num_machines nodes N world_size"), _nodes),
+    **dict.fromkeys(names("nproc_per_node num_gpus num_processes ntasks_per_node ntasks n np nproc"), _processes),
+    **dict.fromkeys(names("rdzv_endpoint master_addr master_port main_process_ip main_process_port"), _endpoint),
+    "rdzv_backend": _rendezvous,
+    "rdzv_id": _rendezvous_id,
+    "rdzv_conf": _rendezvous_options,
+    "max_restarts": _restarts,
+    **dict.fromkeys(names("node_rank machine_rank base_rank"), _says(_NUMBERED)),
+    "gpu_ids": _devices,
+    **dict.fromkeys(names("include i"), _included),
+    **dict.fromkeys(names("exclude e"), _says(_FILTERED)),
+    **dict.fromkeys(names("hostfile H"), _hosts),
+    "num_cpu_threads_per_process": _threads,
+    **dict.fromkeys(
+        names("tee t redirects r role log_dir local_ranks_filter monitor_interval start_method enable_each_rank_log"), _says(_SHOWN)
+    ),
+    **dict.fromkeys(names("launcher launcher_args ssh_port no_ssh force_multi venv_script"), _says(_REACHED)),
+    "config_file": _says("is not read; translate that file, or name it with --with instead"),
+}
+_SETTINGS: Mapping[str, _Read] = {
+    "NNODES": _nodes,
+    **dict.fromkeys(names("NPROC_PER_NODE NGPU"), _processes),
+    **dict.fromkeys(names("MASTER_ADDR MASTER_PORT"), _endpoint),
+    "NODE_RANK": _says(_NUMBERED),
+}
+"""Environment variables that launchers read."""
