@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from counting import begin, counted, peak_of
@@ -184,9 +186,42 @@ def out_of_memory(backend):
     return ""
 
 
+def logged(backend):
+    """The lines about the plan that `prepare` logs at levels DEBUG and INFO, and the two numbers that they should hold."""
+    logger, lines, handler = logging.getLogger("unishard"), {}, logging.Handler()
+    before, cfg = logger.level, config(backend, precision="bf16")
+    logger.addHandler(handler)
+    try:
+        for level in (logging.DEBUG, logging.INFO):
+            logger.setLevel(level)
+            said = lines.setdefault(logging.getLevelName(level), [])
+            handler.emit = lambda record, said=said: said.append(record.getMessage())
+            model = MODELS["mlp"].build()
+            planned = registry.get(backend).footprint(shape_of(model, cfg.sharding), cfg, unishard.Topology.from_environment())
+            with unishard.prepare(model, cfg) as engine:
+                held = engine.placement().param_bytes
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return {level: [line for line in said if "planned" in line] for level, said in lines.items()}, planned.parameters.total, held
+
+
+NOTES = tuple((scenario, (name,)) for scenario in (out_of_memory, logged) for name in BACKENDS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_at_level_debug_prepare_compares_the_plan_with_what_is_held(backend):
+    for rank, (lines, planned, held) in enumerate(values(play(NOTES)[logged, (backend,)])):
+        assert lines == {
+            "DEBUG": [f"rank {rank}: parameters {planned:,} bytes planned, {held:,} held without padding"],
+            "INFO": [],
+        }
+        assert planned >= held > 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_out_of_memory_error_shows_the_plan_and_two_changes(backend):
-    for note in values(play(tuple((out_of_memory, (name,)) for name in BACKENDS))[out_of_memory, (backend,)]):
+    for note in values(play(NOTES)[out_of_memory, (backend,)]):
         assert "unishard planned for this rank, on the device:" in note
         assert "  optimizer state  " in note
         assert len([line for line in note.splitlines() if line.startswith("  unishard set CFG ")]) == 2

@@ -71,6 +71,36 @@ def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, r
         assert "mfu" not in line, "a CPU's peak is unknown"
 
 
+def modules(backend, root):
+    """Two updates with recomputation, whose second has its modules measured, and the same without."""
+    sections = {"training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}, "activation_checkpointing": "full"}
+    logged = logging(backend, root, "modules") | {"module_steps": [2]}
+    with prepare(config(backend, logging=logged, **sections)) as engine:
+        measured, hooks = train(engine, own_share(6)), sum(len(module._forward_hooks) for module in engine.module.modules())
+        own = engine.module.blocks[1].up
+    with prepare(config(backend, **sections)) as engine:
+        return measured, train(engine, own_share(6)), hooks, len(own._forward_hooks)
+
+
+@everywhere
+def test_modules_are_measured_and_training_stays_bit_equal(backend, root):
+    measured, plain, *_ = played(modules, backend, root)[0]
+    assert measured == plain
+    rows = [json.loads(line) for line in Path(root, f"{backend}-modules", "modules.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {2}
+    found = {row["module"]: row for row in rows if "module" in row}
+    assert list(found)[:5] == ["inp", "blocks.0.norm", "blocks.0.up", "blocks.0.down", "blocks.0"]
+    assert list(found)[-2:] == ["head", ""]
+    assert found["head"]["backward_order"] < found["blocks.0"]["backward_order"] < found["blocks.0.up"]["backward_order"]
+    norms = [row["gradient_norm"] for row in rows if "parameter" in row]
+    assert close(sum(norm**2 for norm in norms) ** 0.5, measured[3][1].grad_norm)
+    other = [json.loads(line) for line in Path(root, f"{BACKENDS[0]}-modules", "modules.jsonl").read_text().splitlines()]
+    for mine, theirs in zip(rows, other, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert value == (pytest.approx(theirs[name], rel=1e-5, abs=1e-7) if isinstance(value, float) else theirs[name]), mine
+
+
 def weighted(backend, root):
     """Losses that are sums over items, whose counts differ between ranks; a window that is discarded."""
     with prepare(config(backend, logging=logging(backend, root, "weighted"))) as engine:
@@ -261,4 +291,4 @@ def test_what_cannot_be_written_is_an_error_of_prepare(backend, root):
     assert error(outcomes(unwritable, backend, root)).startswith("ConfigError: logging.to: jsonl cannot be started: NotADirectoryError")
 
 
-SCENARIOS = (measured, weighted, skipped, paused, tokens, own_values, resumed, unasked, missing, unwritable)
+SCENARIOS = (measured, modules, weighted, skipped, paused, tokens, own_values, resumed, unasked, missing, unwritable)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from playing import MICRO_BATCH, config, my_rank, play, values
+from torch.nn import functional
 
 import unishard
 from unishard.compare.golden import ComparedRun, facts_of
+from unishard.compare.modules import first_module, modules_in
+from unishard.compare.modules import lines_of as module_text
 from unishard.compare.records import Course, read_records
 from unishard.compare.verdict import lines_of, verdict_of
 from unishard.config.nested import merge
+from unishard.plugins.tolerances import TOLERANCES
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import batch, mlp
 
@@ -93,3 +98,84 @@ def test_the_curves_alone_name_it(run_of, fault, configured):
     found = found._replace(facts=facts_of(settings("fsdp", "none", False)))
     verdict = verdict_of(found, expected, "fp32")
     assert verdict.causes[0].name == {"seed": "data order"}.get(fault, fault), list(lines_of(verdict))
+
+
+# -- the first module that differs --------------------------------------------------------------------------------------------------
+
+FAULTY = "blocks.1.down"
+IN_MODULE = ("output", "gradient", "weights")
+"""What a faulty module changes first: what it returns, what it passes back, or the gradient of its own weight."""
+
+
+class DoubledBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def seed_fault(model, what):
+    """As one backend would have it in this module only."""
+    module = model.get_submodule(FAULTY)
+    if what == "output":
+        module.register_forward_hook(lambda module, args, output: 1.5 * output)
+    elif what == "gradient":  # of the module before it
+        module.register_forward_pre_hook(lambda module, args: tuple(map(DoubledBackward.apply, args)))
+    elif what == "weights":
+        module.forward = lambda x: functional.linear(x, DoubledBackward.apply(module.weight), module.bias)
+
+
+def train_with(backend, what, root):
+    """Three steps, of which the modules of all are measured."""
+    logged = {"to": ["jsonl"], "every_steps": 1, "module_steps": [1, 2, 3], "dir": f"{root}/{backend}-{what}"}
+    model = mlp()
+    seed_fault(model, what)
+    with unishard.prepare(model, config(backend, logging=logged)) as engine:
+        world = unishard.Topology.from_environment().world_size
+        data = [batch("mlp", (turn * world + my_rank()) * MICRO_BATCH, MICRO_BATCH) for turn in range(3)]
+        for micro_batch in engine.batches(data):
+            engine.backward(engine(**micro_batch).loss)
+            engine.step()
+
+
+@pytest.fixture(scope="module")
+def modules_of(tmp_path_factory):
+    root = str(tmp_path_factory.mktemp("modules"))
+    runs = [("fsdp", what) for what in ("none", *IN_MODULE)] + [("deepspeed", "none"), ("deepspeed", "output")]
+    for outcomes in play(tuple((train_with, (*run, root)) for run in runs)).values():
+        values(outcomes)
+    return lambda what, backend="fsdp": modules_in(Path(root, f"{backend}-{what}", "modules.jsonl").read_text())
+
+
+@pytest.mark.parametrize(
+    ("backend", "what", "module", "phase"),
+    [
+        ("fsdp", "output", FAULTY, "forward"),
+        ("deepspeed", "output", FAULTY, "forward"),
+        ("fsdp", "gradient", "blocks.1.up", "backward"),
+        ("fsdp", "weights", FAULTY, "backward"),
+    ],
+)
+def test_the_module_with_the_fault_is_named(modules_of, backend, what, module, phase):
+    located = first_module(modules_of(what, backend), modules_of("none"), TOLERANCES["fp32"])
+    assert located.first[:3] == (module, what, 1)
+    (line,) = module_text(located)
+    assert line.startswith(f"first module that differs: {module}, in the {phase} of step 1: ")
+
+
+def test_modules_of_the_engines_agree(modules_of):
+    located = first_module(modules_of("none", "deepspeed"), modules_of("none"), TOLERANCES["fp32"])
+    assert located.first is None
+    assert located.notes[0].startswith("all modules agree: the largest difference is ")
+
+
+def test_an_update_that_differs_is_seen_in_the_weights(modules_of):
+    steps = modules_of("weights")
+    located = first_module({2: steps[2]}, modules_of("none"), TOLERANCES["fp32"])
+    assert (located.first.what, located.first.step) == ("output", 2)
+    one, other = (steps[2].parameters[f"{FAULTY}.weight"]["weight_norm"] for steps in (steps, modules_of("none")))
+    far = f"{abs(one - other) / other:.1e}"
+    assert located.notes == (f"the weights differ before step 2, most {FAULTY}.weight ({far}): the update after step 1 differs",)

@@ -99,6 +99,8 @@ def _logs(draw: st.DrawFn) -> Any:
     if to and {*to} <= {"progress"}:
         return draw(st.sampled_from((to, {"to": to, "every_steps": 3})))
     fields = {"to": to, "dir": "runs/logs"} if to else {}
+    if "jsonl" in to:
+        fields |= draw(some(module_steps=st.just([1, 100])))
     return fields | (draw(some(wandb_mode=st.sampled_from(("online", "offline")), project=st.just("llama"))) if "wandb" in to else {})
 
 

@@ -71,6 +71,21 @@ def test_backends_and_formats() -> None:
     assert offered("unishard migrate . --to unis") == ["unishard"]
 
 
+def test_lists_with_commas_and_devices() -> None:
+    for command in ("compare", "parity"):
+        assert offered(f"unishard {command} c.yaml --backends ") == list(unishard.available())
+        assert offered(f"unishard {command} c.yaml --backends fsdp,d") == ["fsdp,deepspeed"]
+    assert offered("unishard compare c.yaml --strategies full_shard,hybrid_shard_") == ["full_shard,hybrid_shard_grad_op"]
+    assert offered("unishard plan c.yaml --device h100") == ["h100-80g"]
+
+
+@pytest.mark.parametrize("command", ["plan", "launch", "compare", "parity"])
+def test_options_of_the_commands_around_a_run(command: str) -> None:
+    options = offered(f"unishard {command} c.yaml --")
+    assert {"--set", "--json"} <= set(options)
+    assert offered(f"unishard {command} c.yaml --set training.s") == ["training.seed=0"]
+
+
 @pytest.mark.parametrize("command", ["set c.yaml", "check c.yaml --set", "explain c.yaml --set", "init --set"])
 def test_fields_and_their_values(command: str) -> None:
     assert offered(f"unishard {command} ") == [f"{path}=" for path, _ in leaves(unishard.Config)]

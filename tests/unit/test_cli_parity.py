@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import unishard
 from unishard.cli import parity
 from unishard.compare.candidates import Variant
 from unishard.compare.golden import facts_of, golden_text, read_golden
-from unishard.compare.measuring import Measured
+from unishard.compare.measuring import Measured, Task
 
 RECORDS = tuple({"step": step, "loss": 2.0 / step, "grad_norm": 1.0, "lr": 0.1, "samples": 8} for step in range(1, 5))
 
@@ -47,14 +48,26 @@ def test_a_golden_file_keeps_records_and_config(tmp_path: Path) -> None:
     assert found.facts["training.seed"] == 3
 
 
+asked: list[tuple[int, int, tuple[int, ...]]] = []
+"""Of each call: candidates, steps, and those whose modules are measured."""
+
+
 @pytest.fixture
 def gives(monkeypatch: pytest.MonkeyPatch, config: Path):
     """Stands in for the runs."""
+    asked.clear()
     config.write_text("backend: fsdp\n")
 
-    def give(*changes: dict[str, float], failure: str | None = None) -> None:
+    def give(*changes: dict[str, float], failure: str | None = None, rms: float = 1.0) -> None:
         records = tuple(record | change for record, change in zip(RECORDS, [*changes, {}, {}, {}, {}], strict=False))
-        monkeypatch.setattr(parity, "run_all", lambda *_: [Measured(Variant("fsdp", "full_shard"), records, 1.0, failure)])
+
+        def run_all(cfg: unishard.Config, task: Task, rows: list[Variant], *_: object) -> list[Measured]:
+            asked.append((len(rows), task.steps, task.module_steps))
+            lines = [{"step": step, "module": name, "output_rms": rms, "output_mean": 0.0} for step in task.module_steps for name in "ab"]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            return [Measured(row, records, 1.0, failure, text) for row in rows]
+
+        monkeypatch.setattr(parity, "run_all", run_all)
 
     return give
 
@@ -85,3 +98,47 @@ def test_a_run_that_fails_is_an_error(gives) -> None:
     result = run("parity", "c.yaml", "--write-golden", "g", "-m", "x")
     assert (result.exit_code, result.stderr) == (2, "fsdp full_shard: ValueError: broken\n")
     assert not Path("g").exists()
+
+
+def test_the_first_module_that_differs(gives) -> None:
+    gives()
+    written = run("parity", "c.yaml", "--write-golden", "g", "--modules", "--steps", "4", "-m", "x")
+    assert written.stdout == "g: 4 steps written, with modules\n"
+    assert len(Path("g").read_text().splitlines()) == 1 + 4 + 8
+    assert run("parity", "c.yaml", "--golden", "g", "-m", "x").exit_code == 0
+    gives({}, {}, {"loss": 0.7}, rms=1.5)
+    other = run("parity", "c.yaml", "--golden", "g", "-m", "x")
+    assert asked[-2:] == [(1, 20, ()), (1, 3, (2, 3))]
+    assert "\nfirst module that differs: a, in the forward of step 2: rms of its output is\n" in other.stdout
+    assert max(map(len, other.stdout.splitlines())) <= 80
+    found = json.loads(run("parity", "c.yaml", "--golden", "g", "--json", "-m", "x").stdout)["comparisons"][0]["first_module"]
+    assert (found["module"], found["what"], found["step"], found["relative"]) == ("a", "output", 2, 0.5)
+    asked.clear()
+    assert "first module" not in run("parity", "c.yaml", "--golden", "g", "--no-modules", "-m", "x").stdout
+    assert len(asked) == 1
+
+
+def test_what_to_type_where_modules_are_not_known(gives) -> None:
+    gives()
+    run("parity", "c.yaml", "--write-golden", "g", "-m", "x")
+    gives({"loss": 3.0})
+    said = run("parity", "c.yaml", "--golden", "g", "-m", "x").stdout
+    assert "unishard parity CFG --write-golden g --modules SCRIPT" in " ".join(said.split())
+    compiled = run("parity", "c.yaml", "--set", "compile=per_block", "-m", "x").stdout
+    assert "modules inside compiled blocks are not seen; add --set compile=none" not in " ".join(compiled.split()), "the runs agree"
+
+
+def test_between_engines_both_run_again(gives, monkeypatch: pytest.MonkeyPatch) -> None:
+    gives()
+    same = parity.run_all
+
+    def run_all(cfg: unishard.Config, task: Task, rows: list[Variant], *rest: object) -> list[Measured]:
+        one, *others = same(cfg, task, rows, *rest)
+        first = tuple(record | {"grad_norm": 2.0} for record in one.records)
+        return [replace(one, records=first, modules=one.modules.replace("1.0", "3.0", 1)), *others]
+
+    monkeypatch.setattr(parity, "run_all", run_all)
+    said = " ".join(run("parity", "c.yaml", "--set", "compile=per_block", "-m", "x").stdout.split())
+    assert asked == [(2, 20, ()), (2, 1, (1,))]
+    assert "first module that differs: a, in the forward of step 1" in said
+    assert "modules inside compiled blocks are not seen; add --set compile=none to see them" in said

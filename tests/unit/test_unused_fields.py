@@ -40,6 +40,7 @@ ANOTHER: dict[str, Any] = {
     "checkpoint.keep_every": 5,
     "logging.every_steps": 5,
     "logging.dir": "logs",
+    "logging.module_steps": [3],
     "logging.project": "llama",
     "logging.run_name": "first",
     "logging.wandb_entity": "us",

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.completion import changes
+from unishard.cli.completion import changes, devices
 from unishard.config.topology import Topology
 
-__all__ = ["ConfigFile", "GpusPerNode", "Output", "Overrides", "Ranks", "WorldSize", "topology_of"]
+if TYPE_CHECKING:
+    from unishard.plan.devices import Device
+
+__all__ = [
+    "ConfigFile",
+    "DeviceName",
+    "GpusPerNode",
+    "MemorySize",
+    "Output",
+    "Overrides",
+    "Ranks",
+    "WorldSize",
+    "device_of",
+    "topology_of",
+]
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CFG", help="A unishard config (YAML).", show_default=False)]
 Overrides = Annotated[
@@ -28,6 +42,13 @@ Ranks = Annotated[
     int | None, typer.Option("--world-size", min=1, metavar="N", help="Number of ranks. [default: from the file]", show_default=False)
 ]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, metavar="M", help="Ranks per node. [default: all]", show_default=False)]
+DeviceName = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="What a rank computes on, such as h100-80g.", show_default=False, autocompletion=devices),
+]
+MemorySize = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB.", show_default=False)
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file. [default: stdout]", show_default=False)]
 
 
@@ -46,3 +67,17 @@ def topology_of(ranks: int | None, per_node: int | None) -> Topology | None:
             f"{ranks} ranks do not divide into nodes of {per_node}; give a --world-size that is a multiple of {per_node}"
         )
     return Topology(ranks, per_node)
+
+
+def device_of(name: str | None, memory: str | None) -> Device | None:
+    """The device of the options; the bandwidths of an H100 where only a memory is given.
+
+    Raises:
+        ConfigError: One cannot be read.
+    """
+    from unishard.plan.devices import device_named, parse_bytes
+
+    if name is None and memory is None:
+        return None
+    found = device_named(name or "h100-80g")
+    return found if memory is None else found._replace(name=name or memory, memory=parse_bytes(memory))

@@ -6,7 +6,7 @@ from textwrap import shorten
 
 import typer
 
-__all__ = ["backends", "changes", "formats", "installed_backends"]
+__all__ = ["backend_lists", "backends", "changes", "devices", "formats", "installed_backends", "strategy_lists"]
 
 
 def installed_backends() -> list[str]:
@@ -24,6 +24,29 @@ def backends(ctx: typer.Context, incomplete: str) -> list[str]:
     """The installed backends; after `--set FIELD=` in bash, the field's values."""
     path = _cut_off(ctx)
     return [word for word in (_words(path) if path else installed_backends()) if word.startswith(incomplete.lower())]
+
+
+def backend_lists(incomplete: str) -> list[str]:
+    """The installed backends, after those already in a list with commas."""
+    return _after_commas(installed_backends(), incomplete)
+
+
+def strategy_lists(incomplete: str) -> list[str]:
+    """The strategies, after those already in a list with commas."""
+    return _after_commas(_words("sharding.strategy"), incomplete)
+
+
+def _after_commas(words: list[str], incomplete: str) -> list[str]:
+    before, comma, start = incomplete.rpartition(",")
+    used = before.split(",")
+    return [f"{before}{comma}{word}" for word in words if word.startswith(start) and word not in used]
+
+
+def devices(incomplete: str) -> list[str]:
+    """The devices of `--device`."""
+    from unishard.plan.devices import DEVICES
+
+    return [name for name in DEVICES if name.startswith(incomplete)]
 
 
 def formats(incomplete: str) -> list[str]:

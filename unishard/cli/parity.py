@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unishard.cli.arguments import ConfigFile, Overrides
-from unishard.cli.checkpoint_formats import own_file
-from unishard.cli.compare import Backends, Module, Out, Processes, Steps, Timeout, folder_of, run_all, script_of
+from unishard.cli.locating import with_modules
 from unishard.cli.saving import save
 from unishard.cli.script_last import ScriptLast
+from unishard.cli.script_runs import (
+    Arguments,
+    AsJson,
+    Backends,
+    Module,
+    Out,
+    Processes,
+    ScriptName,
+    Steps,
+    Timeout,
+    folder_of,
+    given,
+    run_all,
+    script_of,
+)
 from unishard.cli.wrapping import echo
 from unishard.errors import BackendError, UnishardError
 
 if TYPE_CHECKING:
+    from unishard.compare.candidates import Variant
     from unishard.compare.golden import ComparedRun
+    from unishard.compare.measuring import Measured
 
 __all__ = ["app"]
 
@@ -30,12 +47,20 @@ DIFFERENT = 1
 @app.command("parity", cls=ScriptLast)
 def parity(
     config: ConfigFile,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)] = None,
+    script: ScriptName,
+    arguments: Arguments = None,
     module: Module = False,
     golden: Annotated[Path | None, typer.Option("--golden", metavar="FILE", help="Compare with this file.", show_default=False)] = None,
     write_golden: Annotated[
         Path | None, typer.Option("--write-golden", metavar="FILE", help="Write what CFG gives now.", show_default=False)
+    ] = None,
+    modules: Annotated[
+        bool | None,
+        typer.Option(
+            "--modules/--no-modules",
+            help="Find the first module that differs; with --write-golden, write all modules. [default: find, do not write]",
+            show_default=False,
+        ),
     ] = None,
     backends: Backends = None,
     steps: Steps = 20,
@@ -43,13 +68,14 @@ def parity(
     set_: Overrides = None,
     timeout: Timeout = 600,
     out: Out = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check that a script gives the same losses and norms.
 
     Runs CFG and compares with a golden file, or without one runs each engine and compares with the first. Exits with 0 if all steps agree
-    within the tolerances of the conformance suite, with 1 if not, after the first step that differs and the likely causes, and with 2 on
-    an error. The script must load its config with unishard.load(). Options stand before SCRIPT.
+    within the tolerances of the conformance suite, with 1 if not, after the first step that differs, the likely causes, and the first
+    module that differs, for which it runs again up to that step. Exits with 2 on an error. The script must load its config with
+    unishard.load(). Options stand before SCRIPT.
 
     Example: unishard parity cfg.yaml --golden losses.jsonl --steps 20 train.py --epochs 1
     """
@@ -58,13 +84,10 @@ def parity(
     from unishard.compare.measuring import Task
     from unishard.compare.records import Course
     from unishard.compare.verdict import lines_of, verdict_of
-    from unishard.loading import read
 
     if golden is not None and write_golden is not None:
         raise UnishardError("--golden compares with a file and --write-golden writes one; give one of them")
-    changes = [*(set_ or []), *([f"launch.processes_per_node={processes_per_node}"] if processes_per_node else [])]
-    with own_file(config):
-        cfg, _ = read(config, changes)
+    cfg, changes = given(config, set_, processes_per_node)
     expected = None if golden is None else read_golden(golden)
     one_engine = golden is not None or write_golden is not None
     rows = candidates_of(cfg, backends or (cfg.backend if one_engine else None), None)
@@ -73,18 +96,26 @@ def parity(
     if not one_engine and len(rows) < 2:
         raise UnishardError("--backends: one engine has nothing to be compared with; give two, or --golden FILE")
     task = Task(config, script_of(script, arguments, module), steps, timeout)
+    if write_golden is not None and modules:
+        task = task._replace(module_steps=tuple(range(1, steps + 1)))
     with folder_of(out) as folder:
         measured = list(run_all(cfg, task, rows, changes, folder))
-    for row in measured:
-        if row.failure:
-            raise BackendError(f"{row.candidate}: {row.failure}")
-    if write_golden is not None:
-        save(write_golden, golden_text(measured[0].records, cfg))
-        echo(f"{write_golden}: {len(measured[0].records)} steps written")
-        return
-    runs: list[ComparedRun] = [ComparedRun(str(row.candidate), Course.of(row.records), facts_of(cfg)) for row in measured]
-    pairs = [(run, expected or runs[0]) for run in (runs if expected else runs[1:])]
-    verdicts = [verdict_of(one, other, cfg.precision.compute) for one, other in pairs]
+        for row in measured:
+            if row.failure:
+                raise BackendError(f"{row.candidate}: {row.failure}")
+        if write_golden is not None:
+            save(write_golden, golden_text(measured[0].records, cfg, measured[0].modules))
+            echo(f"{write_golden}: {len(measured[0].records)} steps written" + (", with modules" if modules else ""))
+            return
+        runs: list[ComparedRun] = [ComparedRun(str(row.candidate), Course.of(row.records), facts_of(cfg)) for row in measured]
+        pairs = [(run, expected or runs[0]) for run in (runs if expected else runs[1:])]
+        verdicts = [verdict_of(one, other, cfg.precision.compute) for one, other in pairs]
+        if modules is not False:
+
+            def again(chosen: Sequence[Variant], steps: tuple[int, ...]) -> Iterable[Measured]:
+                return run_all(cfg, task._replace(steps=steps[-1], module_steps=steps), chosen, changes, folder / "modules")
+
+            verdicts = list(with_modules(verdicts, rows, golden, cfg, again))
     if as_json:
         form: dict[str, Any] = {"same": all(each.same for each in verdicts), "comparisons": [each.as_json() for each in verdicts]}
         typer.echo(json.dumps(form, indent=2))

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, topology_of
+from unishard.cli.arguments import ConfigFile, DeviceName, GpusPerNode, MemorySize, Overrides, device_of, topology_of
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.wrapping import echo
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from unishard.plan.devices import Device
     from unishard.plan.planning import Plan
 
 __all__ = ["plan"]
@@ -31,12 +30,8 @@ def plan(
     ],
     world_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")] = 1,
     gpus_per_node: GpusPerNode = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="What a rank computes on, such as h100-80g.", show_default=False)
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB.", show_default=False)
-    ] = None,
+    device: DeviceName = None,
+    memory: MemorySize = None,
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample.")] = 4096,
     no_activations: Annotated[bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the file.")] = False,
@@ -60,7 +55,7 @@ def plan(
     if gpus_per_node is None and world_size > 8 and world_size % 8 == 0:
         gpus_per_node = 8
     topology = topology_of(world_size, gpus_per_node) or Topology()
-    target = _device(device, memory)
+    target = device_of(device, memory)
     if write and target is None:
         raise typer.BadParameter("--write needs --device or --memory, by which to choose")
     with own_file(config):
@@ -82,20 +77,6 @@ def plan(
             typer.echo(line)
     if write:
         _write(config, found)
-
-
-def _device(name: str | None, memory: str | None) -> Device | None:
-    """The device of the options; the bandwidths of an H100 where only a memory is given.
-
-    Raises:
-        ConfigError: One cannot be read.
-    """
-    from unishard.plan.devices import device_named, parse_bytes
-
-    if name is None and memory is None:
-        return None
-    found = device_named(name or "h100-80g")
-    return found if memory is None else found._replace(name=name or memory, memory=parse_bytes(memory))
 
 
 def _write(config: Path, found: Plan) -> None:

@@ -5,21 +5,44 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 from unishard.loading import load
+from unishard.plan.candidates import strategy_changes
 from unishard.plugins import registry
 
-__all__ = ["Variant", "candidates_of", "overrides_of"]
+__all__ = ["ComparedRow", "Variant", "candidates_of", "overrides_of"]
+
+
+class ComparedRow(Protocol):
+    """What is run."""
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder."""
+        ...
+
+    def changes(self, cfg: Config) -> Sequence[str]:
+        """The overrides of the user's config."""
+        ...
 
 
 class Variant(NamedTuple):
-    """One row."""
+    """A backend and a strategy."""
 
     backend: str
     strategy: str
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder."""
+        return f"{self.backend}-{self.strategy}"
+
+    def changes(self, cfg: Config) -> Sequence[str]:
+        """The overrides of the user's config; fields that only other strategies have are reset."""
+        return strategy_changes(cfg, self.backend, self.strategy)
 
     def __str__(self) -> str:
         return f"{self.backend} {self.strategy}"
@@ -57,7 +80,7 @@ def _strategy(word: str) -> str:
         raise ConfigError([Problem("--strategies", problem.what) for problem in error.problems]) from None
 
 
-def overrides_of(cfg: Config, candidate: Variant, folder: Path, changes: Sequence[str]) -> list[str]:
+def overrides_of(cfg: Config, candidate: ComparedRow, folder: Path, changes: Sequence[str], module_steps: Sequence[int] = ()) -> list[str]:
     """The overrides of a candidate's run: it logs each step to `folder`, and saves and traces nothing outside it.
 
     Args:
@@ -65,14 +88,15 @@ def overrides_of(cfg: Config, candidate: Variant, folder: Path, changes: Sequenc
         candidate: What differs from it.
         folder: Of the run, absolute.
         changes: The user's overrides.
+        module_steps: Steps in which each module is measured.
     """
-    return [*changes, *_own(cfg, candidate, folder)]
+    return [*changes, *_own(cfg, candidate, folder, module_steps)]
 
 
-def _own(cfg: Config, candidate: Variant, folder: Path) -> Iterator[str]:
-    yield f"backend={candidate.backend}"
-    yield f"sharding.strategy={candidate.strategy}"
-    yield "logging=" + json.dumps({"to": ["jsonl"], "every_steps": 1, "dir": str(folder)})
+def _own(cfg: Config, candidate: ComparedRow, folder: Path, module_steps: Sequence[int]) -> Iterator[str]:
+    yield from candidate.changes(cfg)
+    measured = {"module_steps": list(module_steps)} if module_steps else {}
+    yield "logging=" + json.dumps({"to": ["jsonl"], "every_steps": 1, "dir": str(folder), **measured})
     if cfg.checkpoint.changed:
         yield "checkpoint=" + json.dumps({"dir": str(folder / "checkpoints")} if cfg.checkpoint.dir else {})
     if cfg.profile.changed:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from unishard.compare.records import Course
-from unishard.testing.tolerances import Tolerance
+from unishard.plugins.tolerances import Tolerance
 
 __all__ = ["Distance", "Divergence", "distance_to", "first_divergence", "relative"]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unishard.compare.modules import module_lines
 from unishard.compare.records import Course, Record, records_in
 from unishard.config import Config
 from unishard.config.nested import flat
@@ -33,13 +34,19 @@ def facts_of(cfg: Config) -> dict[str, Any]:
     return dict(flat({name: section for name, section in dumped.items() if name not in _AROUND}))
 
 
-def golden_text(records: Sequence[Record], cfg: Config) -> str:
-    """A golden file: a line with the config, then one for each step."""
+def golden_text(records: Sequence[Record], cfg: Config, modules: str = "") -> str:
+    """A golden file: a line with the config, then one for each step, then those of its modules.
+
+    Args:
+        records: The steps.
+        cfg: The config.
+        modules: The text of `modules.jsonl`, if modules were measured.
+    """
     course = Course.of(records)
     lines: list[dict[str, Any]] = [{"unishard_golden": 1, "config": facts_of(cfg)}]
     rows = zip(course.steps, course.losses, course.norms, course.lrs, course.samples, strict=True)
     lines += [{"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples": samples} for step, loss, norm, lr, samples in rows]
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    return "".join(json.dumps(line) + "\n" for line in lines) + module_lines(modules)
 
 
 def read_golden(path: Path) -> ComparedRun:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unishard.compare.candidates import Variant
+from unishard.compare.modules import FILE
 from unishard.compare.records import Record, middle, read_records
 from unishard.launch.command import Script
 
@@ -35,6 +36,8 @@ class Task(NamedTuple):
     steps: int
     timeout: float
     """Seconds for one candidate."""
+    module_steps: tuple[int, ...] = ()
+    """Steps in which each module is measured."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Measured:
     """Seconds from the start of the command until the first step was done."""
     failure: str | None = None
     """Why there are no records, in a line."""
+    modules: str = ""
+    """The text of `modules.jsonl`."""
 
     @property
     def timed(self) -> tuple[Record, ...]:
@@ -89,7 +94,8 @@ def measure(task: Task, candidate: Variant, overrides: Sequence[str], folder: Pa
     """
     folder.mkdir(parents=True, exist_ok=True)
     log, output = folder / "log.jsonl", folder / "output.txt"
-    log.unlink(missing_ok=True)
+    for old in (log, folder / FILE):
+        old.unlink(missing_ok=True)
     words = [sys.executable, "-m", "unishard", "launch", str(task.config)]
     words += [word for change in overrides for word in ("--set", change)]
     words += [*(["-m"] if task.script.module else []), task.script.name, *task.script.arguments]
@@ -109,8 +115,15 @@ def measure(task: Task, candidate: Variant, overrides: Sequence[str], folder: Pa
     records = read_records(log)[: task.steps]
     first = first or (time.monotonic() - started if records else None)
     if len(records) == task.steps or (records and code == 0):
-        return Measured(candidate, tuple(records), first)
+        return Measured(candidate, tuple(records), first, modules=_modules(folder) if task.module_steps else "")
     return Measured(candidate, failure=_failure(code, output, task, len(records)))
+
+
+def _modules(folder: Path) -> str:
+    try:
+        return (folder / FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

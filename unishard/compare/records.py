@@ -18,7 +18,7 @@ def records_in(text: str) -> list[Record]:
     """The records of a file's text, in order of their steps; lines that are no record, such as a last half one, are left out."""
     by_step: dict[int, dict[str, Any]] = {}
     for record in _objects(text):
-        if isinstance(record.get("step"), int):
+        if isinstance(record.get("step"), int) and not record.keys() & {"module", "parameter"}:
             by_step.setdefault(record["step"], {}).update(record)
     return [by_step[step] for step in sorted(by_step) if "loss" in by_step[step]]
 

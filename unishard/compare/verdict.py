@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from unishard.compare import modules
 from unishard.compare.causes import LikelyCause, causes_of
 from unishard.compare.distance import Distance, Divergence, distance_to, first_divergence
 from unishard.compare.golden import ComparedRun
+from unishard.compare.modules import Located
 from unishard.errors import BackendError
-from unishard.testing.tolerances import TOLERANCES
+from unishard.plugins.tolerances import TOLERANCES
 
 __all__ = ["Verdict", "lines_of", "verdict_of"]
 
@@ -26,6 +28,8 @@ class Verdict(NamedTuple):
     at: Divergence | None
     """The first difference; None if they agree."""
     causes: list[LikelyCause]
+    located: Located = Located()
+    """The first module that differs."""
 
     @property
     def same(self) -> bool:
@@ -41,6 +45,8 @@ class Verdict(NamedTuple):
             "distance": self.distance._asdict(),
             "first_difference": None if self.at is None else self.at._asdict(),
             "causes": [cause._asdict() for cause in self.causes],
+            "first_module": None if self.located.first is None else self.located.first._asdict(),
+            "notes": list(self.located.notes),
         }
 
 
@@ -75,3 +81,5 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
     yield from wrap(f"different: {names} at step {at.step}: {values}", _WIDTH, subsequent_indent="  ")
     for word, cause in zip(("likely cause", *["or"] * len(verdict.causes)), verdict.causes, strict=False):
         yield from wrap(f"{word}: {cause.name}: {cause.why}", _WIDTH, subsequent_indent="  ")
+    for line in modules.lines_of(verdict.located):
+        yield from wrap(line, _WIDTH, subsequent_indent="  ")

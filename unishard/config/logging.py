@@ -32,6 +32,10 @@ class Logging(Section):
     """Log after every N optimizer steps, counted from the start of the training. The loss is the mean over these steps."""
     dir: str | None = Field(default=None)
     """Directory for the files of `jsonl`, `tensorboard`, of `mlflow` without `mlflow_uri`, and of `wandb` (default there: ./wandb)."""
+    module_steps: list[int] = Field(default=[])
+    """Optimizer steps, counted from 1, in which each module is measured: mean and root mean square of its output and of the gradient of
+    its output, and the norm of each weight and of its gradient, one JSON object per line in `dir`/modules.jsonl. Needs `jsonl` in `to`.
+    The other steps cost nothing more. Modules inside a compiled block are not seen."""
     project: str | None = Field(default=None)
     """Project of `wandb`, experiment of `mlflow`. `null`: their default."""
     run_name: str | None = Field(default=None)
@@ -53,6 +57,9 @@ class Logging(Section):
         texts = ("dir", "project", "run_name", "wandb_entity", "wandb_group", "mlflow_uri")
         empty = [field for field in texts if getattr(self, field) is not None and not getattr(self, field).strip()]
         problems += [(field, "is empty; write a text, or null for none") for field in empty]
+        if any(step < 1 for step in self.module_steps):
+            least = min(self.module_steps)
+            problems.append(("module_steps", f"counts from 1, got {least}; write numbers of at least 1, such as [1, 100]"))
         writing = [name for name in _FILES if name in self.to and not (name == "mlflow" and self.mlflow_uri)]
         if self.dir is None and writing:
             problems.append(("dir", f"is missing; {' and '.join(writing)} in logging.to need a directory for their files"))
@@ -66,6 +73,7 @@ class Logging(Section):
 USERS = {
     "every_steps": ("progress", "jsonl", "tensorboard", "wandb", "mlflow"),
     "dir": ("jsonl", "tensorboard", "wandb", "mlflow"),
+    "module_steps": ("jsonl",),
     "project": ("wandb", "mlflow"),
     "run_name": ("wandb", "mlflow"),
     "wandb_entity": ("wandb",),

@@ -14,7 +14,7 @@ from typing import Any
 from unishard.doctor.check import Check, Status
 from unishard.doctor.importing import one_line, quietly
 
-__all__ = ["devices", "driver"]
+__all__ = ["devices", "driver", "own_device"]
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -26,6 +26,15 @@ def driver() -> str | None:
     except OSError:
         return None
     return found[0] if (found := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)) else "of unknown version"
+
+
+def own_device() -> tuple[str, int] | None:
+    """Name and bytes of this machine's first accelerator; None if there is none. Imports torch."""
+    torch = import_module("torch")
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    return found.name, found.total_memory
 
 
 def devices() -> Iterator[Check]:

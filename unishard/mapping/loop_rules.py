@@ -76,6 +76,7 @@ LOOP: Mapping[str, Rule] = {
     "logging.to": loop("rank 0 writes"),
     "logging.every_steps": loop("counts updates, at the end of a window"),
     "logging.dir": loop("files of rank 0"),
+    "logging.module_steps": loop("hooks on the modules in these steps; summed over the ranks"),
     "logging.project": _WRITER,
     "logging.run_name": _WRITER,
     "logging.wandb_entity": _WRITER,

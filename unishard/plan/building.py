@@ -39,6 +39,14 @@ class BuiltModel:
         """
         self._name, self._folder = name, folder
 
+    def build(self) -> tuple[nn.Module, Batch | None]:
+        """The model, and what makes its inputs, if that is known.
+
+        Raises:
+            ConfigError: It cannot be built.
+        """
+        return self._from_factory() if self._folder is None else self._from_folder(self._folder)
+
     def shape(self, cfg: Config) -> ModelShape:
         """The shape of the model.
 
@@ -48,7 +56,7 @@ class BuiltModel:
         """
         _FAKE.require()
         with FakeTensorMode():
-            model, _ = self._build()
+            model, _ = self.build()
         return shape_of(model, cfg.sharding)
 
     def activations(self, cfg: Config, micro_batch_size: int, seq_len: int) -> Activations:
@@ -61,7 +69,7 @@ class BuiltModel:
         _FAKE.require()
         fake = FakeTensorMode()
         with fake:
-            model, batch = self._build()
+            model, batch = self.build()
         if batch is None:
             raise ModelError(
                 f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where batch(micro_batch_size, "
@@ -75,9 +83,6 @@ class BuiltModel:
             first = f": {str(error).splitlines()[0]}" if str(error) else ""
             what = f"--model {self._name}: cannot be run without data ({type(error).__name__}{first}); give --no-activations"
             raise ModelError(what) from error
-
-    def _build(self) -> tuple[nn.Module, Batch | None]:
-        return self._from_factory() if self._folder is None else self._from_folder(self._folder)
 
     def _from_folder(self, folder: Path) -> tuple[nn.Module, Batch | None]:
         try:

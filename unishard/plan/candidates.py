@@ -20,7 +20,19 @@ from unishard.plugins import registry
 from unishard.plugins.footprint import Footprint, ModelShape
 from unishard.plugins.translate import translate
 
-__all__ = ["STRATEGIES", "Candidate", "Peak", "Wire", "candidate_of", "candidates_of", "peak_of", "wire_of", "with_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "Candidate",
+    "Peak",
+    "Wire",
+    "candidate_of",
+    "candidates_of",
+    "peak_of",
+    "strategies_for",
+    "strategy_changes",
+    "wire_of",
+    "with_strategy",
+]
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_shard")
 
@@ -108,11 +120,16 @@ def candidates_of(
         strategies: Names of strategies; by default all, those with groups only where there are several.
     """
     if strategies is None:
-        group = cfg.sharding.group_size or topology.local_world_size
-        several = group < topology.world_size or cfg.sharding.hybrid
-        strategies = STRATEGIES if several else [name for name in STRATEGIES if not name.startswith("hybrid")]
+        strategies = strategies_for(cfg, topology)
     names = list(backends) if backends is not None else sorted(registry.available(), key=lambda name: (name != cfg.backend, name))
     return [candidate_of(cfg, shape, topology, activations, backend, strategy) for backend in names for strategy in strategies]
+
+
+def strategies_for(cfg: Config, topology: Topology) -> list[str]:
+    """All strategies, those with groups only where there are several groups."""
+    group = cfg.sharding.group_size or topology.local_world_size
+    several = group < topology.world_size or cfg.sharding.hybrid
+    return [name for name in STRATEGIES if several or not name.startswith("hybrid")]
 
 
 def candidate_of(
@@ -137,9 +154,14 @@ def with_strategy(cfg: Config, backend: str, strategy: str) -> Config:
     Raises:
         ConfigError: The config cannot have them.
     """
-    changes = [f"backend={backend}", f"sharding.strategy={strategy}"]
-    changes += _resets(cfg, strategy)
-    return cfg.override(*changes) if (cfg.backend, cfg.sharding.strategy) != (backend, strategy) else cfg
+    return cfg.override(*changes) if (changes := strategy_changes(cfg, backend, strategy)) else cfg
+
+
+def strategy_changes(cfg: Config, backend: str, strategy: str) -> list[str]:
+    """The overrides that give a config another engine and strategy; none if it has both."""
+    if (cfg.backend, cfg.sharding.strategy) == (backend, strategy):
+        return []
+    return [f"backend={backend}", f"sharding.strategy={strategy}", *_resets(cfg, strategy)]
 
 
 def _resets(cfg: Config, strategy: str) -> Iterator[str]:

@@ -43,6 +43,11 @@ class PlannedModel:
         self._key += [__version__, *map(_version, ("torch", "transformers"))]
 
     @property
+    def folder(self) -> Path | None:
+        """The folder with `config.json`; None for a factory."""
+        return self._folder
+
+    @property
     def shape(self) -> ModelShape:
         """The shape.
 

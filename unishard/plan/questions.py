@@ -12,7 +12,16 @@ from unishard.plan.candidates import Candidate, candidate_of, peak_of, wire_of
 from unishard.plan.devices import Device, with_unit
 from unishard.plugins.footprint import ModelShape
 
-__all__ = ["RECOMPUTATIONS", "Recommendation", "gpus_needed", "largest", "largest_micro_batch", "largest_seq_len", "recommend"]
+__all__ = [
+    "RECOMPUTATIONS",
+    "Recommendation",
+    "by_micro_batch",
+    "gpus_needed",
+    "largest",
+    "largest_micro_batch",
+    "largest_seq_len",
+    "recommend",
+]
 
 RECOMPUTATIONS = ("none", "selective", "full")
 """Words of `activation_checkpointing`, the cheapest in time first."""
@@ -67,12 +76,18 @@ def largest_micro_batch(candidate: Candidate, shape: ModelShape, memory: int, tr
         trace: Returns activations.
         seq_len: Tokens of a sample.
     """
+    scaled = by_micro_batch(trace, seq_len)
+    return largest(lambda count: _at(candidate, shape, scaled(count), memory), _MOST_SAMPLES)
+
+
+def by_micro_batch(trace: Trace, seq_len: int) -> Callable[[int], Activations]:
+    """The activations of any micro-batch size, from two traces: they grow with it linearly."""
     one, two = trace(1, seq_len), trace(2, seq_len)
 
     def scaled(count: int) -> Activations:
         return one.map(lambda sizes: sizes[0] + (sizes[1] - sizes[0]) * (count - 1), two, micro_batch_size=count)
 
-    return largest(lambda count: _at(candidate, shape, scaled(count), memory), _MOST_SAMPLES)
+    return scaled
 
 
 def largest_seq_len(candidate: Candidate, shape: ModelShape, memory: int, trace: Trace, micro_batch_size: int) -> int:

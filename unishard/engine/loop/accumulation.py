@@ -180,6 +180,8 @@ class Accumulation:
             self._order.enter("discard")
             self.discard()  # otherwise the next window would add to this one
             raise
+        if self.recorder is not None:
+            self.recorder.record_gradients(self.finish_gradients)
         try:
             with self._order.awaiting(), self.optimizer.own(), self.memory:
                 norm, updated = self.adapter.update(max_norm, divisor, finished=self._finished is not None)

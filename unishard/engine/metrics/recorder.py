@@ -18,6 +18,7 @@ from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.metrics.destinations import Destinations
 from unishard.engine.metrics.memory import memory_bytes
+from unishard.engine.metrics.modules import ModuleRecorder
 from unishard.engine.metrics.throughput import flops_per_token, peak_flops, work_of
 from unishard.engine.results import Step
 from unishard.errors import ContractError
@@ -53,6 +54,7 @@ class MetricsRecorder:
         self._main = dist.get_rank() == 0
         self._to = Destinations(cfg, dist.get_rank())
         self._flops, self._peak = flops_per_token(adapter), peak_flops(adapter.device, cfg.precision.compute)
+        self._modules = ModuleRecorder(cfg, adapter, order) if cfg.logging.module_steps else None
         self._losses: list[Tensor] = []
         self._items: list[int | Tensor] = []
         self._skipped = 0
@@ -76,6 +78,8 @@ class MetricsRecorder:
         if self._due:
             self._write()
             self._due = False
+        if self._modules is not None:
+            self._modules.record_forward()
         order = self._order
         if not order.micro_batch and order.phase is Phase.OPEN:  # a new window; what is left was discarded
             self._losses, self._items = [], []
@@ -88,11 +92,24 @@ class MetricsRecorder:
 
     def record_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
         """Keep a micro-batch's loss: a mean, or a sum over `num_items`."""
+        if self._modules is not None:
+            self._modules.record_loss()
         self._losses.append(loss.detach().reshape(()))
         self._items.append(1 if num_items is None else num_items)
 
+    def record_gradients(self, finish: Callable[[], float]) -> None:
+        """Read the gradients of a window before its update, if `logging.module_steps` asks for it. Collective.
+
+        Args:
+            finish: Finishes the gradients and returns their divisor.
+        """
+        if self._modules is not None:
+            self._modules.record_gradients(finish)
+
     def record_step(self, step: Step) -> None:
         """Add the window that has ended. After every `logging.every_steps` windows, measure: collective."""
+        if self._modules is not None:
+            self._modules.record_step()
         total, self._losses = torch.stack(self._losses).double().sum(), []
         self._loss = total if self._loss is None else self._loss + total
         self._count, self._items = self._count + sum(self._items), []
@@ -168,9 +185,13 @@ class MetricsRecorder:
         self._reset()
         self._due = False
         self._to.resume(self._order.updates)
+        if self._modules is not None:
+            self._modules.resumed()
 
     def close(self) -> None:
         """Write what waits."""
+        if self._modules is not None:
+            self._modules.close()
         self._to.close()
 
     def _write(self, *, own: bool = True) -> None:

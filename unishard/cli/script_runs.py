@@ -1,0 +1,130 @@
+"""What the commands that run a script on several candidates share: their options, and the runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from unishard.cli.checkpoint_formats import own_file
+from unishard.cli.completion import backend_lists, strategy_lists
+from unishard.cli.wrapping import echo
+from unishard.config import Config
+from unishard.errors import ConfigError, UnishardError
+
+if TYPE_CHECKING:
+    from unishard.compare.candidates import Variant
+    from unishard.compare.measuring import Measured, Task
+    from unishard.launch.command import Script
+
+__all__ = [
+    "Arguments",
+    "AsJson",
+    "Backends",
+    "Module",
+    "Out",
+    "OverriddenConfig",
+    "Processes",
+    "ScriptName",
+    "Steps",
+    "Strategies",
+    "Timeout",
+    "folder_of",
+    "given",
+    "run_all",
+    "script_of",
+]
+
+ScriptName = Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)]
+Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")]
+Backends = Annotated[
+    str | None,
+    typer.Option(
+        "--backends",
+        metavar="A,B",
+        help="Engines. [default: all installed, CFG's first]",
+        show_default=False,
+        autocompletion=backend_lists,
+    ),
+]
+Strategies = Annotated[
+    str | None,
+    typer.Option(
+        "--strategies", metavar="A,B", help="Strategies. [default: that of CFG]", show_default=False, autocompletion=strategy_lists
+    ),
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Optimizer steps of each run.")]
+Processes = Annotated[
+    int | None, typer.Option("--processes-per-node", min=1, metavar="N", help="Ranks. [default: one for each GPU]", show_default=False)
+]
+Timeout = Annotated[float, typer.Option("--timeout", min=1, metavar="SECONDS", help="For one run.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep logs and output of each run here.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class OverriddenConfig(NamedTuple):
+    """A config with the overrides of the command line."""
+
+    cfg: Config
+    changes: list[str]
+    """The overrides."""
+
+
+def given(config: Path, set_: Sequence[str] | None, processes_per_node: int | None) -> OverriddenConfig:
+    """Read the config.
+
+    Raises:
+        ConfigError: It has errors.
+    """
+    from unishard.loading import read
+
+    changes = [*(set_ or []), *([f"launch.processes_per_node={processes_per_node}"] if processes_per_node else [])]
+    with own_file(config):
+        cfg, _ = read(config, changes)
+    return OverriddenConfig(cfg, changes)
+
+
+def script_of(name: str, arguments: Sequence[str] | None, module: bool) -> Script:
+    """The script of the command line.
+
+    Raises:
+        UnishardError: There is none.
+    """
+    from unishard.launch.command import Script
+
+    if not module and not Path(name).is_file():
+        raise UnishardError(f"{name}: there is no such script; give its path, or -m with the name of a module")
+    return Script(name, tuple(arguments or ()), module)
+
+
+@contextmanager
+def folder_of(out: Path | None) -> Iterator[Path]:
+    """The folder for the runs: the one given, or one that is removed in the end."""
+    if out is not None:
+        yield out.absolute()
+    else:
+        with tempfile.TemporaryDirectory(prefix="unishard-compare-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+
+
+def run_all(cfg: Config, task: Task, rows: Sequence[Variant], changes: Sequence[str], folder: Path) -> Iterator[Measured]:
+    """Measure the candidates one after another. One whose config is refused is a failed row."""
+    from unishard.compare.candidates import overrides_of
+    from unishard.compare.measuring import Measured, measure
+    from unishard.loading import load
+
+    for number, row in enumerate(rows, 1):
+        echo(f"{number}/{len(rows)} {row}", err=True)
+        own = folder / f"{row.backend}-{row.strategy}"
+        overrides = overrides_of(cfg, row, own, changes, task.module_steps)
+        try:
+            load(task.config, overrides)
+        except ConfigError as error:
+            yield Measured(row, failure=str(error).splitlines()[0])
+        else:
+            yield measure(task, row, overrides, own)
