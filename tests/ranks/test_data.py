@@ -310,3 +310,14 @@ def test_containers_keep_their_type() -> None:
 )
 def test_what_is_there_already_is_returned_as_it_is(batch: Any) -> None:
     assert to_device(batch, torch.device("cpu")) is batch
+
+
+@pytest.mark.parametrize("kind", [dict, BatchEncoding, lambda batch: [batch]])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_to_a_gpu_wait_for_nothing(monkeypatch, kind, pinned) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append("pinned") or tensor.clone())
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking=False: asked.append(non_blocking) or tensor.clone())
+    to_device(kind({"input_ids": torch.ones(2), "labels": torch.ones(3)}), torch.device("cuda", 0))
+    assert asked == ([True, True] if pinned else ["pinned", True, "pinned", True])

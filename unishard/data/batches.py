@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from itertools import islice
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from unishard.distributed import process_group
+from unishard.distributed import host_numbers, process_group
 from unishard.errors import ContractError
 
 __all__ = ["Window", "length_of", "to_device", "windows"]
@@ -110,13 +110,9 @@ def windows(
 
 
 def _equal(number: int) -> bool:
-    """Whether all ranks have the same number. One small collective; `agree` would need two, and send pickles."""
-    if dist.get_world_size() == 1:
-        return True
-    bounds = torch.tensor([number, -number], device=process_group.device_of_numbers())
-    dist.all_reduce(bounds, dist.ReduceOp.MAX)
-    largest, smallest = bounds.tolist()
-    return bool(largest == -smallest)
+    """Whether all ranks have the same number. One small collective of the hosts; `agree` would need two, and send pickles."""
+    most, least = host_numbers.largest([number, -number])
+    return most == -least
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -132,12 +128,16 @@ def length_of(loader: Iterable[Any]) -> int | None:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor of a batch to the device.
 
-    Traverses dicts, lists, tuples, named tuples and dataclasses, and calls `.to(device)` on other objects that have it, such as
-    transformers' `BatchEncoding`. A container without tensors to move is returned unchanged, not copied.
+    Traverses dicts, such as transformers' `BatchEncoding`, lists, tuples, named tuples and dataclasses, and calls `.to(device)` on other
+    objects that have it. Copies to a CUDA device start in pinned memory, so that neither the host nor the device waits for them, except
+    those of an object's own `.to`. A container without tensors to move is returned unchanged, not copied.
     """
     if isinstance(batch, Tensor):
-        # Only copies from pinned memory can overlap with computation.
-        return batch.to(device, non_blocking=device.type == "cuda" and batch.device.type == "cpu" and batch.is_pinned())
+        if device.type == "cuda" and batch.device.type == "cpu":
+            return _pinned(batch).to(device, non_blocking=True)
+        return batch.to(device)
+    if isinstance(batch, dict | UserDict):  # their own `.to`, as that of `BatchEncoding`, would wait for each copy
+        return _rebuilt_mapping(batch, _moved(batch.items(), device))
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -147,6 +147,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return _rebuilt_dataclass(batch, _moved(((field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)), device))
     return batch
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """The tensor in pinned memory, which torch does not give to others before the copies from it are through."""
+    return tensor if tensor.layout != torch.strided or tensor.is_pinned() else tensor.pin_memory()
 
 
 def _moved(items: Iterable[tuple[Any, Any]], device: torch.device) -> dict[Any, Any]:
