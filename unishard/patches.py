@@ -185,6 +185,14 @@ CORE_PATCHES = by_name(
         instead="export with one of these versions",
     ),
     Patch(
+        name="skip-on-device",
+        case="An update that is skipped on the device, without the host knowing at once,",
+        names=("torch.optim:Optimizer._optimizer_step_pre_hooks", "torch.optim:Optimizer._optimizer_step_post_hooks"),
+        versions="torch 2.13",
+        link=f"{_TORCH}/optim/adam.py#L267",
+        instead="nothing to do: the host waits for the gradient norm in each update",
+    ),
+    Patch(
         name="abort-all-groups",
         case="The end of a run over NCCL after an error",
         names=("torch.distributed.distributed_c10d:_abort_process_group",),

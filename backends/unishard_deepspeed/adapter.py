@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Config
+from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.optim.optimizer_state import StateSpec
@@ -103,14 +104,14 @@ class DeepSpeedAdapter(EngineAdapter):
     def begin(self, *, last: bool) -> None:
         """Do nothing: DeepSpeed learns of the end of a window from `step`."""
 
-    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float | HostRead, bool | None]:
         """Update with `DeepSpeedEngine.step`."""
         self._unused.find()
         self._clipping.prepare(max_norm, divisor)
         with self._shards.finished():
             outcome = self._clipping.step()
         self._unused.forget()
-        self._stale.clear(updated=outcome[1])
+        self._stale.clear(updated=outcome[1] is not False)
         return outcome
 
     def placement(self) -> Placement:

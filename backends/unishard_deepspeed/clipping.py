@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from unishard.config import Config
+from unishard.distributed.host_read import HostRead
 from unishard.engine.optim.grad_norm import divide, norm_of
+from unishard.engine.optim.skipping import DeviceSkip
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
@@ -26,8 +29,8 @@ class Clipping(Protocol):
     def prepare(self, max_norm: float | None, divisor: float) -> None:
         """Set the divisor and the maximum norm before `engine.step()`; None for no clipping."""
 
-    def step(self) -> tuple[float, bool]:
-        """Call `engine.step()`; return the norm before clipping, and whether the update was made."""
+    def step(self) -> tuple[float | HostRead, bool | None]:
+        """Call `engine.step()`; return the norm before clipping, and whether the update was made; None: if the norm is finite."""
         ...
 
 
@@ -64,15 +67,15 @@ class EngineClipping:
             self._divisor = divisor
             divide_gradients(self._engine.optimizer, divisor, self._kind)
 
-    def step(self) -> tuple[float, bool]:
-        """Read both from the engine. The norm of a skipped update is infinite."""
+    def step(self) -> tuple[float | HostRead, bool]:
+        """Take both from the engine, which has read whether the norm is finite. The norm of a skipped update is infinite."""
         with nullcontext([False]) if self._skips else without_overflow_check(self._engine.optimizer, self._kind) as invalid:
             self._engine.step()
         if self._divisor != 1:
             self._divisor = 1.0
             divide_gradients(self._engine.optimizer, 1.0, self._kind)
-        norm = math.inf if any(invalid) else float(self._engine.get_global_grad_norm())
-        return norm, bool(self._engine.was_step_applied()) or not self._skips
+        norm = math.inf if any(invalid) else self._engine.get_global_grad_norm()
+        return HostRead(norm) if isinstance(norm, Tensor) else float(norm), bool(self._engine.was_step_applied()) or not self._skips
 
 
 class TorchClipping:
@@ -89,7 +92,10 @@ class TorchClipping:
         self._skips = cfg.training.nonfinite != "ignore"
         self._max_norm: float | None = None
         self._divisor = 1.0
-        self._norm = math.inf
+        self._outcome: tuple[float | HostRead, bool | None] = math.inf, False
+        self._skip = DeviceSkip(inner.optimizer)
+        self._hooks = 3
+        """How many hooks this package has on the torch optimizer: this one, and those of `FlatMasterWeights`."""
         self._overflows = cfg.precision.compute == "fp16"
         """Whether DeepSpeed's norm may overflow although ours is finite."""
         inner.optimizer.register_step_pre_hook(self._before_update)
@@ -98,15 +104,17 @@ class TorchClipping:
         """Store both for the hook."""
         self._max_norm, self._divisor = max_norm, divisor
 
-    def step(self) -> tuple[float, bool]:
-        """Return what the hook computed; it does not run if DeepSpeed skips the update."""
-        self._norm = math.inf
+    def step(self) -> tuple[float | HostRead, bool | None]:
+        """Return what the hook found; it does not run if DeepSpeed skips the update."""
+        self._outcome = math.inf, not self._skips
         give_gradients(self._inner.trained)
         # DeepSpeed takes the norm of gradients rounded to fp16, so it would skip a sum above 65504 that is finite in fp32.
         # An earlier check still skips what is not finite in fp32.
         with without_overflow_check(self._engine.optimizer, self._kind) if self._overflows else nullcontext():
-            self._engine.step()
-        return self._norm, math.isfinite(self._norm) or not self._skips
+            self._skipping = ExitStack()
+            with self._skipping:
+                self._engine.step()
+        return self._outcome
 
     @torch.no_grad()
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -115,8 +123,13 @@ class TorchClipping:
         if self._divisor != 1:
             divide(gradients, self._divisor)
         norm = norm_of(gradients)
-        self._norm = float(norm)
-        if self._skips and not math.isfinite(self._norm):
+        value, updated = HostRead(norm), None if self._skips else True
+        if self._skips and self._skip.possible([each for each in parameters if each.grad is not None], norm, hooks=self._hooks):
+            self._skipping.enter_context(self._skip.unless_finite(norm))
+        elif self._skips:
+            updated = math.isfinite(value.get())
+        self._outcome = value, updated
+        if updated is False:
             for parameter in parameters:
                 parameter.grad = None  # torch's optimizers skip parameters without a gradient
         elif self._max_norm is not None:

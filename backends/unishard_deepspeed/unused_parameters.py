@@ -24,7 +24,8 @@ class UnusedParameters:
     """Tracks which parameters get a gradient in an accumulation window, and keeps the optimizer from updating the others.
 
     The cost is a call of `set.add` per gradient, and per update an all-reduce of one byte per parameter, which overlaps DeepSpeed's
-    work until the optimizer steps. It uses private names only once a parameter is unused.
+    work until the optimizer steps. A rank reads the result only if it has not used all parameters itself. It uses private names only
+    once a parameter is unused.
     """
 
     def __init__(self, cfg: Config, optimizer: Any, inner: InnerOptimizer, device: torch.device, missing: Sequence[Patch] = ()) -> None:
@@ -78,8 +79,17 @@ class UnusedParameters:
         """
         if self._found:
             return
-        self._found, self._known = True, False
-        self._flags.copy_(torch.tensor([*(parameter in self._used for parameter in self._inner.trained), self._gap], dtype=torch.uint8))
+        complete = len(self._used) == len(self._inner.trained)
+        # A rank that has used all knows the answer, and only takes part; the others wait for the device to learn it.
+        self._found, self._known = True, complete and not self._missing
+        if self._known:
+            self.masters.unused = set()
+        if complete and not self._gap:
+            self._flags.fill_(1)
+            self._flags[-1:].zero_()
+        else:
+            used = [parameter in self._used for parameter in self._inner.trained]
+            self._flags.copy_(torch.tensor([*used, self._gap], dtype=torch.uint8))
         if dist.get_world_size() > 1:
             self._reduction = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
         if self._early:
@@ -87,12 +97,12 @@ class UnusedParameters:
 
     def _wait(self) -> None:
         """Wait for the result, once."""
-        if self._known:
-            return
-        self._known = True
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = None
+        if self._known:
+            return
+        self._known = True
         *flags, gap = self._flags.tolist()
         self.masters.unused = {parameter for parameter, used in zip(self._inner.trained, flags, strict=True) if not used}
         if self.masters.unused:

@@ -5,24 +5,31 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from unishard.config import Config
 from unishard.distributed.dtypes import name_of
+from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.optim.optimizer_state import StateSpec
+from unishard.engine.optim.skipping import DeviceSkip
 from unishard.engine.results import Placement
 from unishard_fsdp.clipping import local, scale, total_norm
 from unishard_fsdp.optimizer_state import TorchOptimizerState
 from unishard_fsdp.shards import shard_of
 
 __all__ = ["TorchAdapter"]
+
+_grad = attrgetter("grad")
 
 
 class TorchAdapter(EngineAdapter):
@@ -36,6 +43,8 @@ class TorchAdapter(EngineAdapter):
         self._steps_always = cfg.training.nonfinite == "ignore"
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._copies = dist.get_world_size()
+        self._skip: DeviceSkip | None = DeviceSkip(optimizer)
+        """None if the optimizer's steps are collective, or made in host memory."""
         self._last = True  # torch's default: each backward ends a window
 
     def backward(self, loss: Tensor) -> None:
@@ -43,16 +52,21 @@ class TorchAdapter(EngineAdapter):
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
-        """Clip by the global norm, and step the torch optimizer."""
-        gradients = [local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
+        """Clip by the global norm, and step the torch optimizer; where its kernels can skip on the device, without reading the norm."""
+        stepped = [parameter for parameter in self._trainable if parameter.grad is not None]
+        # Not `local`: a call for each parameter would count.
+        gradients = [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
         norm = total_norm(gradients, self.device, copies=self._copies) / divisor
-        value = float(norm)
-        updated = math.isfinite(value) or self._steps_always
-        if updated:
+        value, updated = HostRead(norm), True if self._steps_always else None
+        on_device = updated is None and self._skip is not None and self._skip.possible(stepped, norm)
+        if updated is None and not on_device:
+            updated = math.isfinite(value.get())
+        if updated is not False:
             scale(gradients, norm, max_norm, divisor)
-            self._step()
-        for parameter in self._trainable:
+            with self._skip.unless_finite(norm) if self._skip is not None and on_device else nullcontext():
+                self._step()
+        for parameter in stepped:
             parameter.grad = None
         return value, updated
 

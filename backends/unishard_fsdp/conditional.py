@@ -26,9 +26,15 @@ class ConditionalParameters:
         if self._found or not self.parameters:
             return
         self._found = True
-        self._flags.copy_(torch.tensor([parameter in self.used for parameter in self.parameters], dtype=torch.uint8))
+        complete = len(self.used) == len(self.parameters)
+        if complete:
+            self._flags.fill_(1)
+        else:
+            self._flags.copy_(torch.tensor([parameter in self.used for parameter in self.parameters], dtype=torch.uint8))
         if dist.get_world_size() > 1:
             dist.all_reduce(self._flags, dist.ReduceOp.MAX)
+        if complete:  # whatever the others used: the answer is known without waiting for the device
+            return
         for parameter, used in zip(self.parameters, self._flags.tolist(), strict=True):
             if not used:
                 parameter.grad = None

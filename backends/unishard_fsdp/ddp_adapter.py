@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unishard.config import Config
+from unishard.distributed.host_read import HostRead
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
@@ -35,6 +36,8 @@ class DDPAdapter(TorchAdapter):
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._owned = owned
+        if owned is not None:
+            self._skip = None
         self._wrap = wrap
         self._averaging = AveragingHook()
         self._replica: DistributedDataParallel | None = wrap(self._averaging)
@@ -69,7 +72,7 @@ class DDPAdapter(TorchAdapter):
                 "freeze them before prepare"
             )
 
-    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
         """Check that DDP has averaged the gradients, and update."""
         self.finish_gradients()
         return super().update(max_norm, divisor, finished=finished)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Config
 from unishard.distributed.dtypes import DTYPES
+from unishard.distributed.host_read import HostRead
 from unishard.engine.model.inputs import cast_inputs
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
@@ -56,6 +57,7 @@ class FSDPAdapter(TorchAdapter):
         self._host_copies: HostCopies | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
             self._host_copies = HostCopies(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
+            self._skip = None
         self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
         if isinstance(native, options.FullyShard):
@@ -149,7 +151,7 @@ class FSDPAdapter(TorchAdapter):
             self._stale_dtypes = True
         self._ran = True
 
-    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
         """Reshard, and update."""
         self.settle()
         self._conditional.find()

@@ -25,7 +25,8 @@ from unishard.testing import run_ranks
 __all__ = ["BUDGET", "run"]
 
 BUDGET = 1
-"""Synchronizations of an optimizer step beyond those of the loop written by hand: one, to learn whether the gradients are finite."""
+"""Synchronizations of an optimizer step beyond those of the loop written by hand: one, to learn whether the gradients of the step before
+were finite, which the device has long computed; with SGD, those of this step."""
 _STEPS, _WARM_UP = 5, 3
 
 

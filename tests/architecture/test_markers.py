@@ -28,4 +28,8 @@ def functions() -> Iterator[tuple[str, bool, bool]]:
 def test_what_needs_a_device_is_marked() -> None:
     found = list(functions())
     assert [name for name, needs, marked in found if needs and not marked] == []
-    assert {name.partition("::")[0] for name, _, marked in found if marked} == {"test_cuda_devices.py", "test_device_wait.py"}
+    assert {name.partition("::")[0] for name, _, marked in found if marked} == {
+        "test_cuda_devices.py",
+        "test_device_wait.py",
+        "test_host_read.py",
+    }

@@ -19,10 +19,11 @@ class Stream:
     """Work before the collectives, and a collective that ends when it is told."""
 
     def __init__(self, *, reached: bool = True, done: bool = False) -> None:
-        self.reached, self.done = reached, done
+        self.reached, self.done, self.events = reached, done, 0
 
     def record_event(self) -> SimpleNamespace:
-        return SimpleNamespace(query=lambda: self.reached)
+        self.events += 1
+        return SimpleNamespace(query=(lambda: self.reached) if self.events == 1 else lambda: self.done)
 
     def query(self) -> bool:
         return self.done
@@ -35,6 +36,17 @@ class Stream:
 )
 def test_only_a_device_between_the_two_is_held_up(reached, done, holds):
     assert DeviceWait(Stream(reached=reached, done=done)).holds() is holds
+
+
+def test_what_the_host_queues_behind_the_collectives_does_not_hold_it_up():
+    stream = Stream(done=True)
+    wait = DeviceWait(stream)
+    wait.end()
+    stream.query = lambda: False  # the next forward runs
+    assert wait.ended
+    assert not wait.holds()
+    stream.done = False
+    assert wait.holds()
 
 
 def test_an_error_on_the_device_is_left_to_the_thread_that_waits():
@@ -54,6 +66,10 @@ def test_a_call_says_for_how_long_the_host_may_wait_for_the_device(monkeypatch):
         assert check.device_wait == device
         raise ValueError("from the update")
     assert check.device_wait is None
+    monkeypatch.setattr(DeviceWait, "on", classmethod(lambda cls, asked: cls(Stream())))
+    with member.reading(device):
+        assert not check.device_wait.ended
+    assert check.device_wait.ended, "the host goes on, and may wait later"
     with member.reading(torch.device("cpu")):
         assert check.device_wait is None
 
@@ -82,10 +98,12 @@ def looks(monkeypatch):
     """Lets the watch look at a rank that sits in a call of an engine, until it must have said what it does: what, and where."""
     clock = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr(watchdog, "time", clock)
-    monkeypatch.setattr(watchdog, "stack_of", lambda thread: ("train.py:7 in main", True, False))
+    inside = [True]
+    monkeypatch.setattr(watchdog, "stack_of", lambda thread: ("train.py:7 in main", inside[0], False))
     monkeypatch.setattr(watchdog, "position_of", lambda thread: (7,))
 
-    def look(device_wait: DeviceWait | None) -> tuple[str, str]:
+    def look(device_wait: DeviceWait | None, *, in_engine: bool = True) -> tuple[str, str]:
+        inside[0] = in_engine
         check, own, clock.now = Check(device_wait), watchdog._Watch(), NOW
         own.look(check)
         assert check.told[0].doing == BUSY
@@ -99,6 +117,13 @@ def looks(monkeypatch):
 def test_a_rank_whose_device_is_held_up_says_that_it_waits(looks):
     where = "is in engine.step (update 16), waits in torch.distributed at train.py:7 in main"
     assert looks(DeviceWait(Stream())) == (WAITS, where)
+
+
+@pytest.mark.parametrize(("done", "does"), [(False, WAITS), (True, BUSY)], ids=["in a collective", "computes behind it"])
+def test_a_host_that_reads_a_loss_after_the_step_says_what_its_device_does(looks, done, does):
+    wait = DeviceWait(Stream(done=done))
+    wait.end()
+    assert looks(wait, in_engine=False)[0] == does
 
 
 @pytest.mark.parametrize("wait", [None, DeviceWait(Stream(reached=False)), DeviceWait(Stream(done=True))])

@@ -106,12 +106,15 @@ class Member:
 
     @contextmanager
     def reading(self, device: torch.device) -> Iterator[None]:
-        """Wrap collectives on a device and reads of their results, so that the watchdog knows what the host waits for."""
-        self._check.device_wait = DeviceWait.on(device) if device.type == "cuda" else None
+        """Wrap collectives on a device, so that the watchdog knows what the host waits for in the block, or after it."""
+        self._check.device_wait = wait = DeviceWait.on(device) if device.type == "cuda" else None
         try:
             yield
-        finally:
+        except BaseException:
             self._check.device_wait = None
+            raise
+        if wait is not None:
+            wait.end()
 
     def _place(self, call: str, detail: str) -> str:
         return f"is in {self._name}.{call} ({detail})" if detail else f"is in {self._name}.{call}"

@@ -17,7 +17,7 @@ __all__ = ["DeviceWait"]
 
 
 class DeviceWait:
-    """From the moment it is made until the host has read what the collectives behind it give. Any thread may ask."""
+    """From the moment it is made until the host has read what the collectives behind it give, or until `end`. Any thread may ask."""
 
     def __init__(self, stream: Any, guard: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         """Record an event on a stream, behind what has been queued before the collectives.
@@ -28,16 +28,26 @@ class DeviceWait:
         """
         self._stream, self._guard = stream, guard
         self._reached = stream.record_event()
+        self._through: Any = None
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceWait:
         """For the current stream of a CUDA device."""
         return cls(torch.cuda.current_stream(device), lambda: torch.cuda.device(device))
 
+    @property
+    def ended(self) -> bool:
+        """Whether the host has queued what comes after the collectives."""
+        return self._through is not None
+
+    def end(self) -> None:
+        """Record another event behind the collectives: the host goes on, and may wait for the device later and elsewhere."""
+        self._through = self._stream.record_event()
+
     def holds(self) -> bool:
         """Whether the device is between the two now; no collective that all ranks join takes it long."""
         try:
             with self._guard():
-                return bool(self._reached.query() and not self._stream.query())
+                return bool(self._reached.query() and not (self._through or self._stream).query())
         except RuntimeError:  # an error on the device, which the thread that waits for it raises
             return False

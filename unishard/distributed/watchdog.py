@@ -43,7 +43,7 @@ class Watched(Protocol):
     moved: float
     """When its last call began, or stopped to wait for other ranks."""
     device_wait: DeviceWait | None
-    """What the host may be waiting for on a device, if anything."""
+    """The last collectives on a device that the host may be waiting for, if any."""
     thread: int
     rank: int
     line: Lifeline | None
@@ -94,8 +94,11 @@ class _Watch:
         call = check.journal.place
         if check.waiting:
             return MEETS, call
-        if inside and (wait := check.device_wait) is not None:
+        wait = check.device_wait
+        if inside and wait is not None and not wait.ended:
             collective = wait.holds()
+        elif wait is not None and wait.ended and wait.holds():
+            collective = True  # the host has gone on, and waits for what is queued behind that, perhaps outside
         elif inside and not collective:
             collective = self._is_idle(check.thread)
         if self._is_blocked(check, collective):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.engine.model.inputs import tensors_in
 from unishard.engine.optim.optimizer_state import StateSpec
@@ -134,7 +135,7 @@ class EngineAdapter(InferenceAdapter):
         """
 
     @abstractmethod
-    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float, bool]:
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float | HostRead, bool | None]:
         """End the window: divide the gradients, clip them, step the optimizer, and zero the gradients. Collective.
 
         Args:
@@ -145,6 +146,8 @@ class EngineAdapter(InferenceAdapter):
         Returns:
             The global L2 norm of the divided gradients before clipping (fp32), and whether the update was made. Unless
             `training.nonfinite` is `ignore`, an update with a non-finite norm is skipped and changes neither parameters nor state.
+            An adapter whose device does that without the host returns the norm as a `HostRead`, and None: it was made if the norm is
+            finite.
         """
 
     @abstractmethod

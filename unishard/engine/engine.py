@@ -78,7 +78,8 @@ class Engine(ParametersByName):
             clip_grad_norm: Maximum gradient norm for this update, None for no clipping; by default `training.gradient_clipping`.
 
         Returns:
-            What was done. `grad_norm` is the norm before clipping, a Python float, the same on every rank.
+            What was done. `grad_norm` is the norm before clipping, a Python float, the same on every rank; it is read, as `updated` and
+            `skipped` are, when you access it, and the call does not wait for the device.
 
         Raises:
             ContractError: No backward since the last step, the engine is closed, `clip_grad_norm` is not positive, or the window

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Config
+from unishard.distributed.host_read import HostRead
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.divided_loss import warn_if_divided
@@ -45,15 +46,18 @@ class Accumulation:
         self._training = cfg.training
         self.adapter = adapter
         self._order = order
-        self._items = Items(adapter.device)
+        self._items = Items()
         self._foreign = ForeignBackwardCheck(adapter)
         self._edited = EditedGradients(adapter.module, order)
         self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
-        self.schedule = schedule
-        self.optimizer = optimizer
-        self.loss_scale = LossScale(cfg.precision)
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self._loss_scale = LossScale(cfg.precision)
+        self._pending: Callable[[], float] | None = None
+        """The gradient norm of the last update, until it is known whether that was skipped; the schedule assumes that it was not."""
+        optimizer.public.before_reading = self.settle
         self.recorder: MetricsRecorder | None = None
         """Measures what `logging` asks for; None if that is nothing."""
         self.profiling: Profiling | None = None
@@ -62,6 +66,37 @@ class Accumulation:
         """Called after each update that was not skipped."""
         self.memory: AbstractContextManager[object] = nullcontext()
         """The block in which the engine computes: an `ExpectedMemory`."""
+
+    # -- what depends on the last update -----------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Schedule | TorchSchedule:
+        """The schedule, at the coming update."""
+        self.settle()
+        return self._schedule
+
+    @property
+    def optimizer(self) -> OptimizerCalls:
+        """The optimizer, with the rates of the coming update."""
+        self.settle()
+        return self._optimizer
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale of the coming micro-batch."""
+        self.settle()
+        return self._loss_scale
+
+    def settle(self) -> None:
+        """Learn whether the last update was skipped. Waits for its gradient norm, which is long there once the next step ends."""
+        if self._pending is not None:
+            norm, self._pending = self._pending(), None
+            skipped = not math.isfinite(norm)
+            if skipped:
+                self._schedule.retreat()
+            self._loss_scale.end_window(skipped=skipped)
+
+    # -- one micro-batch ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""
@@ -92,9 +127,9 @@ class Accumulation:
         order = self._order
         _require_backward(order, loss, training=self.adapter.module.training)
         order.enter("backward", "" if num_items is None else ", with num_items")
-        self._items.add(num_items)
+        self._items.add(num_items, last=order.last)
         if order.progress is not None:
-            order.progress.record_loss(loss.detach() / (1 if num_items is None else max(1, num_items)))
+            order.progress.record_loss(loss.detach() / _at_least_1(num_items))
         if self.recorder is not None:
             self.recorder.record_loss(loss, num_items)
         if self._looks_for_division and num_items is None:
@@ -102,8 +137,10 @@ class Accumulation:
             warn_if_divided(loss, self._training.gradient_accumulation_steps)
         self._edited.compare()
         divided = loss if order.window == 1 or num_items is not None else loss / order.window
+        if self._loss_scale.dynamic:
+            self.settle()
         with self._foreign.own_backward(), self.memory:
-            self.adapter.backward(self.loss_scale.scale(divided))
+            self.adapter.backward(self._loss_scale.scale(divided))
         self._edited.keep()
         order.phase, order.graph = Phase.BACKWARD_DONE, False
 
@@ -115,6 +152,7 @@ class Accumulation:
         max_norm = self._training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
             raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
+        self.settle()
         self._edited.compare()
         if order.last:  # inside a window there is no collective, and the next forward notices a missing step
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
@@ -124,8 +162,8 @@ class Accumulation:
         order.phase, order.graph = Phase.OPEN, False
         order.micro_batch += 1
         inside = order.micro_batch < order.window
-        step = Step(updated=False, grad_norm=None, lr=self.schedule.lr, skipped=False) if inside else self._end_window(max_norm)
-        if order.progress is not None:
+        step = Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False) if inside else self._end_window(max_norm)
+        if order.progress is not None and not inside:
             order.progress.record_step(step)
         if self.profiling is not None and not inside:
             self.profiling.record_step()
@@ -138,7 +176,7 @@ class Accumulation:
         order = self._order
         if not (order.inside_window or order.graph):
             return
-        with self.optimizer.own():
+        with self._optimizer.own():
             self.adapter.drop_gradients()
         self._items.clear()
         if order.progress is not None:
@@ -153,8 +191,10 @@ class Accumulation:
             self.recorder.close()
         if self.profiling is not None:
             self.profiling.close()
-        self.optimizer.close()
-        self.schedule.close()
+        with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
+            self.settle()
+        self._optimizer.close()
+        self._schedule.close()
 
     def finish_gradients(self) -> float:
         """Finish the gradients at the end of a window, once. Collective.
@@ -169,11 +209,11 @@ class Accumulation:
         return self._finished
 
     def _divisor(self) -> float:
-        return self._items.divisor() * self.loss_scale.value
+        return self._items.divisor() * self._loss_scale.value
 
     def _end_window(self, max_norm: float | None) -> Step:
-        lr = self.schedule.lr
-        self.optimizer.require_one_schedule(writes=self.schedule.writes)
+        lr = self._schedule.lr
+        self._optimizer.require_one_schedule(writes=self._schedule.writes)
         try:
             divisor = self._divisor()
         except ContractError:
@@ -183,28 +223,44 @@ class Accumulation:
         if self.recorder is not None:
             self.recorder.record_gradients(self.finish_gradients)
         try:
-            with self._order.awaiting(), self.optimizer.own(), self.memory:
+            with self._order.awaiting(), self._optimizer.own(), self.memory:
                 norm, updated = self.adapter.update(max_norm, divisor, finished=self._finished is not None)
         finally:
             self._order.end_window()
             self._items.clear()
             self._finished = None
-        lowered = self.loss_scale.end_window(skipped=not updated)
-        if updated:
-            self.optimizer.updated()
-            self.schedule.advance()
+        step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
+        if updated is None and not self._needs_outcome():
+            self._pending = norm.get if isinstance(norm, HostRead) else None
+            self._optimizer.updated()
+            self._schedule.advance()
+            return step
+        lowered = self._loss_scale.end_window(skipped=step.skipped)
+        if step.updated:
+            self._optimizer.updated()
+            self._schedule.advance()
             self.after_update()
         elif self._training.nonfinite == "raise" and not lowered:
             raise NonFiniteError(
                 "a gradient is infinite or NaN on at least one rank; nothing was updated; check this window's batches and loss, "
                 "lower optimizer.lr, or set training.nonfinite to skip"
             )
-        # For NaN gradients, some engines only report that the norm is not finite.
-        return Step(updated=updated, grad_norm=norm if math.isfinite(norm) else math.inf, lr=lr, skipped=not updated)
+        return step
+
+    def _needs_outcome(self) -> bool:
+        """Whether something must know at once if the update was made: it cannot take it back, or raises."""
+        return self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing
 
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _at_least_1(num_items: int | Tensor | None) -> int | Tensor:
+    """For a division that does not wait for the device."""
+    if isinstance(num_items, Tensor):
+        return num_items.clamp(min=1)
+    return max(1, num_items or 1)
 
 
 def _require_backward(order: CallOrder, loss: Any, *, training: bool) -> None:

@@ -141,7 +141,7 @@ class CallOrder:
         return f"evaluation, after update {self.updates}{detail}"
 
     def awaiting(self) -> AbstractContextManager[None]:
-        """A block with device collectives whose result the host reads."""
+        """A block with device collectives whose result the host reads, in the block or later."""
         return nullcontext() if self._member is None else self._member.reading(self._device)
 
     # -- transitions ------------------------------------------------------------------------------------------------------

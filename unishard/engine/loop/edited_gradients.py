@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from unishard.distributed.host_read import HostRead
 from unishard.engine.loop.call_order import CallOrder
 from unishard.errors import ContractError
 
@@ -15,7 +16,8 @@ __all__ = ["EditedGradients"]
 _PARAMETERS, _ELEMENTS = 8, 16
 """How much of the gradients is compared: clipping and zeroing change all of them."""
 _FIRST, _EVERY = 3, 10
-"""Which updates are looked at: the first ones, where a habit shows, then every tenth; the host waits for the device once in each."""
+"""Which updates are looked at: the first ones, where a habit shows, and the host waits for the device once in each; then every tenth,
+where the result is read in the next micro-batch, so that nothing waits."""
 
 
 class EditedGradients:
@@ -28,6 +30,8 @@ class EditedGradients:
         self._module = module
         self._order = order
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._later: HostRead | None = None
+        """Whether gradients of the last window that was looked at were changed."""
         self.found = False
         """Whether a gradient of this window was changed on this rank."""
 
@@ -47,6 +51,9 @@ class EditedGradients:
     @torch.no_grad()
     def compare(self) -> None:
         """Compare that with what is there now, once; a gradient that is gone was changed too."""
+        if self._later is not None:
+            later, self._later = self._later, None
+            self.found = self.found or bool(later.get())
         if not self._kept:
             return
         kept, self._kept = self._kept, []
@@ -56,7 +63,11 @@ class EditedGradients:
             self.found = True
             return
         changes = [(_some(gradient) != then).any() for gradient, (_, then) in zip(present, kept, strict=True)]
-        self.found = self.found or bool(torch.stack([change.to(changes[0].device) for change in changes]).any())
+        changed = HostRead(torch.stack([change.to(changes[0].device) for change in changes]).any())
+        if self._order.updates < _FIRST:
+            self.found = self.found or bool(changed.get())
+        else:
+            self._later = changed
 
     def clear(self) -> None:
         """Compare nothing: the window is over, or the engine itself has changed its gradients."""

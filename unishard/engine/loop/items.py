@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unishard.distributed import host_numbers
+from unishard.distributed.host_read import HostRead
 from unishard.errors import ContractError
 
 __all__ = ["Items"]
@@ -14,31 +18,40 @@ __all__ = ["Items"]
 class Items:
     """The items (tokens, samples) of one accumulation window, over its micro-batches and the ranks."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
+        self._counts = False
+        self._number = 0
+        """Those counted in Python."""
         self._total: Tensor | None = None
+        """Those counted on a device."""
+        self._read: HostRead | None = None
         self._losses = 0
 
-    def add(self, count: int | Tensor | None) -> None:
-        """Add one micro-batch's items on this rank; None if its loss is already a mean.
+    def add(self, count: int | Tensor | None, *, last: bool) -> None:
+        """Add one micro-batch's items on this rank, before its backward is queued; does not wait for the device.
+
+        Args:
+            count: None if its loss is already a mean.
+            last: Whether the micro-batch is the last of its window. The total then travels to the host, behind the forward; the update
+                waits for it while the device still has the backward to do.
 
         Raises:
             ContractError: `count` is not a whole number of at least 0, or the window has losses of the other kind.
         """
-        if self._losses and (count is None) is not (self._total is None):
+        if self._losses and (count is not None) is not self._counts:
             raise ContractError(
                 "backward was called with num_items and without it in one accumulation window; pass it for every micro-batch, or for none"
             )
         if count is not None:
-            number = torch.as_tensor(count, device=self._device)
-            integral = not (number.is_floating_point() or number.is_complex() or number.dtype == torch.bool)
-            if number.numel() != 1 or not integral or (not isinstance(count, Tensor) and count < 0):
-                raise ContractError(
-                    f"num_items must be a whole number of at least 0, got {count!r}; pass how many items the loss sums over"
-                )
-            # Do not read a tensor's value here: the host would wait for the device in every micro-batch.
-            number = number.detach().reshape(()).to(torch.int64)
-            self._total = number if self._total is None else self._total + number
+            self._counts = True
+            if isinstance(count, Tensor):
+                _require(not (count.is_floating_point() or count.is_complex() or count.dtype == torch.bool or count.numel() != 1), count)
+                number = count.detach().reshape(()).to(torch.int64)
+                self._total = number if self._total is None else self._total + number.to(self._total.device)
+            else:
+                self._number += _whole(count)
+        if last and self._total is not None:
+            self._read = HostRead(self._total)
         self._losses += 1
 
     def divisor(self) -> float:
@@ -47,15 +60,29 @@ class Items:
         Raises:
             ContractError: On every rank: the window has no items.
         """
-        if self._total is None:
+        if not self._counts:
             return 1.0
-        total = self._total.clone()
-        dist.all_reduce(total)
-        number = int(total.item())
+        counted = self._read if self._read is not None or self._total is None else HostRead(self._total)
+        number = host_numbers.total(self._number + (0 if counted is None else int(counted.get())))
         if number < 1:
             raise ContractError(f"num_items add up to {number} over the accumulation window and all ranks; skip batches without items")
         return number / dist.get_world_size()
 
     def clear(self) -> None:
         """Reset at the end of a window."""
-        self._total, self._losses = None, 0
+        self._counts, self._number, self._losses = False, 0, 0
+        self._total = self._read = None
+
+
+def _whole(count: object) -> int:
+    try:
+        number = -1 if isinstance(count, bool) else index(count)  # type: ignore[arg-type]  # refuses what is no whole number
+    except TypeError:
+        number = -1
+    _require(number >= 0, count)
+    return number
+
+
+def _require(valid: bool, count: object) -> None:
+    if not valid:
+        raise ContractError(f"num_items must be a whole number of at least 0, got {count!r}; pass how many items the loss sums over")

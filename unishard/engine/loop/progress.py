@@ -33,7 +33,7 @@ _BAR_WIDTH = 120
 class Progress:
     """Shows steps done, loss, throughput, learning rate, gradient norm, memory and time left, on standard error.
 
-    Recording takes microseconds and never waits for the device; only displaying does (it reads the loss), at most four times a second.
+    Recording takes microseconds and never waits for the device; only displaying does (it reads loss and norm), at most four times a second.
     The loss is this rank's, averaged over the accumulation window; throughput is this rank's times the number of ranks.
     """
 
@@ -82,7 +82,7 @@ class Progress:
 
     def record_step(self, step: Step) -> None:
         """Record a step of the engine; refreshes the display at the end of an accumulation window, if it is due."""
-        if not (step.updated or step.skipped):
+        if not step.ended:
             return
         now = time.perf_counter()
         self._updates += 1

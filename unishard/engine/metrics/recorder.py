@@ -57,6 +57,8 @@ class MetricsRecorder:
         self._modules = ModuleRecorder(cfg, adapter, order) if cfg.logging.module_steps else None
         self._losses: list[Tensor] = []
         self._items: list[int | Tensor] = []
+        self._steps: list[Step] = []
+        """Since the last record; whether they were skipped is read there."""
         self._skipped = 0
         self._due = False
         """Whether a record waits for the next forward."""
@@ -113,7 +115,7 @@ class MetricsRecorder:
         total, self._losses = torch.stack(self._losses).double().sum(), []
         self._loss = total if self._loss is None else self._loss + total
         self._count, self._items = self._count + sum(self._items), []
-        self._skipped += step.skipped
+        self._steps.append(step)
         self._windows += 1
         if self._order.updates % self._every == 0:
             values = self._measure(step)
@@ -124,6 +126,8 @@ class MetricsRecorder:
             self._due = True
 
     def _measure(self, step: Step) -> dict[str, float]:
+        self._skipped += sum(each.skipped for each in self._steps)
+        self._steps = []
         now = time.perf_counter()
         seconds = max(now - (now if self._began is None else self._began) - self._idle, 1e-9)
         loss = 0.0 if self._loss is None else float(self._loss)

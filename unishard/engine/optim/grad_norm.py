@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch.nn.utils import get_total_norm
 
 __all__ = ["divide", "multiply", "norm_of"]
 
+_dtype = attrgetter("dtype")
 _FOREACH: Any = getattr(torch, "foreach", None)
 """Public in torch 2.15 and later; older versions have no public function for a list of tensors."""
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm of all gradients together, an fp32 scalar; 0 for an empty list. Not collective."""
-    if not gradients or all(gradient.dtype == torch.float32 for gradient in gradients):
+    if set(map(_dtype, gradients)) <= {torch.float32}:
         return get_total_norm(gradients)
     # `get_total_norm` would round the norm of each gradient to its dtype (torch 2.13).
     norms: list[Tensor] = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]

@@ -30,6 +30,11 @@ class LossScale:
         if self._scales:
             self.value = cfg.initial_loss_scale if isinstance(cfg.loss_scale, str) else float(cfg.loss_scale)
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale depends on which updates were skipped."""
+        return self._dynamic
+
     def scale(self, loss: Tensor) -> Tensor:
         """Scale a loss. In fp32, because an fp16 loss would overflow at once."""
         return loss.float() * self.value if self._scales else loss

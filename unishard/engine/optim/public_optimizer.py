@@ -35,10 +35,13 @@ class PublicOptimizer(torch.optim.Optimizer):
         self._inner = inner
         self._own = own
         self._require_no_gradients = require_no_gradients
+        self.before_reading: Callable[[], None] = lambda: None
+        """Called before the groups are read."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # the base class has an attribute
         """The live groups; their `lr` is the rate of the next update."""
+        self.before_reading()
         groups: list[dict[str, Any]] = self._real.param_groups
         return groups
 

@@ -56,6 +56,14 @@ class Schedule:
         self._updates += 1
         self._write()
 
+    can_retreat = True
+    """Whether `retreat` works, so that `advance` may be called before it is known whether an update was skipped."""
+
+    def retreat(self) -> None:
+        """Take the last `advance` back: the update was skipped."""
+        self._updates -= 1
+        self._write()
+
     def close(self) -> None:
         """Do nothing: the groups keep their rates."""
 

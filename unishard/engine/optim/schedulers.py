@@ -99,6 +99,13 @@ class TorchSchedule:
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].item()
 
+    can_retreat = False
+    """torch's schedulers only go forward."""
+
+    def retreat(self) -> NoReturn:
+        """Refuse."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Give the scheduler its own `step` again."""
         self._scheduler.__class__ = self._own_class

@@ -9,10 +9,10 @@ import time
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from unishard import config
+from unishard.distributed import host_numbers
 from unishard.distributed.second_signal import REPEATED
 from unishard.errors import ContractError
 
@@ -35,17 +35,15 @@ class Cause(NamedTuple):
 class Autosave:
     """Decides when to save, from the updates, the clock and signals. All ranks decide alike, even if only one got a signal."""
 
-    def __init__(self, cfg: config.Checkpoint, device: torch.device) -> None:
+    def __init__(self, cfg: config.Checkpoint) -> None:
         """Start the clock and install signal handlers.
 
         Args:
             cfg: The section `checkpoint`.
-            device: Where this rank computes.
 
         Raises:
             ContractError: `on_signal` is set and this is not the main thread, the only one that receives signals in Python.
         """
-        self._device = device
         self._every, self._seconds = cfg.every_steps, None if cfg.every_minutes is None else 60 * cfg.every_minutes
         self._began = time.monotonic()
         self._caught, self._caught_at = 0, 0.0
@@ -62,7 +60,7 @@ class Autosave:
             self._former[number] = signal.signal(number, self._catch)
 
     def due(self, updates: int) -> Cause | None:
-        """Decide whether to save now. Collective if `every_minutes` or `on_signal` is set: one all-reduce of two numbers.
+        """Decide whether to save now. Collective if `every_minutes` or `on_signal` is set: the hosts reduce two numbers.
 
         Args:
             updates: The number of updates made.
@@ -88,10 +86,8 @@ class Autosave:
 
     def _agreed(self) -> int:
         late = self._seconds is not None and dist.get_rank() == 0 and time.monotonic() - self._began >= self._seconds
-        flags = torch.tensor([int(late), int(bool(self._caught))], device=self._device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return int(flags[0]) * _TIME + int(flags[1]) * _SIGNAL
+        time_is_up, signaled = host_numbers.largest([int(late), int(bool(self._caught))])
+        return time_is_up * _TIME + signaled * _SIGNAL
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         now, again = time.monotonic(), self._caught == number and not self._saving

@@ -42,7 +42,7 @@ class SaveAndLoad:
         self._run = run
         self._cfg = run.cfg.checkpoint
         self._background = Background(ready=self._cfg.async_save)
-        self._autosave = Autosave(self._cfg, run.adapter.device) if run.accumulation is not None else None
+        self._autosave = Autosave(self._cfg) if run.accumulation is not None else None
         self._state_to_save: Callable[[], Any] | None = None
         self._dir = None if self._cfg.dir is None else Path(self._cfg.dir).absolute()  # now: the script may change its directory later
         self._lineage = Lineage(self._dir, self._cfg.on_existing)

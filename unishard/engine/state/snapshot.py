@@ -67,6 +67,8 @@ def _storable(shards: dict[str, Shard]) -> dict[str, Shard]:
 
 def _facts(run: Run) -> dict[str, Any]:
     tensors, accumulation = run.tensors, run.accumulation
+    if accumulation is not None:
+        accumulation.settle()
     ties = tensors.ties()
     shapes = {name.removeprefix(keys.PARAMETERS): list(shard.shape) for name, shard in tensors.model_shards().items()}
     backend = registry.get(run.cfg.backend)
