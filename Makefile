@@ -69,6 +69,7 @@ versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torc
 
 bench: $(READY) ## Measure what a step costs beyond the same loop written by hand, and what a translation costs.
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/translate.py
 	$(BIN)/python benchmarks/checkpoint.py
 

@@ -1,0 +1,48 @@
+"""How many Python functions of unishard one update calls: the same number on every machine, as no time is."""
+
+from __future__ import annotations
+
+import pytest
+from playing import play, values
+
+from benchmarks.calls import BLOCKS, STRATEGIES, count
+from unishard.testing.cells import BACKENDS
+
+MARGIN = 1.05
+CELLS = tuple((backend, strategy, blocks) for backend in BACKENDS for strategy in STRATEGIES for blocks in BLOCKS)
+
+
+def of(backend, strategy):
+    """Own calls of the smaller and of the larger model, the same on both ranks."""
+    found = []
+    for blocks in BLOCKS:
+        first, second = values(play(tuple((count, cell) for cell in CELLS))[count, (backend, strategy, blocks)])
+        assert first.own == second.own
+        found.append(first.own)
+    return found
+
+
+PLAIN = {
+    ("fsdp", "no_shard"): 139,
+    ("fsdp", "shard_grad_op"): 174,
+    ("fsdp", "full_shard"): 174,
+    ("deepspeed", "no_shard"): 150,
+    ("deepspeed", "shard_grad_op"): 140,
+    ("deepspeed", "full_shard"): 168,
+}
+"""Own calls of one update of the smaller model."""
+A_BLOCK = 7
+"""Own calls that another unit adds, under a strategy that gathers it: which module the forward enters is compared between the ranks."""
+
+
+@pytest.mark.parametrize("engine", PLAIN, ids="-".join)
+def test_an_update_calls_few_functions(engine):
+    own = of(*engine)[0]
+    assert own.total() <= MARGIN * PLAIN[engine], own.most_common(20)
+
+
+@pytest.mark.parametrize("engine", PLAIN, ids="-".join)
+def test_nothing_walks_the_parameters(engine):
+    small, large = of(*engine)
+    more = {name: number - small[name] for name, number in large.items() if number > small[name]}
+    assert sum(more.values()) <= A_BLOCK * (BLOCKS[1] - BLOCKS[0]), more
