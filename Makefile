@@ -9,7 +9,7 @@ GPU_OUT ?= gpu-out
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel fuzz corpus crash parity matrix mistakes versions bench gpu gpu-wheels clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash parity matrix mistakes versions bench gpu gpu-wheels clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,13 @@ site: $(READY) ## Build the guide and the API reference in site/, without a netw
 
 wheel: $(READY) ## Build the sdist in dist/, and the wheel from it.
 	$(BIN)/python -m build --no-isolation
+
+# In an environment of its own, so that what it needs changes nothing that it looks at.
+audit: ## Look up known vulnerabilities of the pinned requirements (pip-audit; needs the network); FILE=... for other ones.
+	$(PYTHON) -m venv .audit
+	.audit/bin/python -m pip install --quiet pip-audit
+	grep -v '^#' $(or $(FILE),constraints.txt) > .audit/pinned.txt
+	.audit/bin/pip-audit --requirement .audit/pinned.txt --no-deps --disable-pip --strict --progress-spinner off $(ARGS)
 
 fuzz: $(READY) ## Translate 10,000 broken configs of every format (minutes); N=... for another number.
 	$(BIN)/python -m pytest tests/formats/test_every_format.py --examples $(or $(N),10000) -s
@@ -82,7 +89,7 @@ gpu-wheels: $(READY) ## Gather in .wheels what that machine may lack, here where
 	$(BIN)/python -m benchmarks.gpu.wheels .wheels
 
 clean: ## Remove .venv and everything else the targets made.
-	rm -rf $(VENV) dist build site demo-out gpu-out .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
+	rm -rf $(VENV) .audit dist build site demo-out gpu-out .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: whichever build the machine's package index offers is then kept by everything after it.

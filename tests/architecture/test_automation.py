@@ -66,7 +66,7 @@ def test_changes_are_tested_on_every_python_that_is_supported() -> None:
 
 def test_what_lands_is_checked_for_style_types_tests_site_and_wheel() -> None:
     called = {target for step in steps(ROOT / ".github/workflows/check.yml") for target in targets_of(step.get("run", ""))}
-    assert called == {"lint", "type", "site", "wheel", "test", "coverage"}
+    assert called == {"lint", "type", "site", "wheel", "audit", "test", "coverage"}
 
 
 def test_every_target_is_phony_and_has_a_line_of_help() -> None:

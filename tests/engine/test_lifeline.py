@@ -9,10 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from unishard.distributed import serving
 from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub
 from unishard.distributed.lifeline import Lifeline, _connect
 from unishard.distributed.verdict import Judgement
@@ -180,3 +183,35 @@ def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None
             assert idle + interval * count <= 60
             # Data that nobody acknowledges counts too: probes are only sent while there is none.
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * (idle + interval * count)
+
+
+@pytest.mark.parametrize("sent", [b"[" * 4000 + b"\n", b"x" * 5000, b'{"token": 3, "rank": 1}\n', b'{"token": "right", "rank": -1}\n'])
+def test_what_a_stranger_sends_neither_ends_the_hub_nor_fills_its_memory(sent: bytes) -> None:
+    with ranks(2, connected=1) as (hub, lines):
+        with socket.create_connection(("localhost", hub.port)) as connection:
+            connection.sendall(sent)
+            connection.settimeout(5.0)
+            assert connection.recv(1) == b"", "the hub has not closed the connection"
+        assert json.dumps(lines[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'
+
+
+def test_a_hub_of_one_machine_listens_to_no_other() -> None:
+    assert Hub(2, TOKEN, lambda statuses: Judgement(), lambda rank: False, local=True)._listener.getsockname()[0] == "127.0.0.1"
+
+
+HOSTS = {"localhost": True, "127.0.0.1": True, "::1": True, "10.0.0.1": False, "node1": False}
+
+
+@pytest.mark.parametrize(("host", "local"), HOSTS.items())
+def test_which_address_only_this_machine_reaches(host: str, local: bool) -> None:
+    assert serving.is_loopback(host) is serving.is_local(host) is local
+
+
+def test_a_store_of_one_machine_listens_to_no_other() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    store = serving.serve("127.0.0.1", port, 1, timedelta(seconds=5))
+    store.set("key", "value")
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    assert f"0100007F:{port:04X}" in listening
+    assert f"00000000:{port:04X}" not in listening

@@ -18,6 +18,7 @@ from unishard.config import Config, LaunchSettings
 from unishard.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
 from unishard.launch.kubernetes import manifest
 from unishard.launch.slurm import batch_script
+from unishard.loading import hostfile
 from unishard.loading.launched import CONFIG, OVERRIDES, variables
 
 SCRIPT = Script("train.py", ("--lr", "3"))
@@ -359,3 +360,10 @@ def test_a_job_has_a_name_that_kubernetes_takes() -> None:
 def test_a_command_is_quoted_for_a_shell() -> None:
     command = TorchrunCommand(("torchrun", ShellText("$head:$port"), "a b", "$HOME"), {"A": "it's"})
     assert command.line() == "A='it'\"'\"'s' torchrun \"$head:$port\" 'a b' '$HOME'"
+
+
+@pytest.mark.parametrize("content", [b"a\x00b slots=2\n", b"\xff\xfe", b"[" * 2_000_000], ids=["nul", "no text", "large"])
+def test_a_hostfile_that_is_none_is_one_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "hosts").write_bytes(content)
+    with pytest.raises(ConfigError, match=str(tmp_path / "hosts")):
+        hostfile.hosts_of(tmp_path / "hosts")

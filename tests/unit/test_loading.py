@@ -11,6 +11,7 @@ import pytest
 
 import unishard
 from unishard import Config, ConfigError
+from unishard.loading import document
 
 BAD: list[tuple[str, str, list[str]]] = [
     (
@@ -552,3 +553,21 @@ def test_a_number_that_python_does_not_write_is_one_short_error(seed: object) ->
     with pytest.raises(ConfigError, match=r"training\.seed: .*0x") as error:
         unishard.load({"training": {"seed": seed}})
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("backend: fsdp\nx: " + "[" * 5000, "c.yaml: is nested too deeply; the schema has two levels"),
+        ("".join(f"k{index}: {index}\n" for index in range(11_000)), "c.yaml: has more than 10000 lines, which no config has"),
+        ("x-own: [" + "1," * 600 + "1]", "c.yaml: has more than 500 keys and values, which no config has"),
+        ("x-own: {" + ",".join(f"k{index}: {index}" for index in range(300)) + "}", "has more than 500 keys and values"),
+    ],
+    ids=["deep", "long", "a list", "a mapping"],
+)
+def test_a_file_that_would_be_read_for_minutes_is_one_short_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+) -> None:
+    monkeypatch.setattr(document, "_MOST_WRITTEN", 500)  # of 25,000, for which this test would take seconds
+    (folder / "c.yaml").write_text(text)
+    assert says in message("c.yaml")

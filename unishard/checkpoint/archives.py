@@ -30,6 +30,8 @@ def read_through(file: IO[bytes], shown: str) -> Iterator[int]:
     try:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{entry.filename} is compressed, which torch.save never does")
                 if entry.CRC:  # 0 where the writer put none
                     with archive.open(entry) as record:
                         while block := record.read(_BLOCK):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from unishard.checkpoint import manifest, metadata
+from unishard.checkpoint import manifest, metadata, shard_index
 from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.directory import write_manifest
 from unishard.checkpoint.disk import fsync
@@ -152,7 +152,7 @@ def _is_own(source: Path) -> bool:
 def _read(source: Path) -> Contents:
     folder = locate(source)
     facts = manifest.read(folder)
-    require_sound(folder, facts, [metadata.FILE])
+    require_sound(folder, facts, [name for name in (metadata.FILE, shard_index.FILE) if name == metadata.FILE or name in facts.files])
     tensors = Tensors(folder)
     taken = [name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties]
     left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})

@@ -35,6 +35,8 @@ __all__ = [
 
 LATEST = "latest"
 """The file that names the last committed checkpoint."""
+_LONGEST = 4096
+"""Bytes of that file."""
 STEP = re.compile(r"step-(?P<step>\d{8,})(?:-(?P<run>[0-9a-f]{8}))?")
 """The name of a checkpoint; with the run if it began beside checkpoints of another one."""
 LEFT_OVER = re.compile(r"\.(?P<kind>tmp|old|trash)-(?P<name>step-(?P<step>\d{8,})(?:-[0-9a-f]{8})?)-[0-9a-f]{32}|\.latest-[0-9a-f]{32}")
@@ -215,7 +217,7 @@ def entries(root: Path) -> list[str]:
 def _named(root: Path) -> str | None:
     """The name in the file `latest`, whether or not its checkpoint exists."""
     try:
-        match = STEP.fullmatch(read_bytes(root / LATEST).decode("utf-8", "replace").strip())
+        match = STEP.fullmatch(read_bytes(root / LATEST, _LONGEST).decode("utf-8", "replace").strip())
     except OSError:
         return None
     return match[0] if match else None

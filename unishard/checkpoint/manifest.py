@@ -39,6 +39,8 @@ _LAST = re.compile(rb',\n "crc32": "[0-9a-f]{8}"\n}\n\Z')
 _CRC32 = r"^[0-9a-f]{8}$"
 _LARGEST = 2**62
 """No count of anything is as large."""
+_LARGEST_FILE = 2**30
+"""Bytes of a manifest; that of a model with 100,000 tensors has 40 MB."""
 
 
 class _Facts(BaseModel):
@@ -212,7 +214,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / FILE
     try:
-        text = read_bytes(path)
+        text = read_bytes(path, _LARGEST_FILE)
     except OSError as error:
         raise CheckpointError(f"{folder}: not a complete checkpoint ({FILE}: {error.strerror}); run `unishard checkpoint list`") from error
     try:

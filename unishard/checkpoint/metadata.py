@@ -29,6 +29,8 @@ __all__ = ["FILE", "read"]
 
 FILE = ".metadata"
 """Its name in the directory."""
+_LARGEST = 2**33
+"""Bytes of an index; one of 70 billion parameters on 1,024 ranks has 400 MB."""
 
 _ADMITTED = {
     "collections": {"OrderedDict"},
@@ -86,7 +88,7 @@ def read(folder: Path) -> Metadata:
     dcp.require()
     path = folder / FILE
     try:
-        data = read_bytes(path)
+        data = read_bytes(path, _LARGEST)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; this is not a torch.distributed.checkpoint directory") from error
     try:

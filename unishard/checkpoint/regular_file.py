@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from io import BufferedReader
@@ -19,13 +20,19 @@ def open_file(path: Path) -> BufferedReader:
     return open(path, "rb", opener=_open_file)
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, most: int | None = None) -> bytes:
     """The content of a file.
 
+    Args:
+        path: The file.
+        most: Its largest size in bytes; None for any.
+
     Raises:
-        OSError: It cannot be read, or is not a file.
+        OSError: It cannot be read, is not a file, or is larger.
     """
     with open_file(path) as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
         return file.read()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -13,9 +14,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.archives import read_through
+from unishard.checkpoint.chunks import Chunk, ChunkTable, ListedChunks
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.intervals import runs
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.regular_file import open_file
+from unishard.checkpoint.shard_index import open_index
 from unishard.errors import CheckpointError
 
 __all__ = ["ReadRequest", "Tensors"]
@@ -30,18 +34,6 @@ class ReadRequest(NamedTuple):
     """First element, in the flattened tensor."""
     values: Tensor
     """The flat destination, of any dtype on any device; is written to."""
-
-
-class _Chunk(NamedTuple):
-    """A box of a tensor as it is stored in a file."""
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    at: int
-    length: int
 
 
 class Tensors:
@@ -59,25 +51,18 @@ class Tensors:
         """
         self.folder = folder
         self._verify = verify
-        index = metadata.read(folder)
-        self.shapes: Mapping[str, torch.Size] = {}
-        """Of each tensor."""
-        self.dtypes: Mapping[str, torch.dtype] = {}
-        """Of each tensor."""
-        self.others: frozenset[str] = frozenset(
-            name for name, entry in index.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)
-        )
+        table: ChunkTable | None = None if verify else open_index(folder)
+        self.others: frozenset[str] = frozenset()
         """Names of entries that are not tensors: pickles, which are never opened."""
-        self._chunks: dict[str, list[_Chunk]] = {}
-        for name, entry in index.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                self._add(name, entry, index.storage_data)
+        self._table = self._listed() if table is None else table
+        self.shapes, self.dtypes = self._table.shapes, self._table.dtypes
+        self._sizes: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._chunks
+        return name in self.shapes
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._chunks)
+        return iter(self.shapes)
 
     def stretch(self, name: str) -> LazyShard:
         """A full tensor, read on demand.
@@ -85,7 +70,9 @@ class Tensors:
         Raises:
             CheckpointError: There is no such tensor.
         """
-        self._of(name)
+        self._require(name)
+        for chunk in self._table.chunks(name, 0, self.shapes[name].numel()):
+            self._require_room(chunk)
 
         def read(begin: int, end: int) -> Tensor:
             values = torch.empty(end - begin, dtype=self.dtypes[name])
@@ -111,10 +98,11 @@ class Tensors:
         Raises:
             CheckpointError: A tensor does not exist, or a file is missing, truncated or damaged.
         """
-        wanted: dict[_Chunk, list[tuple[ReadRequest, int, int, int]]] = {}
+        wanted: dict[Chunk, list[tuple[ReadRequest, int, int, int]]] = {}
         for target in targets:
+            self._require(target.name)
             filled = 0
-            for chunk in self._of(target.name):
+            for chunk in self._table.chunks(target.name, target.start, target.start + target.values.numel()):
                 for inside, into, length in _common(chunk, target):
                     wanted.setdefault(chunk, []).append((target, inside, into, length))
                     filled += length
@@ -137,8 +125,17 @@ class Tensors:
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
-    def _add(self, name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> None:
-        chunks = []
+    def _listed(self) -> ListedChunks:
+        """The chunks in torch's index."""
+        index = metadata.read(self.folder)
+        entries = index.state_dict_metadata
+        self.others = frozenset(name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
+        tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        listed = {name: [*self._chunks_of(name, entry, index.storage_data)] for name, entry in tensors.items()}
+        shapes = {name: entry.size for name, entry in tensors.items()}
+        return ListedChunks(listed, shapes, {name: entry.properties.dtype for name, entry in tensors.items()})
+
+    def _chunks_of(self, name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> Iterator[Chunk]:
         for chunk in entry.chunks:
             place = places.get(MetadataIndex(name, chunk.offsets))
             if place is None or getattr(place, "transform_descriptors", None):
@@ -147,25 +144,30 @@ class Tensors:
                 raise CheckpointError(
                     f"{self.folder}: {name} lies outside the directory ({place.relative_path}); do not trust this checkpoint"
                 )
-            chunks.append(
-                _Chunk(name, tuple(entry.size), tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
-            )
-        self.shapes[name], self.dtypes[name] = torch.Size(entry.size), entry.properties.dtype  # type: ignore[index]
-        self._chunks[name] = chunks
+            yield Chunk(name, tuple(entry.size), tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
 
-    def _of(self, name: str) -> list[_Chunk]:
-        try:
-            return self._chunks[name]
-        except KeyError:
-            raise CheckpointError(f"{self.folder}: no tensor {name!r}; list them with `unishard checkpoint inspect`") from None
+    def _require(self, name: str) -> None:
+        if name not in self.shapes:
+            raise CheckpointError(f"{self.folder}: no tensor {name!r}; list them with `unishard checkpoint inspect`")
 
-    def _open(self, chunk: _Chunk) -> IO[bytes]:
+    def _require_room(self, chunk: Chunk) -> None:
+        """Check that a chunk is no larger than its file, before anyone plans with its size. A file that cannot be read says so later."""
+        if chunk.file not in self._sizes:
+            path = self.folder / chunk.file
+            self._sizes[chunk.file] = path.stat().st_size if path.is_file() else sys.maxsize
+        size = math.prod(chunk.sizes) * self.dtypes[chunk.name].itemsize
+        if size > min(chunk.length, self._sizes[chunk.file]):
+            raise CheckpointError(f"{self.folder / chunk.file}: holds less than the {size} bytes of {chunk.name}; it is damaged")
+
+    def _open(self, chunk: Chunk) -> IO[bytes]:
         try:
-            return open_file(self.folder / chunk.file)
+            return open_file(file_inside(self.folder, chunk.file))
+        except OutsideFolderError as error:
+            raise CheckpointError(f"{self.folder}: {error}; do not trust this checkpoint, or put the file into it") from None
         except OSError as error:
             raise CheckpointError(f"{self.folder / chunk.file}: {error.strerror}; the checkpoint is incomplete") from error
 
-    def _load(self, chunk: _Chunk, file: IO[bytes]) -> Tensor:
+    def _load(self, chunk: Chunk, file: IO[bytes]) -> Tensor:
         record: Any = _Window(file, chunk.at, chunk.length)
         if self._verify:
             for _ in read_through(record, f"{self.folder / chunk.file}: {chunk.name}"):
@@ -180,7 +182,7 @@ class Tensors:
         return values.reshape(-1)
 
 
-def _common(chunk: _Chunk, target: ReadRequest) -> Iterator[tuple[int, int, int]]:
+def _common(chunk: Chunk, target: ReadRequest) -> Iterator[tuple[int, int, int]]:
     """The overlaps of a chunk and a target: offset in the chunk, offset in the target, length."""
     begin, end = target.start, target.start + target.values.numel()
     if chunk.sizes and 0 not in chunk.sizes:

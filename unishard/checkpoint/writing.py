@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from unishard.checkpoint import dcp, keys
+from unishard.checkpoint import dcp, keys, shard_index
 from unishard.checkpoint.direct_file import BUFFER, DirectFile
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
@@ -76,6 +76,7 @@ def write(
     ties: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
     advance: Advance = lambda written: None,
+    own_index: bool = True,
 ) -> Written | None:
     """Write a directory. Collective if torch.distributed is initialized.
 
@@ -85,6 +86,7 @@ def write(
         ties: Other names of tied tensors, to the names under which they are stored; readers find both.
         group: A process group with a CPU backend; None for the default group.
         advance: Called with this rank's progress.
+        own_index: Whether to write our own index beside torch's, from which ranks read only what they need.
 
     Returns:
         What was written, on rank 0; None on the others.
@@ -93,7 +95,7 @@ def write(
         CheckpointError: On every rank: one of them could not write its file, or the shards do not cover the tensors.
     """
     single = not dist.is_initialized()
-    writer = _Writer(folder, ties or {}, advance)
+    writer = _Writer(folder, ties or {}, advance, own_index=own_index)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # because of `no_dist`, as intended
@@ -206,7 +208,7 @@ def _path(name: str) -> tuple[str, ...]:
 class _Writer(FileSystemWriter):
     """Writes one file for each rank, and computes its checksum and the hashes of its tensors at the same time."""
 
-    def __init__(self, folder: Path, ties: Mapping[str, str], advance: Advance) -> None:
+    def __init__(self, folder: Path, ties: Mapping[str, str], advance: Advance, *, own_index: bool) -> None:
         super().__init__(folder, overwrite=False)
         self.ties = {keys.PARAMETERS + alias: keys.PARAMETERS + name for alias, name in ties.items()}
         self.files: dict[str, tuple[int, int]] = {}
@@ -215,6 +217,7 @@ class _Writer(FileSystemWriter):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._advance = advance
+        self._own_index = own_index
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # the base class would write a local path into the file
@@ -256,6 +259,25 @@ class _Writer(FileSystemWriter):
         self.shapes = {name: tuple(entry.size) for name, entry in entries.items()}  # type: ignore[union-attr]
         self.dtypes = {name: name_of(entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
         super().finish(metadata, results)
-        fsync(Path(self.path))
-        index = (Path(self.path) / FILE).read_bytes()  # read here, where torch propagates a failure on rank 0 to all ranks
+        folder = Path(self.path)
+        index = (folder / FILE).read_bytes()  # read here, where torch propagates a failure on rank 0 to all ranks
         self.files[FILE] = (len(index), zlib.crc32(index))
+        if self._own_index:
+            table = self._index_of(metadata, results, len(index))
+            (folder / shard_index.FILE).write_bytes(table)
+            fsync(folder / shard_index.FILE)
+            self.files[shard_index.FILE] = (len(table), zlib.crc32(table))
+        fsync(folder)
+
+    def _index_of(self, metadata: Metadata, results: list[list[WriteResult]], size: int) -> bytes:
+        entries: dict[str, Any] = metadata.state_dict_metadata
+        tensors = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in entries.items()}
+        strides = {name: [math.prod(shape[dim + 1 :]) for dim in range(len(shape))] for name, (_, shape) in tensors.items()}
+        rows: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in tensors}
+        files: dict[str, int] = {}
+        for rank in results:
+            for result in rank:
+                name, offset, place = result.index.fqn, result.index.offset or (), result.storage_data
+                first = sum(at * stride for at, stride in zip(offset, strides[name], strict=True))
+                rows[name].append((first, files.setdefault(place.relative_path, len(files)), place.offset, place.length))
+        return shard_index.bytes_of(tensors, rows, list(files), size)

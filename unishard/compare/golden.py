@@ -17,6 +17,8 @@ __all__ = ["ComparedRun", "facts_of", "golden_text", "read_golden"]
 
 _AROUND = ("launch", "logging", "profile", "checkpoint", "backend", "sharding", "communication", "strict")
 """Sections that do not change what is trained."""
+_LARGEST = 2**28
+"""Bytes of a golden file; a line has about 300."""
 
 
 class ComparedRun(NamedTuple):
@@ -55,6 +57,8 @@ def read_golden(path: Path) -> ComparedRun:
     Raises:
         ConfigError: It has no losses.
     """
+    if path.stat().st_size > _LARGEST or not path.is_file():
+        raise ConfigError([Problem("", f"is no file of at most {_LARGEST} bytes; name a golden file, or a log.jsonl", str(path))])
     text = path.read_text(encoding="utf-8", errors="replace")
     records = records_in(text)
     if not records:
@@ -66,7 +70,7 @@ def read_golden(path: Path) -> ComparedRun:
 def _config_in(text: str) -> dict[str, Any]:
     try:
         first = json.loads(text.splitlines()[0])
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     found = first.get("config") if isinstance(first, dict) else None
     return found if isinstance(found, dict) else {}

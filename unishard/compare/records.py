@@ -35,7 +35,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(found, dict):
             yield found

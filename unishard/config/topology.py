@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from unishard.config import launchers
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Topology", "first_host", "forgotten_srun", "life", "rendezvous", "store_of_launcher"]
+__all__ = ["Topology", "first_host", "forgotten_srun", "has_one_agent", "life", "rendezvous", "store_of_launcher"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,14 @@ def life(environ: Mapping[str, str] = os.environ) -> str:
 
     Only on one host: on several, the agents count the restarts apart (torch 2.13, elastic/agent/server/api.py).
     """
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environ.get("GROUP_WORLD_SIZE") != "1":
+    if not has_one_agent(environ):
         return ""
     return f"life/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def has_one_agent(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has started all ranks on one host."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("GROUP_WORLD_SIZE") == "1"
 
 
 def first_host(hosts: str) -> str:

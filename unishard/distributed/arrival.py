@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as connect
 
 from unishard.config.topology import Topology, life, rendezvous, store_of_launcher
-from unishard.distributed import excepthook, lifeline, second_signal
+from unishard.distributed import excepthook, lifeline, second_signal, serving
 from unishard.distributed.endings import headline
 from unishard.distributed.hub import RAISED
 from unishard.errors import RankMismatchError
@@ -46,7 +46,7 @@ def meet(topology: Topology, timeout: timedelta) -> Any:
     second_signal.install()
     host, port, served = store_of_launcher(method)
     store = _store(topology, method, host, port, timeout, serves=topology.rank == 0 and not served)
-    line = lifeline.open_line(store, topology.rank, topology.world_size, [host])
+    line = lifeline.open_line(store, topology.rank, topology.world_size, [host], local=serving.is_local(host))
     if line is not None:
         excepthook.install(line)
         there = line.collect("arrived", "", what=f"to call {_CALLS}", patience=_PATIENCE)
@@ -84,7 +84,7 @@ def stay_away(error: BaseException) -> None:
     store = _store(topology, method, host, port, timedelta(seconds=_FAREWELL), serves=serves)
     if topology.rank and not lifeline.is_served(store, _FAREWELL):
         return
-    line = lifeline.open_line(store, topology.rank, topology.world_size, [host])
+    line = lifeline.open_line(store, topology.rank, topology.world_size, [host], local=serving.is_local(host))
     if line is not None:
         line.end(f"raised {headline(error)}", RAISED)
         if topology.rank == 0:
@@ -107,8 +107,7 @@ def leave() -> None:
 def _store(topology: Topology, method: str, host: str, port: int, timeout: timedelta, *, serves: bool) -> Any:
     if serves:
         # Unlike torch's rendezvous, which waits for the others inside C++ until the timeout.
-        server: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
-        return server(host, port, topology.world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        return serving.serve(host, port, topology.world_size, timeout)
     began, warned = time.monotonic(), False
     while True:
         try:

@@ -22,7 +22,7 @@ from unishard.config import Communication
 from unishard.distributed import lifeline
 from unishard.distributed.device_wait import DeviceWait
 from unishard.distributed.journal import Call, Journal, tail_from
-from unishard.distributed.process_group import TIMEOUT
+from unishard.distributed.process_group import TIMEOUT, host_group
 from unishard.distributed.verdict import different_calls
 from unishard.distributed.watchdog import watch
 from unishard.errors import RankMismatchError
@@ -229,7 +229,8 @@ class DesyncCheck:
         self.journal = journal = Journal()
         if self.line is not None:
             self.line.place, self.line.unit = journal.now, lambda: journal.unit
-        self._group = dist.new_group(backend="gloo", timeout=LATE)  # gloo even with NCCL: nothing here waits for a device
+        # Gloo even with NCCL: nothing here waits for a device. The main thread's collectives there have other tags than what is sent here.
+        self._group = host_group()
         self._rounds = list(_rounds(self.size))
         self.number = 0
         """Digests that this rank has sent."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import secrets
 import selectors
 import socket
 import threading
@@ -30,12 +32,25 @@ _LONGEST = 16 * 2**20
 """Bytes of a message; what is longer does not come from a rank."""
 
 
-def _listen(backlog: int) -> socket.socket:
-    """A server of IPv6 and IPv4; of IPv4 where the system has IPv6 switched off."""
+_HELLO = 4096
+"""Bytes of the first message, before anybody knows that it comes from a rank."""
+
+
+def _listen(backlog: int, *, local: bool) -> socket.socket:
+    """A server for this machine only, or for all: of IPv6 and IPv4, of IPv4 where the system has IPv6 switched off."""
+    if local:
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=backlog)
+
+
+_logger = logging.getLogger("unishard")
+
+
+def _line_of(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 Judge = Callable[[Mapping[int, Any]], Judgement]
@@ -55,8 +70,10 @@ class _Link:
 class _Collection:
     """Values of all ranks under one key."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, missing: set[int]) -> None:
         self.what = what
+        self.missing = missing
+        """The ranks that live and have given nothing."""
         self.began = time.monotonic()
         self.deadline: float | None = None
         """When it is complete whoever is missing."""
@@ -66,10 +83,14 @@ class _Collection:
         self.complete = False
 
     def answer(self, key: str) -> dict[str, Any]:
-        """The values, equal ones once."""
-        grouped: dict[str, tuple[Any, list[int]]] = {}
+        """The values, equal ones once, each with the first and last of the ranks that gave it: one line for any number of ranks."""
+        grouped: dict[str, tuple[Any, list[list[int]]]] = {}
         for rank, value in sorted(self.values.items()):
-            grouped.setdefault(json.dumps(value), (value, []))[1].append(rank)
+            spans = grouped.setdefault(json.dumps(value), (value, []))[1]
+            if spans and spans[-1][1] == rank - 1:
+                spans[-1][1] = rank
+            else:
+                spans.append([rank, rank])
         return {"kind": "collected", "key": key, "values": list(grouped.values())}
 
 
@@ -92,7 +113,7 @@ def notice_silence(connection: socket.socket) -> None:
 class Hub:
     """Serves the connections of all ranks in a thread of its own."""
 
-    def __init__(self, size: int, token: str, judge: Judge, unreachable: Callable[[int], bool]) -> None:
+    def __init__(self, size: int, token: str, judge: Judge, unreachable: Callable[[int], bool], *, local: bool = False) -> None:
         """Start the thread.
 
         Args:
@@ -100,9 +121,10 @@ class Hub:
             token: What a rank must say first; others are refused.
             judge: Called with the statuses of all ranks that live when each of them stands still.
             unreachable: Whether a rank has said elsewhere that it cannot connect.
+            local: Whether all ranks are on this machine, so that no other one needs to connect.
         """
         self._size, self._token, self._judge, self._unreachable = size, token, judge, unreachable
-        self._listener = _listen(size)
+        self._listener = _listen(size, local=local)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -112,7 +134,11 @@ class Hub:
         """What was said of them, for ranks that come later."""
         self._collections: dict[str, _Collection] = {}
         self._statuses: dict[int, Any] = {}
+        """Of the ranks that live and stand still."""
         self._judged = False
+        self._considered = -_TICK
+        self._asked = False
+        """Whether statuses have come since they were considered."""
         threading.Thread(target=self._serve, name="unishard-hub", daemon=True).start()
 
     def close_in_child(self) -> None:
@@ -132,10 +158,15 @@ class Hub:
         self._listener.close()
 
     def _is_waited_for(self) -> bool:
-        return any(not found.complete and (found.deadline or found.patience) for found in self._collections.values())
+        return self._asked or any(not found.complete and (found.deadline or found.patience) for found in self._collections.values())
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # closed again, or this process has as many files open as it may
+            _logger.warning("a rank could not connect to rank 0 (%s)", error.strerror)
+            time.sleep(_TICK)
+            return
         notice_silence(connection)
         connection.settimeout(_STOPPED)
         self._selector.register(connection, selectors.EVENT_READ, _Link(connection))
@@ -149,10 +180,10 @@ class Hub:
         for line in lines:
             try:
                 self._handle(link, json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError):  # not from a rank
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not from a rank
                 data = b""
                 break
-        if not data or len(link.buffer) > _LONGEST:
+        if not data or len(link.buffer) > (_HELLO if link.rank < 0 else _LONGEST):
             self._drop(link)
 
     def _drop(self, link: _Link) -> None:
@@ -164,9 +195,11 @@ class Hub:
 
     def _handle(self, link: _Link, message: dict[str, Any]) -> None:
         if link.rank < 0:
-            if message["token"] != self._token or message["rank"] in self._links:
+            rank = message["rank"]
+            known = secrets.compare_digest(message["token"].encode(), self._token.encode())
+            if not known or type(rank) is not int or not 0 <= rank < self._size or rank in self._links:
                 raise ValueError("a stranger")
-            link.rank = int(message["rank"])
+            link.rank = rank
             self._links[link.rank] = link
             for message in ({"kind": "welcome"}, *self._endings):
                 self._send(link, message)
@@ -175,7 +208,11 @@ class Hub:
             case "collect":
                 self._collect(link, message)
             case "status":
-                self._statuses[link.rank] = message["status"]
+                if message["status"] is None or link.rank in self._ended:
+                    self._statuses.pop(link.rank, None)
+                else:
+                    self._statuses[link.rank] = message["status"]
+                self._asked = True
                 self._consider()
             case "ended":
                 self._end(link.rank, message["text"], message["how"])
@@ -187,19 +224,25 @@ class Hub:
         if rank not in self._ended:
             self._ended.add(rank)
             said.insert(0, {"kind": "ended", "rank": rank, "text": text, "how": how})
+            self._statuses.pop(rank, None)
         for each in said:
             self._endings.append(each)
             self._cast(each)
-        for key in list(self._collections):
+        for key, found in list(self._collections.items()):
+            found.missing.discard(rank)
             self._finish(key)
 
     def _cast(self, message: dict[str, Any]) -> None:
+        line = _line_of(message)
         for rank in sorted(self._links, reverse=True):  # this process last: it may end as soon as it hears
-            self._send(self._links[rank], message)
+            self._write(self._links[rank], line)
 
     def _send(self, link: _Link, message: dict[str, Any]) -> None:
+        self._write(link, _line_of(message))
+
+    def _write(self, link: _Link, line: bytes) -> None:
         with contextlib.suppress(OSError):  # its end is noticed when it is read
-            link.socket.sendall(json.dumps(message).encode() + b"\n")
+            link.socket.sendall(line)
 
     # -- collections ------------------------------------------------------------------------------------------------------
 
@@ -209,12 +252,13 @@ class Hub:
             complete = [each for each, found in self._collections.items() if found.complete]
             for old in complete[: max(0, len(complete) - _REMEMBERED)]:
                 del self._collections[old]
-            self._collections[key] = _Collection(message["what"])
+            self._collections[key] = _Collection(message["what"], set(range(self._size)) - self._ended)
         found = self._collections[key]
         if found.complete:
             self._send(link, found.answer(key))
             return
         found.values[link.rank] = message["value"]
+        found.missing.discard(link.rank)
         if found.deadline is None and message["seconds"] is not None:
             found.deadline = time.monotonic() + message["seconds"]
         if found.patience is None and message["patience"] is not None:
@@ -223,13 +267,14 @@ class Hub:
 
     def _finish(self, key: str, *, late: bool = False) -> None:
         found = self._collections[key]
-        if found.complete or (not late and set(range(self._size)) - found.values.keys() - self._ended):
+        if found.complete or (not late and found.missing):
             return
         found.complete = True
         self._cast(found.answer(key))
 
     def _look(self) -> None:
         """Complete collections whose time is over, and warn of ranks that are waited for."""
+        self._consider()
         now = time.monotonic()
         for key, found in list(self._collections.items()):
             if found.complete:
@@ -242,8 +287,11 @@ class Hub:
                 self._finish(key)
 
     def _warn(self, found: _Collection, seconds: float) -> None:
-        self._ended |= {rank for rank in range(self._size) if rank not in self._links and self._unreachable(rank)}
-        missing = sorted(set(range(self._size)) - found.values.keys() - self._ended)
+        away = {rank for rank in found.missing if rank not in self._links and self._unreachable(rank)}
+        self._ended |= away
+        for each in self._collections.values():
+            each.missing -= away
+        missing = sorted(found.missing)
         link = self._links.get(min(found.values, default=-1))
         if missing and link is not None:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:16]))}"
@@ -252,12 +300,16 @@ class Hub:
     # -- ranks that stand still -------------------------------------------------------------------------------------------
 
     def _consider(self) -> None:
-        """Judge, once the status of every rank that lives is known."""
-        live = self._links.keys() - self._ended
-        statuses = {rank: status for rank in live if (status := self._statuses.get(rank)) is not None}
-        if self._judged or len(statuses) < len(live) or len(live | self._ended) < self._size:
+        """Judge, once the status of every rank that lives is known; all of them at once, and not at each status that comes."""
+        away = sum(rank not in self._links for rank in self._ended)
+        live = len(self._links) - len(self._ended) + away
+        if not self._asked or self._judged or len(self._statuses) < live or len(self._links) + away < self._size:
+            self._asked = False
             return
-        verdict, late = self._judge(statuses)
+        if time.monotonic() - self._considered < _TICK:
+            return
+        self._considered, self._asked = time.monotonic(), False
+        verdict, late = self._judge(dict(self._statuses))
         if verdict:
             self._judged = True
             self._cast({"kind": "verdict", "text": verdict})

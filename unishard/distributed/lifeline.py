@@ -112,7 +112,7 @@ class Lifeline:
                     return {self.rank: value}  # the hub is gone
                 self._news.wait(0.5)
             grouped = self._collected.pop(key)
-        return {rank: value for value, ranks in grouped for rank in ranks}
+        return {rank: value for value, spans in grouped for first, last in spans for rank in range(first, last + 1)}
 
     def give(self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None) -> None:
         """Give a value without waiting for those of the others; the arguments are those of `collect`."""
@@ -265,7 +265,7 @@ def current() -> Lifeline | None:
     return _current
 
 
-def open_line(store: Any, rank: int, size: int, hosts: Sequence[str]) -> Lifeline | None:
+def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: bool = False) -> Lifeline | None:
     """Open the line of this process. Collective: waits for rank 0.
 
     Args:
@@ -273,6 +273,7 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str]) -> Lifelin
         rank: This rank.
         size: Number of ranks.
         hosts: Names or addresses of rank 0's machine to try first.
+        local: Whether all ranks are on one machine; no other one can then connect.
     """
     global _current, _opened
     _opened += 1
@@ -281,10 +282,10 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str]) -> Lifelin
     if rank == 0:
         token = secrets.token_hex(16)
         asked = dist.PrefixStore(f"unishard/line/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
-        hub = Hub(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])))
+        hub = Hub(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
         keys.set("hub", json.dumps([socket.gethostname(), _own_address(), hub.port, token]))
     machine, address, port, token = json.loads(keys.get("hub"))
-    for host in [*(["localhost"] if machine == socket.gethostname() else []), *hosts, address]:
+    for host in [*(["127.0.0.1"] if machine == socket.gethostname() else []), *hosts, address]:
         if (connection := _connect(host, port, {"token": token, "rank": rank})) is not None:
             _current = Lifeline(connection, rank, size, hub)
             return _current

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import sys
 import time
 import warnings
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from unishard.config.topology import Topology, forgotten_srun, rendezvous
-from unishard.distributed import arrival, devices
-from unishard.errors import RankMismatchError
+from unishard.distributed import arrival, descriptors, devices
+from unishard.distributed.agreement import agree
 from unishard.patches import CORE_PATCHES
 
 __all__ = [
@@ -81,6 +80,7 @@ def ensure(topology: Topology, *, watched: bool = False) -> Topology:
         meet = {"store": arrival.meet(topology, TIMEOUT)}
     if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
         warnings.warn(forgotten, UserWarning, stacklevel=3)
+    descriptors.make_room(topology.world_size)
     # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the group split NCCL's
     # communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
     dist.init_process_group(
@@ -101,11 +101,11 @@ _spare_groups: dict[Any, list[dist.ProcessGroup]] = {}
 
 
 def host_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks, for the main thread. Collective at the first call."""
+    """A gloo group of all ranks, for the main thread and the check of its calls. Collective at the first call."""
     world = dist.group.WORLD
     if world not in _host_groups:
         _host_groups.clear()
-        _host_groups[world] = dist.new_group(backend="gloo")
+        _host_groups[world] = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return _host_groups[world]
 
 
@@ -128,32 +128,6 @@ def give_back(group: dist.ProcessGroup, world: Any) -> None:
     """
     if dist.is_initialized() and world is dist.group.WORLD:
         _spare_groups.setdefault(world, []).append(group)
-
-
-def agree(facts: dict[str, Any], what: str) -> None:
-    """Check that all ranks have the same values. Collective; only a digest is sent unless they differ.
-
-    Args:
-        facts: Values by name, compared by their `repr`.
-        what: What the values describe, for the message.
-
-    Raises:
-        RankMismatchError: On every rank; lists each name that differs, with the value of each rank.
-    """
-    world = dist.get_world_size()
-    texts = {name: repr(value) for name, value in facts.items()}
-    digests: list[Any] = [None] * world
-    dist.all_gather_object(digests, hashlib.sha256(repr(texts).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, texts)
-    differing = []
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        values = [theirs.get(name, "nothing") for theirs in everyone]
-        if len(set(values)) > 1:
-            differing.append(f"{name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values[:8])))
-    raise RankMismatchError(f"ranks hold different {what}; start every rank with the same:\n" + "\n".join(differing[:20]))
 
 
 def ended_by(error: BaseException | None) -> None:

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.config.topology import Topology, rendezvous
+from unishard.config.topology import Topology, rendezvous, store_of_launcher
+from unishard.distributed import serving
 from unishard.doctor.check import Check, Status
 from unishard.doctor.importing import one_line
 
@@ -43,9 +44,7 @@ def connections(topology: Topology) -> list[Check]:
     """Connect all ranks and measure. Collective; on other ranks than the first the list is empty, but for a failed rendezvous."""
     began = time.monotonic()
     try:
-        dist.init_process_group(
-            "gloo", init_method=rendezvous(topology), rank=topology.rank, world_size=topology.world_size, timeout=_TIMEOUT
-        )
+        dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size, timeout=_TIMEOUT, **_meeting(topology))
     except (RuntimeError, ValueError) as error:
         return [_not_connected(topology, error)]
     seconds = time.monotonic() - began
@@ -57,6 +56,17 @@ def connections(topology: Topology) -> list[Check]:
     finally:
         dist.destroy_process_group()
     return checks if topology.rank == 0 else []
+
+
+def _meeting(topology: Topology) -> dict[str, Any]:
+    """Where the ranks meet: as in `prepare`, so that a run on this host listens to no other one."""
+    method = rendezvous(topology)
+    if method is not None and topology.rank == 0:
+        host, port, served = store_of_launcher(method)
+        if not served and serving.is_loopback(host):
+            store = serving.serve(host, port, topology.world_size, _TIMEOUT)
+            return {"store": dist.PrefixStore("default_pg", store)}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    return {"init_method": method}
 
 
 def _not_connected(topology: Topology, error: Exception) -> Check:

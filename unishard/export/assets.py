@@ -120,8 +120,10 @@ class Assets(_Index):
             return {}
         try:
             config: dict[str, object] = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{FOLDER}{_CONFIG}: {error}; it is damaged") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{FOLDER}{_CONFIG}: is no mapping; it is damaged")
         return config
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unishard.checkpoint import keys, manifest
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.regular_file import read_bytes
@@ -78,7 +79,9 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
         if name.startswith(FOLDER):
             require_inside(name)
             try:
-                files[name] = read_bytes(folder / name)
+                files[name] = read_bytes(file_inside(folder, name), file.bytes)
+            except OutsideFolderError as error:
+                raise CheckpointError(f"{folder}: {error}; do not trust this checkpoint") from None
             except OSError as error:
                 raise CheckpointError(f"{folder / name}: {error.strerror}; the checkpoint is incomplete") from error
             if f"{zlib.crc32(files[name]):08x}" != file.crc32:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +27,6 @@ _PYTHON = "is Python, which unishard does not run; name a YAML, JSON or TOML fil
 _TITAN = "is a Python config of torchtitan 0.3 or later, which unishard does not run; name the TOML of 0.2, or run `unishard init`"
 _YAML = (".yaml", ".yml")
 _DEEPEST = 100
-_MOST_LINES = 10_000
-_BRACKET = re.compile(r"[][{}]")
-_DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
 _DOTTED = re.compile(rf"""(?<![\w"'.-])(?:(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
 _LARGEST = 10**400
 _STRICT = "transformers 5.23 and Accelerate 1.15.0 refuse it (DeepSpeed 0.19.8 takes it: hjson)"
@@ -147,11 +143,6 @@ def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:
 
 
 def _yaml(content: str, path: Path) -> _Parsed:
-    # The parser's time grows with the square of the depth of brackets, and is a tenth of a millisecond for a line.
-    if content.count("\n") > _MOST_LINES:
-        raise _file_error(path, f"has more than {_MOST_LINES} lines, which no config has; name another file")
-    if max(accumulate(_DEEPER.get(character, 0) for character in _BRACKET.findall(content)), default=0) > _DEEPEST:
-        raise _file_error(path, f"nests more than {_DEEPEST} brackets, which no config does; name another file")
     document = from_text(content, str(path), foreign=True)
     if document.findings:
         raise ConfigError(_problems(document.findings, path))

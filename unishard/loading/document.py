@@ -13,10 +13,12 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
@@ -30,6 +32,12 @@ __all__ = ["Document", "from_file", "from_mapping", "from_text", "section_of", "
 
 _LARGEST = 2**20
 _MOST_NODES = 200_000
+_MOST_WRITTEN = 25_000
+_MOST_LINES = 10_000
+_DEEPEST = 100
+_TOO_DEEP = "is nested too deeply; the schema has two levels"
+_BRACKET = re.compile(r"[][{}]")
+_DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
 _TAG = "tag:yaml.org,2002:"
 _TEXT = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value"}
@@ -124,8 +132,10 @@ def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
     Raises:
         ConfigError: The text is not YAML.
     """
+    _refuse_endless(text, name, foreign=foreign)
     document = Document(None, Origins(Origin(name, 1)))
     yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _Composer
     yaml.composer.warn_double_anchors = False  # YAML allows redefining an anchor
     try:
         node = yaml.compose(text)
@@ -136,20 +146,50 @@ def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise _whole(name, f"contains the control character #x{error.character:04x}; remove it, or name a YAML file", line) from None
+    except _TooManyError:
+        raise _whole(name, f"has more than {_MOST_WRITTEN} keys and values, which no config has; name another file") from None
     except RecursionError:
-        raise _whole(name, "is nested too deeply; the schema has two levels") from None
+        raise _whole(name, _TOO_DEEP) from None
     return document
 
 
-def text_of(path: Path) -> str:
+def _refuse_endless(text: str, name: str, *, foreign: bool) -> None:
+    """Refuse what would take long: the parser's time grows with the square of the depth of brackets, and is 0.2 ms for a line."""
+    if text.count("\n") > _MOST_LINES:
+        raise _whole(name, f"has more than {_MOST_LINES} lines, which no config has; name another file")
+    if max(accumulate(_DEEPER.get(character, 0) for character in _BRACKET.findall(text)), default=0) > _DEEPEST:
+        raise _whole(name, f"nests more than {_DEEPEST} brackets, which no config does; name another file" if foreign else _TOO_DEEP)
+
+
+class _TooManyError(Exception):
+    """A document has more nodes than a config."""
+
+
+class _Composer(Composer):
+    """Counts what is written, while it is parsed."""
+
+    _written = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._written += 1
+        if self._written > _MOST_WRITTEN:
+            raise _TooManyError
+        return super().compose_node(parent, index)
+
+
+def text_of(path: Path, largest: int = _LARGEST) -> str:
     """The text of a config file.
+
+    Args:
+        path: The file.
+        largest: Its largest size in bytes.
 
     Raises:
         ConfigError: The file does not exist or is not text.
     """
-    content = _bytes(path)
-    if len(content) > _LARGEST:
-        raise _whole(path, f"is larger than {_LARGEST} bytes; name a config file")
+    content = _bytes(path, largest)
+    if len(content) > largest:
+        raise _whole(path, f"is larger than {largest} bytes; name a config file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -157,10 +197,10 @@ def text_of(path: Path) -> str:
         raise _whole(path, f"is not UTF-8 text (byte 0x{byte:02x} at offset {error.start}); name a YAML file saved as UTF-8") from None
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Path, largest: int) -> bytes:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
-            content = file.read(_LARGEST + 1)
+            content = file.read(largest + 1)
             if not content and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
                 raise _whole(path, "is an empty pipe; name a YAML file, or start the writer of the pipe first")
             return content

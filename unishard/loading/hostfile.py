@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 from unishard.errors import ConfigError, Problem
+from unishard.loading.document import text_of
 
 __all__ = ["hosts_of"]
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_LINE = re.compile(r"(\S+)\s+slots=(\d{1,9})")
 
 
 def hosts_of(path: Path) -> dict[str, int]:
@@ -20,13 +21,13 @@ def hosts_of(path: Path) -> dict[str, int]:
     """
     hosts: dict[str, int] = {}
     problems = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text_of(path).splitlines(), start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         found = _LINE.fullmatch(text)
         if found is None or int(found[2]) == 0:
-            problems.append(Problem("", f"{text!r} is no host; write NAME slots=N", f"{path}:{number}"))
+            problems.append(Problem("", f"{text!r:.100} is no host; write NAME slots=N", f"{path}:{number}"))
         elif found[1] in hosts:
             problems.append(Problem("", f"{found[1]} is listed twice; remove one line", f"{path}:{number}"))
         else:

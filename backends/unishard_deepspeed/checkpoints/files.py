@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import open_file
 from unishard.errors import CheckpointError
 
@@ -58,9 +59,11 @@ def load(path: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read, or contains anything but tensors, plain values and the admitted classes of DeepSpeed.
     """
     try:
-        open_file(path).close()
+        open_file(file_inside(path.parent, path.name)).close()
         with torch.serialization.safe_globals(_STANDINS):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OutsideFolderError as error:
+        raise CheckpointError(f"{path}: {error}; do not trust this checkpoint, or put the file into it") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the checkpoint is incomplete") from error
     except Exception as error:  # a damaged or malicious file can raise anything

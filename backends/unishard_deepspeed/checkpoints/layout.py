@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
@@ -13,6 +14,8 @@ __all__ = ["Files", "files_of", "folder_of", "is_universal"]
 
 _MODEL = "*_model_states.pt"
 _OPTIMIZER = "*_optim_states.pt"
+_LONGEST = 4096
+"""Bytes of `latest`."""
 _ELSEWHERE = (
     (r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*", "experts (MoE) are not supported"),
     (r"layer_\d+-model.*", "pipeline parallel models are not supported"),
@@ -42,7 +45,9 @@ def folder_of(source: Path) -> Path | None:
         return source
     latest = source / "latest"
     try:
-        named = source / read_bytes(latest).decode().strip()
+        named = file_inside(source, read_bytes(latest, _LONGEST).decode().strip())
+    except OutsideFolderError as error:
+        raise CheckpointError(f"{latest}: {error}; do not trust this checkpoint") from None
     except (OSError, UnicodeDecodeError):
         inside = sorted({path.parent for path in source.glob(f"*/{_MODEL}")})
         return inside[0] if len(inside) == 1 else None

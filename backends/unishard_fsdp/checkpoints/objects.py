@@ -15,7 +15,9 @@ from unishard.checkpoint import dcp, metadata
 from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.formats import plain
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import open_file
+from unishard.errors import CheckpointError
 
 __all__ = ["add", "read"]
 
@@ -38,6 +40,8 @@ def read(folder: Path, prefix: str) -> tuple[dict[str, Any], list[str]]:
         place = index.storage_data.get(MetadataIndex(name))
         try:
             values[name.removeprefix(prefix)] = _value(folder, place)
+        except CheckpointError:
+            raise
         except (OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError):
             skipped.append(name)
     return values, skipped
@@ -47,10 +51,14 @@ def _value(folder: Path, place: Any) -> Any:
     """Load a value, which torch wrote with `torch.save` (torch 2.13, checkpoint/planner_helpers.py)."""
     if place.length > _LARGEST:
         raise ValueError("too large for an optimizer option")
-    with open_file(folder / place.relative_path) as file:
+    try:
+        path = file_inside(folder, place.relative_path)
+    except OutsideFolderError as error:
+        raise CheckpointError(f"{folder}: {error}; do not trust this checkpoint, or put the file into it") from None
+    with open_file(path) as file:
         file.seek(place.offset)
         record = io.BytesIO(file.read(place.length))
-    for _ in read_through(record, f"{folder / place.relative_path}: an option of the optimizer"):
+    for _ in read_through(record, f"{path}: an option of the optimizer"):
         pass
     record.seek(0)
     value = torch.load(record, weights_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -17,11 +16,10 @@ from unishard.config.topology import Topology
 from unishard.distributed import process_group
 from unishard.engine.model.init import without_data
 from unishard.engine.model.materialization import set_reader
+from unishard.engine.model.weight_files import files_of
 from unishard.errors import ModelError
 
 __all__ = ["from_pretrained"]
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> nn.Module:
@@ -50,7 +48,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
     process_group.ensure(Topology.from_environment(), watched=True)
     folder = Path(path)
     model = _empty(cls, folder, kwargs)
-    files = _files(folder)
+    files = files_of(folder)
     tensors = _shapes(folder, files)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
@@ -100,28 +98,6 @@ def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
     model.config._name_or_path = model.name_or_path = str(folder)
     model.tie_weights()
     return model  # type: ignore[no-any-return]
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """The file of each tensor."""
-    from safetensors import safe_open
-
-    if (folder / _INDEX).is_file():
-        files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        absent = sorted({name for name in files.values() if not (folder / name).is_file()})
-        if absent:
-            raise ModelError(f"{folder}: {', '.join(absent)} is in the index but missing; copy the whole directory")
-        return files
-    if (folder / _SINGLE).is_file():
-        with safe_open(folder / _SINGLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), _SINGLE)
-    pickles = sorted(found.name for found in folder.glob("*.bin"))
-    if pickles:
-        raise ModelError(
-            f"{folder} contains {', '.join(pickles[:3])} but no safetensors, and loading a pickle can run code; if you trust it, convert "
-            "it once: cls.from_pretrained(path).save_pretrained(other_path)"
-        )
-    raise ModelError(f"{folder}: neither {_SINGLE} nor {_INDEX} found; pass a directory written by save_pretrained")
 
 
 def _shapes(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unishard.checkpoint import keys, metadata
+from unishard.checkpoint import keys, metadata, shard_index
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.hashing import hash_of, hashes, hexadecimal
 from unishard.checkpoint.manifest import Manifest
@@ -195,7 +195,8 @@ class CheckpointReader:
 
 def _verify_files(folder: Path, manifest: Manifest, *, all_of_them: bool) -> None:
     """Check this rank's share of the files, or only the small index."""
-    names: Sequence[str] = sorted(manifest.files) if all_of_them else [metadata.FILE]
+    indexes = [name for name in (metadata.FILE, shard_index.FILE) if name == metadata.FILE or name in manifest.files]
+    names: Sequence[str] = sorted(manifest.files) if all_of_them else indexes
     problems = damaged(folder, manifest, names[dist.get_rank() :: dist.get_world_size()])
     if problems:
         raise CheckpointError(f"{folder}: {'; '.join(problems)}; load another checkpoint (unishard checkpoint list {folder.parent})")

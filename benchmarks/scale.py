@@ -1,0 +1,270 @@
+"""What grows with the number of ranks: plays N ranks in this process, with fake process groups and recorded metadata.
+
+    python benchmarks/scale.py --ranks 8 64 1024 16384 --json scale.json --picture docs/scale.svg
+
+The model is a Llama of 70 billion parameters with AdamW, each tensor sharded over all ranks by rows, as on FSDP2. Times are seconds of CPU
+of one process. Where a number of ranks means more chunks than `--chunks`, only some of the model's tensors are played, and the seconds and
+bytes of the others are taken as the same per chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from unishard.checkpoint import dcp, tensor_reader, writing
+from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.distributed import collective_check, process_group
+from unishard.distributed.hub import Hub, _Link
+from unishard.distributed.verdict import Judgement
+
+HIDDEN, INNER, KEYS, LAYERS, WORDS = 8192, 28672, 1024, 80, 128256
+LAYER = {
+    **dict.fromkeys(("q", "o"), (HIDDEN, HIDDEN)),
+    **dict.fromkeys(("k", "v"), (KEYS, HIDDEN)),
+    **dict.fromkeys(("gate", "up"), (INNER, HIDDEN)),
+    "down": (HIDDEN, INNER),
+    "norm1": (HIDDEN,),
+    "norm2": (HIDDEN,),
+}
+ENDS = {"embed": (WORDS, HIDDEN), "head": (WORDS, HIDDEN), "norm": (HIDDEN,)}
+COLLECTIVES = ("all_reduce", "all_gather_object", "gather_object", "broadcast_object_list", "broadcast")
+ROUNDS = 20
+CONFIG = {f"section.field{number}": "x" * 200 for number in range(150)}
+
+Row = dict[str, float]
+
+
+def parameters() -> dict[str, tuple[int, ...]]:
+    """Names and shapes."""
+    layers = {f"layers.{layer}.{name}.weight": shape for layer in range(LAYERS) for name, shape in LAYER.items()}
+    return layers | {f"{name}.weight": shape for name, shape in ENDS.items()}
+
+
+def cpu(act: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of CPU, and the result."""
+    began = time.process_time()
+    result = act()
+    return time.process_time() - began, result
+
+
+# -- prepare and the watch ------------------------------------------------------------------------------------------------------
+
+
+def agreement(world: int) -> Row:
+    """What one rank sends and receives in a check of `prepare` that all ranks pass."""
+    calls: list[int] = []
+    kept = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(first: Any, *rest: Any, **more: Any) -> Any:
+            if name == "all_gather_object":
+                first[:] = [rest[0]] * world
+            calls.append(world * len(pickle.dumps(rest[0])) if name == "all_gather_object" else first.nbytes)
+
+        return call
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        for name in COLLECTIVES:
+            setattr(dist, name, counting(name))
+        process_group.agree(CONFIG, "configs")
+    finally:
+        for name, call in kept.items():
+            setattr(dist, name, call)
+        dist.destroy_process_group()
+    return {"agree: collectives": len(calls), "agree: bytes a rank": sum(calls)}
+
+
+class Counted:
+    """A connection that counts."""
+
+    def __init__(self) -> None:
+        self.bytes = self.messages = 0
+
+    def sendall(self, data: bytes) -> None:
+        """Count a message."""
+        self.bytes += len(data)
+        self.messages += 1
+
+
+def watch(world: int) -> Row:
+    """What the hub on rank 0 spends and sends: when the ranks arrive, and when all of them stand still."""
+    judged: list[int] = []
+
+    def judge(statuses: Any) -> Judgement:
+        judged.append(len(statuses))
+        return Judgement()
+
+    hub, links = Hub(world, "token", judge, lambda rank: False), [_Link(Counted()) for _ in range(world)]  # type: ignore[arg-type]
+    for rank, link in enumerate(links):
+        hub._handle(link, {"token": "token", "rank": rank})
+    said = {"kind": "collect", "key": "arrived", "value": "", "what": "", "seconds": None, "patience": None}
+    before = sum(link.socket.bytes for link in links)  # type: ignore[attr-defined]
+    collected, _ = cpu(lambda: [hub._handle(link, said) for link in links])
+    sent = sum(link.socket.bytes for link in links) - before  # type: ignore[attr-defined]
+    still, _ = cpu(lambda: [hub._handle(link, {"kind": "status", "status": "waits"}) for _ in range(2) for link in links])
+    return {
+        "arrive: hub, s": collected,
+        "arrive: bytes of the hub": sent,
+        "late rank: hub, s": still,
+        "late rank: judgements": len(judged),
+        "desync: messages a rank": sum(map(len, collective_check._rounds(world))),
+    }
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------------------
+
+
+def shards(rank: int, world: int, names: Iterable[str]) -> dict[str, LazyShard]:
+    """What one rank holds: rows of each parameter, its two moments, and the step count that all ranks hold."""
+    shapes, held = parameters(), {}
+    for name in names:
+        shape = torch.Size(shapes[name])
+        row, each = shape.numel() // shape[0], -(-shape[0] // world)
+        begin, end = (min(at * each, shape[0]) * row for at in (rank, rank + 1))
+        for key in (f"model.{name}", f"optim.state.{name}.exp_avg", f"optim.state.{name}.exp_avg_sq"):
+            held[key] = LazyShard(shape, torch.float32, begin, end, lambda begin, end: torch.empty(0))
+        held[f"optim.state.{name}.step"] = LazyShard(torch.Size(()), torch.float32, 0, 1, lambda begin, end: torch.empty(0))
+    return held
+
+
+def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
+    """What rank 0 spends on the plan and the index of a save, and the number of chunks."""
+    plans = []
+    for rank in range(world):
+        planner = writing._Planner(shards(rank, world, names))
+        planner.set_up_planner({}, None, is_coordinator=rank == 0)  # type: ignore[arg-type]
+        plans.append(pickle.dumps(planner.create_local_plan()))
+    gathering, received = cpu(lambda: [pickle.loads(plan) for plan in plans])
+    planning, (final, metadata) = cpu(lambda: planner.create_global_plan(received))
+    results = []
+    for rank, plan in enumerate(final):
+        at, file = 0, f"__{rank}_0.distcp"
+        own = []
+        for item in plan.items:
+            size = item.tensor_data.chunk.sizes.numel() * 4 + 1000  # type: ignore[union-attr]
+            own.append(WriteResult(item.index, size, dcp.place(file, at, size)))
+            at += size
+        results.append(own)
+    folder.mkdir()
+    writer = writing._Writer(folder, {}, lambda written: None, **({"own_index": True} if hasattr(writing, "shard_index") else {}))
+    writing_index, _ = cpu(lambda: writer.finish(metadata, results))
+    chunks = sum(map(len, results))
+    row = {
+        "save: gather plans, s": gathering,
+        "save: plan, s": planning,
+        "save: index, s": writing_index,
+        "save: index, bytes": float(sum(path.stat().st_size for path in folder.iterdir())),
+    }
+    return row, chunks
+
+
+def located(world: int, names: list[str], folder: Path) -> Row:
+    """What each rank spends until it knows where its shards lie."""
+    mine = [(name, shard) for name, shard in shards(world // 3, world, names).items() if shard.end > shard.start]
+
+    def find() -> Any:
+        tensors: Any = tensor_reader.Tensors(folder)
+        if hasattr(tensors, "_table"):
+            assert all(any(tensors._table.chunks(name, shard.start, shard.end)) for name, shard in mine)
+        else:
+            for name, shard in mine:
+                target = tensor_reader.ReadRequest(name, shard.start, torch.empty(shard.end - shard.start, device="meta"))
+                assert any([*tensor_reader._common(chunk, target)] for chunk in tensors._of(name))
+        return tensors
+
+    seconds, tensors = cpu(find)
+    table = getattr(tensors, "_table", None)
+    read = 32 * table.looked_at + table._begin if hasattr(table, "looked_at") else (folder / ".metadata").stat().st_size
+    return {"load: find shards, s": seconds, "load: bytes of index a rank": float(read)}
+
+
+def checkpoint(world: int, most: int) -> Row:
+    """A save and a load, of so many tensors as give at most so many chunks."""
+    names = list(parameters())
+    played = names[: max(1, min(len(names), most // (4 * world)))]
+    with tempfile.TemporaryDirectory() as place:
+        row, chunks = planned(world, played, Path(place) / "saved")
+        row |= located(world, played, Path(place) / "saved")
+    scale = len(names) / len(played)
+    return {"chunks": round(chunks * scale), "played": 1 / scale} | {name: value * scale for name, value in row.items()}
+
+
+# -- output ---------------------------------------------------------------------------------------------------------------------
+
+
+def table(rows: dict[int, Row]) -> str:
+    """Markdown: a line for each quantity, a column for each number of ranks."""
+    lines = ["| | " + " | ".join(f"{world:,} ranks" for world in rows) + " |", "|---" * (len(rows) + 1) + "|"]
+    for name in next(iter(rows.values())):
+        values = [row[name] for row in rows.values()]
+        lines.append(f"| {name} | " + " | ".join(map(_text, values)) + " |")
+    return "\n".join(lines)
+
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def picture(rows: dict[str, dict[int, Row]], path: Path) -> None:
+    """Seconds by ranks, before and after."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "unishard"
+    from matplotlib import pyplot
+
+    shown = {
+        "save: rank 0 plans and writes the index": ("save: gather plans, s", "save: plan, s", "save: index, s"),
+        "load: each rank finds its shards": ("load: find shards, s",),
+        "start: the hub collects all ranks": ("arrive: hub, s",),
+        "a late rank: the hub hears of all": ("late rank: hub, s",),
+    }
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for color, (title, names) in enumerate(shown.items()):
+        for runs, style in zip(rows.values(), ("-", "--"), strict=False):
+            label = title if style == "-" else None
+            axes.plot(
+                [*runs], [sum(row[name] for name in names) for row in runs.values()], style, color=f"C{color}", marker=".", label=label
+            )
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of CPU")
+    axes.set_title("70 billion parameters; dashed: before", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024, 4096, 16384])
+    parser.add_argument("--chunks", type=int, default=30_000, help="chunks of a checkpoint that are played")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--before", type=Path, help="numbers of an earlier version, for the picture")
+    parser.add_argument("--picture", type=Path, help="write an SVG here")
+    arguments = parser.parse_args()
+    rows = {world: agreement(world) | watch(world) | checkpoint(world, arguments.chunks) for world in arguments.ranks}
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.picture:
+        runs = {"after": rows}
+        if arguments.before:
+            runs["before"] = {int(world): row for world, row in json.loads(arguments.before.read_text()).items()}
+        picture(runs, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()
