@@ -9,6 +9,7 @@ import pytest
 from running import run
 
 import unishard
+from unishard.cli import script_runs
 from unishard.compare.candidates import Variant, candidates_of, overrides_of
 from unishard.compare.measuring import Measured, Task, _failure
 from unishard.compare.records import Course, records_in
@@ -116,3 +117,21 @@ def test_a_failure_is_one_line(tmp_path: Path, code: int | None, text: str, said
     found = _failure(code, output, Task(Path("c.yaml"), Script("train.py"), 20, 60), 2)
     assert found.startswith(said)
     assert "\n" not in found
+
+
+def test_rounds_go_forth_and_back_and_a_failed_one_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def measured(cfg: object, task: object, row: Variant, changes: object, folder: Path) -> Measured:
+        ran.append(folder.name)
+        failure = "broken" if row.backend == "deepspeed" else None
+        return Measured(row, () if failure else records(1, 1, seconds=float(len(ran))), 2.0, failure)
+
+    monkeypatch.setattr(script_runs, "_measured", measured)
+    rows = [Variant("fsdp", "no_shard"), Variant("deepspeed", "no_shard"), Variant("fsdp", "full_shard")]
+    cfg = unishard.load({"backend": "fsdp"})
+    found = script_runs.run_all(cfg, Task(Path("c.yaml"), Script("t.py"), 2, 60, rounds=2), rows, [], tmp_path)
+    assert ran == ["fsdp-no_shard", "deepspeed-no_shard", "fsdp-full_shard", "fsdp-full_shard-2", "fsdp-no_shard-2"]
+    assert [row.failure for row in found] == [None, "broken", None]
+    assert (found[0].median("step_seconds"), found[2].median("step_seconds")) == (3.0, 3.5), "of steps of both rounds"
+    assert len(found[0].records) == 2, "the curve is that of the first"

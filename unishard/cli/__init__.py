@@ -40,6 +40,7 @@ _COMMANDS = (
     "launch",
     "compare",
     "parity",
+    "tune",
     "demo",
     "export",
     "checkpoint",

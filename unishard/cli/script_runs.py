@@ -17,7 +17,7 @@ from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError
 
 if TYPE_CHECKING:
-    from unishard.compare.candidates import Variant
+    from unishard.compare.candidates import ComparedRow
     from unishard.compare.measuring import Measured, Task
     from unishard.launch.command import Script
 
@@ -25,22 +25,36 @@ __all__ = [
     "Arguments",
     "AsJson",
     "Backends",
+    "ModelName",
     "Module",
+    "OptionalScript",
     "Out",
     "OverriddenConfig",
     "Processes",
+    "Rounds",
     "ScriptName",
+    "SeqLen",
     "Steps",
     "Strategies",
     "Timeout",
     "folder_of",
     "given",
+    "ranks_of",
     "run_all",
     "script_of",
+    "script_or_model",
 ]
 
 ScriptName = Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)]
+OptionalScript = Annotated[
+    str | None, typer.Argument(metavar="SCRIPT", help="What each rank runs; random data with --model alone.", show_default=False)
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False),
+]
+SeqLen = Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample, with --model.")]
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")]
 Backends = Annotated[
     str | None,
@@ -59,6 +73,7 @@ Strategies = Annotated[
     ),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Optimizer steps of each run.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How often each candidate runs, in turns.")]
 Processes = Annotated[
     int | None, typer.Option("--processes-per-node", min=1, metavar="N", help="Ranks. [default: one for each GPU]", show_default=False)
 ]
@@ -102,6 +117,29 @@ def script_of(name: str, arguments: Sequence[str] | None, module: bool) -> Scrip
     return Script(name, tuple(arguments or ()), module)
 
 
+def script_or_model(name: str | None, arguments: Sequence[str] | None, module: bool, model: str | None, seq_len: int) -> Script:
+    """The script of the command line, or without one the model on random data.
+
+    Raises:
+        UnishardError: There is neither.
+    """
+    from unishard.launch.command import Script
+
+    if name is not None:
+        return script_of(name, arguments, module)
+    if model is None:
+        raise UnishardError("there is nothing to run; give SCRIPT, or --model MODEL for random data")
+    return Script("unishard.compare.random_data", (model, "--seq-len", str(seq_len)), module=True)
+
+
+def ranks_of(cfg: Config) -> int:
+    """How many ranks a run on this host has."""
+    from unishard.launch.running import gpus
+
+    given = cfg.launch.processes_per_node
+    return given if isinstance(given, int) else max(1, gpus())
+
+
 @contextmanager
 def folder_of(out: Path | None) -> Iterator[Path]:
     """The folder for the runs: the one given, or one that is removed in the end."""
@@ -112,19 +150,37 @@ def folder_of(out: Path | None) -> Iterator[Path]:
             yield Path(folder)
 
 
-def run_all(cfg: Config, task: Task, rows: Sequence[Variant], changes: Sequence[str], folder: Path) -> Iterator[Measured]:
-    """Measure the candidates one after another. One whose config is refused is a failed row."""
+def run_all(cfg: Config, task: Task, rows: Sequence[ComparedRow], changes: Sequence[str], folder: Path) -> list[Measured]:
+    """Measure the candidates in turns: A B, then B A. One whose config is refused is a failed row, and one that has failed rests.
+
+    Args:
+        cfg: The config.
+        task: What is common to all.
+        rows: The candidates.
+        changes: The user's overrides.
+        folder: For their files.
+    """
+    from unishard.compare.measuring import in_turns
+
+    turns = in_turns(len(rows), task.rounds)
+    found: dict[int, Measured] = {}
+    for number, (at, turn) in enumerate(turns, 1):
+        if at in found and found[at].failure:
+            continue
+        echo(f"{number}/{len(turns)} {rows[at]}", err=True)
+        measured = _measured(cfg, task, rows[at], changes, folder / (rows[at].folder + (f"-{turn + 1}" if turn else "")))
+        found[at] = measured if at not in found else found[at].again(measured)
+    return [found[at] for at in range(len(rows))]
+
+
+def _measured(cfg: Config, task: Task, row: ComparedRow, changes: Sequence[str], folder: Path) -> Measured:
     from unishard.compare.candidates import overrides_of
     from unishard.compare.measuring import Measured, measure
     from unishard.loading import load
 
-    for number, row in enumerate(rows, 1):
-        echo(f"{number}/{len(rows)} {row}", err=True)
-        own = folder / f"{row.backend}-{row.strategy}"
-        overrides = overrides_of(cfg, row, own, changes, task.module_steps)
-        try:
-            load(task.config, overrides)
-        except ConfigError as error:
-            yield Measured(row, failure=str(error).splitlines()[0])
-        else:
-            yield measure(task, row, overrides, own)
+    overrides = overrides_of(cfg, row, folder, changes, task.module_steps)
+    try:
+        load(task.config, overrides)
+    except ConfigError as error:
+        return Measured(row, failure=str(error).splitlines()[0])
+    return measure(task, row, overrides, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
@@ -13,7 +13,7 @@ from unishard.loading import load
 from unishard.plan.candidates import strategy_changes
 from unishard.plugins import registry
 
-__all__ = ["ComparedRow", "Variant", "candidates_of", "overrides_of"]
+__all__ = ["ComparedRow", "Variant", "backends_of", "candidates_of", "overrides_of", "strategies_of"]
 
 
 class ComparedRow(Protocol):
@@ -26,6 +26,10 @@ class ComparedRow(Protocol):
 
     def changes(self, cfg: Config) -> Sequence[str]:
         """The overrides of the user's config."""
+        ...
+
+    def as_json(self) -> dict[str, Any]:
+        """What it is."""
         ...
 
 
@@ -44,6 +48,10 @@ class Variant(NamedTuple):
         """The overrides of the user's config; fields that only other strategies have are reset."""
         return strategy_changes(cfg, self.backend, self.strategy)
 
+    def as_json(self) -> dict[str, Any]:
+        """What it is."""
+        return self._asdict()
+
     def __str__(self) -> str:
         return f"{self.backend} {self.strategy}"
 
@@ -59,13 +67,31 @@ def candidates_of(cfg: Config, backends: str | None, strategies: str | None) -> 
     Raises:
         ConfigError: A name is unknown.
     """
+    wanted = strategies_of(strategies) or [cfg.sharding.strategy]
+    return list(dict.fromkeys(Variant(backend, strategy) for backend in backends_of(cfg, backends) for strategy in wanted))
+
+
+def backends_of(cfg: Config, names: str | None) -> list[str]:
+    """The engines of a list with commas; without one all that are installed, the config's own first.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
     installed = sorted(registry.available())
-    names = _words(backends) or [cfg.backend, *(name for name in installed if name != cfg.backend)]
-    unknown = [name for name in names if name not in installed]
+    found = _words(names) or [cfg.backend, *(name for name in installed if name != cfg.backend)]
+    unknown = [name for name in found if name not in installed]
     if unknown:
         raise ConfigError([Problem("--backends", f"{name!r} is unknown; write {' or '.join(installed)}") for name in unknown])
-    wanted = list(map(_strategy, _words(strategies))) or [cfg.sharding.strategy]
-    return list(dict.fromkeys(Variant(backend, strategy) for backend in names for strategy in wanted))
+    return found
+
+
+def strategies_of(names: str | None) -> list[str]:
+    """The strategies of a list with commas, in any spelling that a config may have; none without one.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    return list(map(_strategy, _words(names)))
 
 
 def _words(text: str | None) -> list[str]:

@@ -7,16 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from unishard.compare.candidates import Variant
+from unishard.compare.candidates import ComparedRow
 from unishard.compare.modules import FILE
 from unishard.compare.records import Record, middle, read_records
 from unishard.launch.command import Script
 
-__all__ = ["Measured", "Task", "measure"]
+__all__ = ["Measured", "Task", "in_turns", "measure"]
 
 _LOOKS = 0.1
 """Seconds between two looks at the records."""
@@ -38,13 +38,15 @@ class Task(NamedTuple):
     """Seconds for one candidate."""
     module_steps: tuple[int, ...] = ()
     """Steps in which each module is measured."""
+    rounds: int = 1
+    """How often each candidate runs."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """What a candidate has given."""
 
-    candidate: Variant
+    candidate: ComparedRow
     records: tuple[Record, ...] = ()
     first_step: float | None = None
     """Seconds from the start of the command until the first step was done."""
@@ -52,11 +54,19 @@ class Measured:
     """Why there are no records, in a line."""
     modules: str = ""
     """The text of `modules.jsonl`."""
+    repeats: tuple[tuple[Record, ...], ...] = ()
+    """The records of later rounds."""
 
     @property
     def timed(self) -> tuple[Record, ...]:
-        """The records without those of the warm-up: 3 steps, and at most half of all."""
-        return self.records[min(_WARM_UP, len(self.records) // 2) :]
+        """The records of all rounds without those of the warm-up: 3 steps of each, and at most half of all."""
+        return tuple(record for each in (self.records, *self.repeats) for record in each[min(_WARM_UP, len(each) // 2) :])
+
+    def again(self, later: Self) -> Self:
+        """The same with another round, or failed as it has."""
+        if later.failure:
+            return replace(later, failure=f"round {len(self.repeats) + 2}: {later.failure}")
+        return replace(self, repeats=(*self.repeats, later.records))
 
     def median(self, name: str) -> float | None:
         """The median of a value after the warm-up."""
@@ -65,13 +75,13 @@ class Measured:
     @property
     def memory_gib(self) -> float | None:
         """The most that a rank held in any step."""
-        return max((record["memory_gib"] for record in self.records if record.get("memory_gib") is not None), default=None)
+        records = (record for each in (self.records, *self.repeats) for record in each)
+        return max((record["memory_gib"] for record in records if record.get("memory_gib") is not None), default=None)
 
     def as_json(self) -> dict[str, Any]:
         """What a row of the table says."""
         return {
-            "backend": self.candidate.backend,
-            "strategy": self.candidate.strategy,
+            **self.candidate.as_json(),
             "failure": self.failure,
             "steps": len(self.records),
             "step_seconds": self.median("step_seconds"),
@@ -83,7 +93,13 @@ class Measured:
         }
 
 
-def measure(task: Task, candidate: Variant, overrides: Sequence[str], folder: Path) -> Measured:
+def in_turns(candidates: int, rounds: int) -> list[tuple[int, int]]:
+    """The order of runs, as candidate and round: every second round backward, so that a machine that gets slower is no disadvantage."""
+    order = list(range(candidates))
+    return [(at, turn) for turn in range(rounds) for at in (order[::-1] if turn % 2 else order)]
+
+
+def measure(task: Task, candidate: ComparedRow, overrides: Sequence[str], folder: Path) -> Measured:
     """Run a candidate until it has logged its last step, and end it then: no code of the script after that step is run.
 
     Args:

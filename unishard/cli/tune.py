@@ -1,0 +1,155 @@
+"""`unishard tune`: find the fastest config for a script on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unishard.cli.arguments import ConfigFile, DeviceName, MemorySize, Overrides, device_of
+from unishard.cli.completion import strategy_lists
+from unishard.cli.saving import save
+from unishard.cli.script_last import ScriptLast
+from unishard.cli.script_runs import (
+    Arguments,
+    AsJson,
+    Backends,
+    ModelName,
+    Module,
+    OptionalScript,
+    Out,
+    Processes,
+    Rounds,
+    SeqLen,
+    Steps,
+    Timeout,
+    folder_of,
+    given,
+    ranks_of,
+    run_all,
+    script_or_model,
+)
+from unishard.cli.wrapping import echo
+from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.errors import UnishardError
+
+if TYPE_CHECKING:
+    from unishard.compare.trials import Trials
+    from unishard.compare.tuning import Tuned
+    from unishard.plan.devices import Device
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command("tune", cls=ScriptLast)
+def tune(
+    config: ConfigFile,
+    script: OptionalScript = None,
+    arguments: Arguments = None,
+    module: Module = False,
+    model: ModelName = None,
+    seq_len: SeqLen = 4096,
+    device: DeviceName = None,
+    memory: MemorySize = None,
+    backends: Backends = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option("--strategies", metavar="A,B", help="Strategies. [default: all]", show_default=False, autocompletion=strategy_lists),
+    ] = None,
+    most: Annotated[int, typer.Option("--most", min=1, metavar="N", help="How many candidates to measure.")] = 8,
+    steps: Steps = 20,
+    rounds: Rounds = 1,
+    processes_per_node: Processes = None,
+    set_: Overrides = None,
+    timeout: Timeout = 600,
+    out: Out = None,
+    write: Annotated[bool, typer.Option("--write", help="Write the best into the file, with the reasons as a comment.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest config on this machine.
+
+    Candidates are engines, strategies, activation checkpointing and micro-batch sizes; the samples of an update stay the same. With
+    --model the plan drops those that do not fit into the device's memory, and the rest is measured on SCRIPT, or without one on random
+    data. SCRIPT must load its config with unishard.load() and take its batch size from it. Options stand before SCRIPT.
+
+    Example: unishard tune cfg.yaml --model ./llama --write train.py --epochs 1
+    """
+    from unishard.compare.measuring import Task
+    from unishard.compare.tuning import lines_of, tuned
+
+    if write and set_:
+        raise UnishardError("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
+    cfg, changes = given(config, set_, processes_per_node)
+    what = script_or_model(script, arguments, module, model, seq_len)
+    ranks = ranks_of(cfg)
+    trials = _trials(cfg, ranks, model, seq_len, backends, strategies, most, _device(device, memory))
+    task = Task(config, what, steps, timeout, rounds=rounds)
+    with folder_of(out) as folder:
+        found = tuned(cfg, list(run_all(cfg, task, trials.kept, changes, folder)), trials.dropped)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        for line in lines_of(found):
+            typer.echo(line)
+    if found.best is None:
+        raise typer.Exit(1)
+    if write:
+        _write(config, found, ranks, steps)
+    elif found.changes:
+        echo("write them into the file: the same command with --write", err=True)
+
+
+def _trials(
+    cfg: Config, ranks: int, model: str | None, seq_len: int, backends: str | None, strategies: str | None, most: int, device: Device | None
+) -> Trials:
+    from unishard.compare.candidates import backends_of, strategies_of
+    from unishard.compare.planned_trials import facts_of
+    from unishard.compare.trials import trials_of, words_of
+    from unishard.plan.candidates import strategies_for
+    from unishard.plan.questions import RECOMPUTATIONS
+
+    topology = Topology(ranks, ranks)
+    facts, known = None, list(RECOMPUTATIONS)
+    if model is None:
+        echo("without --model nothing is dropped for memory, and what does not fit fails", err=True)
+        known = []  # which blocks can be recomputed is not known
+    else:
+        facts, note = facts_of(model, cfg, topology, device, seq_len)
+        if note:
+            echo(f"activations are not known: {note}", err=True)
+        if device is None:
+            echo("the memory of the device is not known, so nothing is dropped for it; give --device or --memory", err=True)
+        known = [word for word in RECOMPUTATIONS if word == "none" or facts.activations(word, 1) is not None]
+    wanted = strategies_of(strategies) or strategies_for(cfg, topology)
+    return trials_of(cfg, backends_of(cfg, backends), wanted, words_of(cfg, known), most, facts)
+
+
+def _device(name: str | None, memory: str | None) -> Device | None:
+    """That of the options, or this machine's own."""
+    if name is not None or memory is not None:
+        return device_of(name, memory)
+    from unishard.doctor.devices import own_device
+
+    own = own_device()
+    if own is None:
+        return None
+    found = device_of("h100-80g", None)
+    assert found is not None
+    return found._replace(name=own[0], memory=own[1])
+
+
+def _write(config: Path, found: Tuned, ranks: int, steps: int) -> None:
+    """Write the changes and the reasons into the file."""
+    from unishard.compare.tuning import comment_of, with_comment
+    from unishard.loading.document import text_of
+    from unishard.loading.editing import check_text, edit
+
+    text = with_comment(edit(config, found.changes) if found.changes else text_of(config), comment_of(found, ranks, steps))
+    check_text(text, str(config))
+    save(config, text)
+    echo(f"{config}: wrote {', '.join(found.changes) or 'only the reasons: it is the fastest as it is'}", err=True)
