@@ -85,9 +85,10 @@ def _failed(error: ChildFailedError) -> int:
     return 128 + number
 
 
-def _weight(failure: ProcessFailure) -> tuple[bool, bool, int]:
-    """By how much a failure explains others: torchrun ends ranks with SIGTERM, and ranks end because another one has."""
-    return failure.exitcode == -signal.SIGTERM, RankMismatchError.__name__ in str(failure.message), failure.timestamp
+def _weight(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
+    """By how much a failure explains others: torchrun ends ranks with SIGTERM, ranks end because another one has, and some say nothing."""
+    followed, silent = RankMismatchError.__name__ in str(failure.message), isinstance(failure.message, str)
+    return failure.exitcode == -signal.SIGTERM, followed, silent, failure.timestamp
 
 
 def _newest(cfg: Config) -> Any:
