@@ -22,6 +22,8 @@ _NEWS = 1.0
 """Seconds to wait for the error of another rank that explains this rank's."""
 _PRINTED = 2.0
 """Seconds to wait until that rank has written it, and until its process is gone, which the launcher then sees first."""
+_GONE = 5.0
+"""Seconds that a rank waits for that rank to end: a launcher names the first that ends, and ending takes longer on a busy host."""
 
 _hook: _Hook | None = None
 
@@ -115,7 +117,7 @@ class _Hook:
         """Write a line once another rank has written its error, and leave after it: the launcher then sees that one first."""
         self.line.wait(lambda: self.line.has_printed(other.rank), _PRINTED)
         self._write(text)
-        self.line.wait(lambda: self.line.is_gone(other.rank), _PRINTED)
+        self.line.wait(lambda: self.line.is_gone(other.rank), _GONE)
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"unishard: rank {self.line.rank} of {self.line.size} {text}\n")  # at once, so that lines of ranks do not mix
