@@ -23,7 +23,7 @@ class HostRead:
         self._event: Any = None
         self._number: float | None = None
         if value.device.type == "cuda":
-            self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
             self._host.copy_(value, non_blocking=True)
             self._event = torch.cuda.current_stream(value.device).record_event()
         else:
