@@ -35,7 +35,7 @@ finally:
 def test_every_candidate_is_measured_and_ended(tmp_path):
     (tmp_path / "c.yaml").write_text("backend: fsdp\ntraining: {micro_batch_size: 2}\noptimizer: {name: sgd, lr: 0.1}\n")
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = "compare c.yaml --processes-per-node 2 --steps 5 --out logs --json train.py deepspeed"
+    words = "compare c.yaml --processes-per-node 2 --steps 5 --rounds 1 --out logs --json train.py deepspeed"
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, "-m", "unishard", *words.split()],
@@ -53,6 +53,7 @@ def test_every_candidate_is_measured_and_ended(tmp_path):
     assert measured["first_step_seconds"] > measured["step_seconds"] > 0
     assert measured["samples_per_second"] == pytest.approx(4 / measured["step_seconds"], rel=0.5)
     assert measured["memory_gib"] > 0
+    assert measured["planned_sent_gib"] > 0
     assert failed["failure"].startswith("ValueError: not today")
     assert not (tmp_path / "went-on").exists(), "no code of the script runs after its last step"
     assert {path.name for path in (tmp_path / "logs" / "fsdp-full_shard").iterdir()} == {"log.jsonl", "output.txt"}

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from playing import config, error, my_rank, own_share, play, prepare, refused, train, values
 
+from unishard.config.topology import Topology
+from unishard.engine.model.shape import shape_of
 from unishard.integrations import table
+from unishard.plugins import registry
 from unishard.testing.cells import BACKENDS
+from unishard.testing.models import MODELS
 
 everywhere = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -69,6 +73,7 @@ def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, r
         assert line["skipped_updates"] == 0
         assert "tokens_per_second" not in line, "an MLP has none"
         assert "mfu" not in line, "a CPU's peak is unknown"
+        assert close(line["sent_gib"] * 2**30, planned_to_send(backend))
 
 
 def modules(backend, root):
@@ -99,6 +104,13 @@ def test_modules_are_measured_and_training_stays_bit_equal(backend, root):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
             assert value == (pytest.approx(theirs[name], rel=1e-5, abs=1e-7) if isinstance(value, float) else theirs[name]), mine
+
+
+def planned_to_send(backend):
+    """Bytes by the formulas of the plan."""
+    cfg = config(backend, training={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0})
+    shape = shape_of(MODELS["mlp"].build(), cfg.sharding)
+    return sum(each.sent() for each in registry.get(backend).footprint(shape, cfg, Topology(2, 2)).traffic)
 
 
 def weighted(backend, root):

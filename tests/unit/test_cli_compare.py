@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from running import run
 
 import unishard
-from unishard.cli import script_runs
+from unishard.cli import compare, script_runs
 from unishard.compare.candidates import Variant, candidates_of, overrides_of
 from unishard.compare.measuring import Measured, Task, _failure
+from unishard.compare.page import page_of
 from unishard.compare.records import Course, records_in
 from unishard.compare.text import distances, lines_of
 from unishard.launch.command import Script
@@ -82,6 +85,51 @@ def test_the_table_has_80_columns_and_failed_rows() -> None:
     assert lines[-1] == "fastest: fsdp shard_optimizer, 2.00 x the next one"
     assert distances(rows)[:2] == [None, None]
     json.dumps([row.as_json() for row in rows])
+
+
+def working(*losses: float) -> tuple[dict[str, float], ...]:
+    return tuple(record | {"tflops": 98.9, "mfu": 0.1, "sent_gib": 1.5, "tokens_per_second": 1234.0} for record in records(*losses))
+
+
+def test_work_and_traffic_of_a_rank() -> None:
+    rows = [
+        Measured(Variant("fsdp", "hybrid_shard_grad_op"), working(4, 2, 1), 1.0),
+        Measured(Variant("deepspeed", "no_shard"), records(4)),
+    ]
+    lines = list(lines_of(rows))
+    assert max(map(len, lines)) <= 80
+    assert lines[4].split() == ["of", "one", "rank", "TFLOP/s", "MFU", "sends", "GiB"]
+    assert [line.split()[2:] for line in lines[5:7]] == [["98.9", "10.0%", "1.5"], ["-", "-", "-"]]
+    assert "(sends: in a step, by the formulas of unishard plan, not counted)" in lines
+    assert next(line for line in lines_of(rows, 197.8) if "98.9" in line).split()[3] == "50.0%"
+    assert (rows[0].as_json(989.0)["mfu"], rows[0].as_json()["planned_sent_gib"]) == (pytest.approx(0.1), 1.5)
+
+
+def test_the_page_has_pictures_and_needs_nothing_from_elsewhere() -> None:
+    rows = [
+        Measured(Variant("fsdp", "full_shard"), working(4, 2, 1), 1.0),
+        Measured(Variant("deepspeed", "<b>"), records(4, 3, 1), 2.0),
+        Measured(Variant("fsdp", "no_shard"), failure="no & more"),
+    ]
+    page = page_of(rows, "a < b")
+    assert not re.search(r"https?://|src=|href=|@import|<script", page)
+    assert "<title>a &lt; b</title>" in page
+    assert "failed: no &amp; more" in page
+    bars, curves = (ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert [bar.get("width") for bar in bars.iter("rect")] == ["400.0", "400.0"]
+    lines = [line.get("points").split() for line in curves.iter("polyline")]
+    assert [len(line) for line in lines] == [3, 3]
+    assert lines[0][0] == lines[1][0] != lines[0][1] != lines[1][1]
+
+
+def test_the_report_is_printed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text("backend: fsdp\n")
+    monkeypatch.setattr(compare, "run_all", lambda cfg, task, rows, *_: [Measured(row, working(4, 2), 1.0) for row in rows])
+    page = run("compare", "c.yaml", "--report", "html", "--steps", "2", "-m", "x")
+    assert page.stdout.startswith("<!doctype html>")
+    assert "<h1>c.yaml: x, 2 steps</h1>" in page.stdout
+    assert run("compare", "c.yaml", "--report", "pdf", "-m", "x").exit_code == 2
+    assert run("compare", "c.yaml").stderr == "there is nothing to run; give SCRIPT, or --model MODEL for random data\n"
 
 
 def test_the_warm_up_is_not_timed() -> None:

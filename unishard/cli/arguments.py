@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,6 +21,7 @@ __all__ = [
     "Output",
     "Overrides",
     "Ranks",
+    "Report",
     "WorldSize",
     "device_of",
     "topology_of",
@@ -49,6 +50,7 @@ DeviceName = Annotated[
 MemorySize = Annotated[
     str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB.", show_default=False)
 ]
+Report = Annotated[Literal["text", "html"], typer.Option("--report", help="Print text, or one HTML page without anything from elsewhere.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file. [default: stdout]", show_default=False)]
 
 

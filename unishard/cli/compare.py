@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides
+from unishard.cli.arguments import ConfigFile, Overrides, Report
 from unishard.cli.script_last import ScriptLast
 from unishard.cli.script_runs import (
     Arguments,
     AsJson,
     Backends,
+    ModelName,
     Module,
+    OptionalScript,
     Out,
     Processes,
-    ScriptName,
+    Rounds,
+    SeqLen,
     Steps,
     Strategies,
     Timeout,
     folder_of,
     given,
     run_all,
-    script_of,
+    script_or_model,
 )
 
 __all__ = ["app"]
@@ -33,23 +37,32 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command("compare", cls=ScriptLast)
 def compare(
     config: ConfigFile,
-    script: ScriptName,
+    script: OptionalScript = None,
     arguments: Arguments = None,
     module: Module = False,
+    model: ModelName = None,
+    seq_len: SeqLen = 4096,
     backends: Backends = None,
     strategies: Strategies = None,
     steps: Steps = 20,
+    rounds: Rounds = 2,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option("--peak-tflops", min=1e-6, metavar="N", help="Peak of one device, for MFU. [default: as known]", show_default=False),
+    ] = None,
     processes_per_node: Processes = None,
     set_: Overrides = None,
     timeout: Timeout = 600,
     out: Out = None,
+    report: Report = "text",
     as_json: AsJson = False,
 ) -> None:
     """Measure a script on each engine and strategy.
 
-    The same steps are run one after another on this host. For each: the median time of a step without the first 3, throughput, the
-    memory of the rank that holds most, the time until the first step is done, and the largest relative difference of losses and gradient
-    norms from the first row. The script must load its config with unishard.load(). Options stand before SCRIPT.
+    The same steps are run on this host, in turns: forth in the first round, back in the second. For each: the median time of a step
+    without the first 3, throughput, TFLOP/s, MFU, the memory of the rank that holds most, what a rank sends, the time until the first
+    step is done, and the largest relative difference of losses and gradient norms from the first row. The script must load its config
+    with unishard.load(); --model without a script runs on random data. Options stand before SCRIPT.
 
     Example: unishard compare cfg.yaml --strategies full_shard,shard_grad_op --steps 20 train.py --epochs 1
     """
@@ -59,14 +72,19 @@ def compare(
 
     cfg, changes = given(config, set_, processes_per_node)
     rows = candidates_of(cfg, backends, strategies)
-    task = Task(config, script_of(script, arguments, module), steps, timeout)
+    task = Task(config, script_or_model(script, arguments, module, model, seq_len), steps, timeout, rounds=rounds)
     with folder_of(out) as folder:
-        found = list(run_all(cfg, task, rows, changes, folder))
+        found = run_all(cfg, task, rows, changes, folder)
     if as_json:
         pairs = zip(found, distances(found), strict=True)
-        typer.echo(json.dumps({"candidates": [row.as_json() | {"distance": far and far._asdict()} for row, far in pairs]}, indent=2))
+        form = {"candidates": [row.as_json(peak_tflops) | {"distance": far and far._asdict()} for row, far in pairs]}
+        typer.echo(json.dumps(form, indent=2))
+    elif report == "html":
+        from unishard.compare.page import page_of
+
+        typer.echo(page_of(found, f"{config.name}: {task.script.name}, {steps} steps", peak_tflops), nl=False)
     else:
-        for line in lines_of(found):
+        for line in lines_of(found, peak_tflops):
             typer.echo(line)
     if all(row.failure for row in found):
         raise typer.Exit(1)

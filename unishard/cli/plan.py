@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, DeviceName, GpusPerNode, MemorySize, Overrides, device_of, topology_of
+from unishard.cli.arguments import ConfigFile, DeviceName, GpusPerNode, MemorySize, Overrides, Report, device_of, topology_of
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.wrapping import echo
 from unishard.config.topology import Topology
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from unishard.plan.planning import Plan
 
 __all__ = ["plan"]
-
-Report = Literal["text", "html"]
 
 
 def plan(
@@ -36,7 +34,7 @@ def plan(
     no_activations: Annotated[bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the file.")] = False,
     set_: Overrides = None,
-    report: Annotated[Report, typer.Option("--report", help="Print text, or one HTML page without anything from elsewhere.")] = "text",
+    report: Report = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a config needs before it runs.

@@ -78,16 +78,28 @@ class Measured:
         records = (record for each in (self.records, *self.repeats) for record in each)
         return max((record["memory_gib"] for record in records if record.get("memory_gib") is not None), default=None)
 
-    def as_json(self) -> dict[str, Any]:
+    def mfu(self, peak_tflops: float | None = None) -> float | None:
+        """Model FLOPs utilization.
+
+        Args:
+            peak_tflops: The device's peak in TFLOP/s; None for what the run knows of its device.
+        """
+        tflops = self.median("tflops")
+        return self.median("mfu") if peak_tflops is None or tflops is None else tflops / peak_tflops
+
+    def as_json(self, peak_tflops: float | None = None) -> dict[str, Any]:
         """What a row of the table says."""
         return {
             **self.candidate.as_json(),
             "failure": self.failure,
             "steps": len(self.records),
+            "rounds": 1 + len(self.repeats) if self.records else 0,
             "step_seconds": self.median("step_seconds"),
             "tokens_per_second": self.median("tokens_per_second"),
             "samples_per_second": self.median("samples_per_second"),
-            "mfu": self.median("mfu"),
+            "tflops": self.median("tflops"),
+            "mfu": self.mfu(peak_tflops),
+            "planned_sent_gib": self.median("sent_gib"),
             "memory_gib": self.memory_gib,
             "first_step_seconds": self.first_step,
         }

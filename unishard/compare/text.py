@@ -9,7 +9,7 @@ from unishard.compare.distance import Distance, distance_to
 from unishard.compare.measuring import Measured
 from unishard.compare.records import Course
 
-__all__ = ["distances", "lines_of"]
+__all__ = ["distances", "lines_of", "number"]
 
 _WIDTH = 80
 
@@ -21,8 +21,13 @@ def distances(rows: Sequence[Measured]) -> list[Distance | None]:
     return [None if curve is None or first is None or curve is first else distance_to(curve, first) for curve in curves]
 
 
-def lines_of(rows: Sequence[Measured]) -> Iterator[str]:
-    """One line for each candidate, and what stands out."""
+def lines_of(rows: Sequence[Measured], peak_tflops: float | None = None) -> Iterator[str]:
+    """One line for each candidate, what it computes and sends, and what stands out.
+
+    Args:
+        rows: What was measured.
+        peak_tflops: The device's peak, for MFU.
+    """
     unit = "tokens/s" if any(row.median("tokens_per_second") for row in rows) else "samples/s"
     yield f"{'':<25}{'step s':>8}{unit:>10}{'GiB':>7}{'first s':>9}{'loss diff':>10}{'norm diff':>10}"
     for row, found in zip(rows, distances(rows), strict=True):
@@ -32,10 +37,25 @@ def lines_of(rows: Sequence[Measured]) -> Iterator[str]:
         rate = row.median("tokens_per_second" if unit == "tokens/s" else "samples_per_second")
         loss, norm = (None, None) if found is None else (found.loss, found.norm)
         yield (
-            f"{row.candidate!s:<25}{_number(row.median('step_seconds'), '.4g'):>8}{_number(rate, ',.0f'):>10}"
-            f"{_number(row.memory_gib, '.2f'):>7}{_number(row.first_step, '.1f'):>9}{_number(loss, '.1e'):>10}{_number(norm, '.1e'):>10}"
+            f"{row.candidate!s:<25}{number(row.median('step_seconds'), '.4g'):>8}{number(rate, ',.0f'):>10}"
+            f"{number(row.memory_gib, '.2f'):>7}{number(row.first_step, '.1f'):>9}{number(loss, '.1e'):>10}{number(norm, '.1e'):>10}"
         )
-    yield from _remarks([row for row in rows if not row.failure])
+    run = [row for row in rows if not row.failure]
+    yield from _work(run, peak_tflops)
+    yield from _remarks(run)
+
+
+def _work(rows: Sequence[Measured], peak_tflops: float | None) -> Iterator[str]:
+    """What is known of floating-point operations and of traffic."""
+    cells = [(row, row.median("tflops"), row.mfu(peak_tflops), row.median("sent_gib")) for row in rows]
+    if not any(value is not None for _, *values in cells for value in values):
+        return
+    yield ""
+    yield f"{'of one rank':<25}{'TFLOP/s':>10}{'MFU':>8}{'sends GiB':>12}"
+    for row, tflops, mfu, sent in cells:
+        yield f"{row.candidate!s:<25}{number(tflops, '.3g'):>10}{number(mfu, '.1%'):>8}{number(sent, '.3g'):>12}"
+    if any(sent is not None for *_, sent in cells):
+        yield "(sends: in a step, by the formulas of unishard plan, not counted)"
 
 
 def _remarks(rows: Sequence[Measured]) -> Iterator[str]:
@@ -44,10 +64,8 @@ def _remarks(rows: Sequence[Measured]) -> Iterator[str]:
         (best, row), (second, _) = sorted(timed, key=lambda found: found[0])[:2]
         yield ""
         yield f"fastest: {row.candidate}, {second / best:.2f} x the next one"
-    known = [f"{row.candidate} {mfu:.1%}" for row in rows if (mfu := row.median("mfu")) is not None]
-    if known:
-        yield from wrap(f"MFU: {', '.join(known)}", _WIDTH)
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """A number in a form, or a dash."""
     return "-" if value is None else format(value, form)

@@ -75,6 +75,14 @@ class ExpectedMemory:
             said.append(f"{state:,} bytes of state planned on the device, {torch.cuda.memory_allocated(device):,} allocated")
         _logger.debug("rank %d: %s", self._topology.rank, "; ".join(said))
 
+    def sent_bytes(self) -> int:
+        """What this rank sends to others in an optimizer step; 0 if it cannot be planned."""
+        try:
+            return sum(each.sent() for each in self._footprint.traffic)
+        except Exception:  # a figure for the log must not end a run
+            _logger.debug("the traffic of this run cannot be planned", exc_info=True)
+            return 0
+
     def note(self) -> str:
         """The plan of this rank, and the two changes that would help most."""
         planned = self._footprint

@@ -90,7 +90,7 @@ class PreparedModel(Process):
             )
             self._accumulation = Accumulation(cfg, training, order, schedule, calls)
             if cfg.logging.to:
-                self._accumulation.recorder = MetricsRecorder(cfg, training, order)
+                self._accumulation.recorder = MetricsRecorder(cfg, training, order, None if memory is None else memory.sent_bytes)
             self._accumulation.profiling = profiling_of(cfg, order, adapter.device)
             if memory is not None:
                 self._accumulation.memory = memory

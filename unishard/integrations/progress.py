@@ -28,6 +28,8 @@ _SHORT = {
 """What the line says for the engine's own values."""
 _HIDDEN = {"samples_per_second": "tokens_per_second", "step_seconds": "samples_per_second"}
 """Values that the line leaves out where another one says the same."""
+_NEVER = ("tflops", "sent_gib")
+"""Values that it never has."""
 
 
 class ProgressLine:
@@ -77,7 +79,7 @@ class ProgressLine:
 def _parts(values: Values) -> list[str]:
     parts = []
     for name, value in values.items():
-        if _HIDDEN.get(name) in values or (name == "skipped_updates" and not value):
+        if name in _NEVER or _HIDDEN.get(name) in values or (name == "skipped_updates" and not value):
             continue
         if name.endswith("_per_second"):
             parts.append(f"{_rounded(value)} {name.removesuffix('_per_second')}/s")

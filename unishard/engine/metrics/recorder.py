@@ -33,7 +33,9 @@ NAMES = (
     "step_seconds",
     "tokens_per_second",
     "samples_per_second",
+    "tflops",
     "mfu",
+    "sent_gib",
     "memory_gib",
     "skipped_updates",
     "checkpoint_seconds",
@@ -46,8 +48,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 class MetricsRecorder:
     """Measures between two records, and reads what it measured only there: no call waits for the device in between."""
 
-    def __init__(self, cfg: Config, adapter: EngineAdapter, order: CallOrder) -> None:
-        """Open the destinations. Collective."""
+    def __init__(self, cfg: Config, adapter: EngineAdapter, order: CallOrder, sent: Callable[[], int] | None = None) -> None:
+        """Open the destinations. Collective.
+
+        Args:
+            cfg: The config.
+            adapter: The model.
+            order: The position in the loop.
+            sent: Returns the bytes that this rank is planned to send in a step.
+        """
+        self._sent: int | Callable[[], int] = sent or 0
         self._every = cfg.logging.every_steps
         self._order = order
         self._device = adapter.device
@@ -146,9 +156,15 @@ class MetricsRecorder:
         if tokens:
             values["tokens_per_second"] = tokens / seconds
         values["samples_per_second"] = samples / seconds
-        if tokens and self._peak is not None:
-            flops = self._flops.fixed * tokens + self._flops.per_length * pairs
-            values["mfu"] = flops / seconds / world / self._peak
+        if tokens:
+            flops = (self._flops.fixed * tokens + self._flops.per_length * pairs) / seconds / world
+            values["tflops"] = flops / 1e12
+            if self._peak is not None:
+                values["mfu"] = flops / self._peak
+        if callable(self._sent):
+            self._sent = self._sent()  # once, and not for a run that ends before its first record
+        if self._sent:
+            values["sent_gib"] = self._sent / 2**30
         values |= {"memory_gib": memory.item() / 2**30, "skipped_updates": float(self._skipped)}
         return values | ({"checkpoint_seconds": self._saving} if self._saving else {})
 
