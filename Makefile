@@ -79,6 +79,7 @@ bench: $(READY) ## Measure what a step costs beyond the same loop written by han
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/translate.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/scale.py
 
 # Not by way of .venv: a machine with a GPU may have its own torch and no network. It takes the Python of .venv where that is there.
 gpu: ## What one GPU can prove, about 40 minutes; PIECE="cells resume" for some, DEVICE=cpu for tiny sizes, BUDGET= seconds.

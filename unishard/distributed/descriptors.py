@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 
@@ -31,6 +32,7 @@ def make_room(world_size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = needed(world_size) if hard == resource.RLIM_INFINITY else min(needed(world_size), hard)
     if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with contextlib.suppress(OSError, ValueError):  # a system whose own limit is lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if world_size > LAZY:
         os.environ.setdefault(_VARIABLE, "1")  # torch has no option for it (torch 2.13, distributed_c10d.py)
