@@ -21,7 +21,7 @@ __all__ = ["install", "record"]
 _NEWS = 1.0
 """Seconds to wait for the error of another rank that explains this rank's."""
 _PRINTED = 2.0
-"""Seconds to wait until that rank has written it, and until its process is gone, which the launcher then sees first."""
+"""Seconds to wait until that rank has written it."""
 _GONE = 5.0
 """Seconds that a rank waits for that rank to end: a launcher names the first that ends, and ending takes longer on a busy host."""
 
