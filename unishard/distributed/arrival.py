@@ -9,10 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous as connect
 
 from unishard.config.topology import Topology, life, rendezvous, store_of_launcher
-from unishard.distributed import excepthook, lifeline, second_signal, serving
+from unishard.distributed import excepthook, lifeline, master_port, second_signal, serving
 from unishard.distributed.endings import headline
 from unishard.distributed.hub import RAISED
 from unishard.errors import RankMismatchError
@@ -45,7 +44,8 @@ def meet(topology: Topology, timeout: timedelta) -> Any:
     assert method is not None
     second_signal.install()
     host, port, served = store_of_launcher(method)
-    store = _store(topology, method, host, port, timeout, serves=topology.rank == 0 and not served)
+    with master_port.serving(port):
+        store = _store(topology, method, host, port, timeout, serves=topology.rank == 0 and not served)
     line = lifeline.open_line(store, topology.rank, topology.world_size, [host], local=serving.is_local(host))
     if line is not None:
         excepthook.install(line)
@@ -121,6 +121,6 @@ def _store(topology: Topology, method: str, host: str, port: int, timeout: timed
                 warned = True
                 _logger.warning("rank %d has waited %.0f s for rank 0 to call %s (%s, port %d)", topology.rank, waited, _CALLS, host, port)
             time.sleep(_POLL)
-    store, _, _ = next(connect(method, topology.rank, topology.world_size, timeout=timeout))
+    store = master_port.connect(method, topology.rank, topology.world_size, timeout, f"{host}:{port}")
     # Ranks that torchrun has started anew would find addresses of those that are gone.
     return dist.PrefixStore(life(), store) if life() else store  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__

@@ -131,12 +131,14 @@ def begin(cfg: Communication) -> None:
         RankMismatchError: A rank is gone, or the ranks differ in `communication.desync_check`.
     """
     global _current, _begun
+    if (line := lifeline.current()) is not None:
+        line.be_patient(cfg.desync_timeout)
     if (check := _of_this_group()) is not None:
         check.timeout = cfg.desync_timeout
     if check is not None or dist.get_world_size() == 1:
         return
     _begun += 1
-    if (line := lifeline.current()) is not None:
+    if line is not None:
         wait = {"what": "to call unishard.prepare", "patience": cfg.desync_timeout}
         answers = line.collect(f"check/{_begun}", cfg.desync_check, **wait)  # type: ignore[arg-type]
         if len(answers) < line.size:

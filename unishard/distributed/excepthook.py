@@ -14,6 +14,7 @@ from unishard.distributed.endings import StuckProcess, headline, is_lost_connect
 from unishard.distributed.hub import DIED, FOLLOWED, RAISED
 from unishard.distributed.lifeline import Ending, Lifeline
 from unishard.distributed.rank_locations import where_raised
+from unishard.distributed.silence import SILENT
 from unishard.errors import RankMismatchError
 
 __all__ = ["install", "record"]
@@ -84,7 +85,7 @@ class _Hook:
         if line.verdict:
             self._share(line.verdict, f"raised {type(error).__name__} ({where_raised(error)}): {line.verdict}")
             return RankMismatchError(line.verdict)
-        if first is not None and (first.how in (RAISED, DIED) or str(error).startswith(str(first))):
+        if first is not None and (first.how in (RAISED, DIED, SILENT) or str(error).startswith(str(first))):
             line.end(f"raised {headline(error)}", FOLLOWED)
             self._write_after(first, self._because(str(first)))
             return RankMismatchError(str(first))

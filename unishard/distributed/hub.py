@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unishard.distributed.silence import SILENT, Silence
 from unishard.distributed.verdict import Judgement
 
 __all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence"]
@@ -139,6 +140,7 @@ class Hub:
         self._considered = -_TICK
         self._asked = False
         """Whether statuses have come since they were considered."""
+        self.silence = Silence()
         threading.Thread(target=self._serve, name="unishard-hub", daemon=True).start()
 
     def close_in_child(self) -> None:
@@ -158,7 +160,10 @@ class Hub:
         self._listener.close()
 
     def _is_waited_for(self) -> bool:
-        return self._asked or any(not found.complete and (found.deadline or found.patience) for found in self._collections.values())
+        return self._asked or self._somebody_waits()
+
+    def _somebody_waits(self) -> bool:
+        return any(not found.complete for found in self._collections.values()) or not self._statuses.keys().isdisjoint(self._links)
 
     def _accept(self) -> None:
         try:
@@ -177,6 +182,7 @@ class Hub:
         except OSError:
             data = b""
         *lines, link.buffer = (link.buffer + data).split(b"\n")
+        self.silence.heard(link.rank)
         for line in lines:
             try:
                 self._handle(link, json.loads(line))
@@ -218,9 +224,11 @@ class Hub:
                 self._end(link.rank, message["text"], message["how"])
             case "printed":
                 self._cast({"kind": "printed", "rank": link.rank})
+            case "ping":
+                self._send(link, {"kind": "pong"})
 
     def _end(self, rank: int, text: str, how: str) -> None:
-        said = [{"kind": "gone", "rank": rank}] if how == DIED else []
+        said = [{"kind": "gone", "rank": rank}] if how in (DIED, SILENT) else []
         if rank not in self._ended:
             self._ended.add(rank)
             said.insert(0, {"kind": "ended", "rank": rank, "text": text, "how": how})
@@ -285,6 +293,20 @@ class Hub:
                 self._warn(found, found.patience)
                 found.patience = None
                 self._finish(key)
+
+        self._ask()
+
+    def _ask(self) -> None:
+        """While ranks wait, ask whether the processes of the others still run."""
+        if not self._somebody_waits():
+            self.silence.rest()
+            return
+        others = [rank for rank in self._links if rank and rank not in self._ended]
+        ask, silent = self.silence.look(others)
+        for rank in others if ask else ():
+            self._send(self._links[rank], {"kind": "ping"})
+        for rank in silent:
+            self._end(rank, self.silence.text, SILENT)
 
     def _warn(self, found: _Collection, seconds: float) -> None:
         away = {rank for rank in found.missing if rank not in self._links and self._unreachable(rank)}

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub, notice_silence
+from unishard.distributed.silence import SILENT, Silence
 from unishard.distributed.verdict import Judge
 
 __all__ = ["Ending", "Lifeline", "current", "forget", "has_been_open", "is_served", "open_line"]
@@ -29,7 +30,7 @@ _CONNECT = 5.0
 _POLL = 0.25
 """Seconds between two looks at a main thread that may be stuck."""
 
-_WEIGHTS = {RAISED: 0, DIED: 0, FOLLOWED: 1, ENDED: 1}
+_WEIGHTS = {RAISED: 0, DIED: 0, SILENT: 0, FOLLOWED: 1, ENDED: 1}
 """Which endings explain others."""
 
 _logger = logging.getLogger("unishard")
@@ -78,6 +79,7 @@ class Lifeline:
         self.when_doomed: Callable[[], None] = lambda: None
         """Called a few times a second once another rank has ended, or there is a verdict."""
         self._socket, self._hub = connection, hub
+        self._silence = Silence()
         self._collected: dict[str, list[Any]] = {}
         self._printed: set[int] = set()
         self._gone: set[int] = set()
@@ -105,12 +107,14 @@ class Lifeline:
             By rank; without the ranks that have ended before, and those that are too late.
         """
         self.give(key, value, what=what, seconds=seconds, patience=patience)
+        self._silence.rest()
         end = None if seconds is None else time.monotonic() + seconds + 1
         with self._news:
             while key not in self._collected:
                 if self._closed or 0 in self._gone or (end is not None and time.monotonic() >= end):
                     return {self.rank: value}  # the hub is gone
                 self._news.wait(0.5)
+                self.ask()
             grouped = self._collected.pop(key)
         return {rank: value for value, spans in grouped for first, last in spans for rank in range(first, last + 1)}
 
@@ -121,6 +125,28 @@ class Lifeline:
     def status(self, status: Any) -> None:
         """Tell the hub where this rank stands still; None once it moves."""
         self._send({"kind": "status", "status": status})
+        if status is None:
+            self._silence.rest()
+
+    def be_patient(self, seconds: float) -> None:
+        """Set `communication.desync_timeout`, on which it depends for how long a rank may not answer."""
+        for silence in (self._silence, *([self._hub.silence] if self._hub is not None else [])):
+            silence.patience = seconds
+
+    def ask(self) -> None:
+        """Ask whether rank 0's process still runs. Called about once a second while this rank waits."""
+        if self.rank == 0 or self._closed or 0 in self._gone:
+            return
+        ask, silent = self._silence.look((0,))
+        if ask:
+            self._send({"kind": "ping"})
+        if silent:
+            # What rank 0 reads first if it runs again.
+            self._send({"kind": "ended", "text": f"has ended, since rank 0 {self._silence.text}", "how": RAISED})
+            with self._news:
+                self.endings.setdefault(0, Ending(0, self._silence.text, SILENT))
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait of `_listen`
 
     def end(self, text: str, how: str) -> None:
         """Tell all ranks that this one ends, and why. Only the first time counts."""
@@ -151,8 +177,9 @@ class Lifeline:
         Args:
             seconds: How long to wait for news.
         """
-        self.wait(lambda: any(ending.how in (RAISED, DIED) for ending in self.others()), seconds)
-        others = self.others()
+        self.wait(lambda: any(_WEIGHTS[ending.how] == 0 for ending in self.others()), seconds)
+        own = self.endings.get(self.rank)
+        others = [own] if own is not None and own.how == SILENT else self.others()  # the others have ended without this one
         return min(others, key=lambda ending: _WEIGHTS[ending.how], default=None)
 
     def cause(self, seconds: float = 0.0) -> str:
@@ -197,6 +224,7 @@ class Lifeline:
                 data = b""
             if not data:
                 break
+            self._silence.heard(0)
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 self._hear(json.loads(line))
@@ -222,6 +250,8 @@ class Lifeline:
                 case "verdict":
                     self.verdict = message["text"]
             self._news.notify_all()
+        if message["kind"] == "ping":
+            self._send({"kind": "pong"})
         if message["kind"] == "late":
             _logger.warning("rank %d %s", self.rank, message["text"])
 

@@ -77,6 +77,7 @@ class _Watch:
                 self._told = None
                 check.line.status(None)
             return
+        check.line.ask()
         tail = check.journal.tail()
         where, inside, collective = stack_of(check.thread)
         doing, place = self._find(check, where, collective, inside=inside)
