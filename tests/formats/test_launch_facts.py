@@ -220,6 +220,13 @@ def test_a_launch_line_fills_other_tools_as_well(tmp_path: Path) -> None:
     assert launched(line, tmp_path, document, "deepspeed").document == document
 
 
+def test_a_file_of_accelerate_beside_a_config_fills_it_too(tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text(json.dumps({**FILE, **TWO, "main_process_ip": "head", "rdzv_backend": "static"}))
+    document = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+    outcome = translate(document, "unishard", with_=str(tmp_path / "acc.yaml"))
+    assert outcome.document["launch"] == {"nodes": 2, "processes_per_node": 8, "endpoint": "head:29500", "rendezvous": "static"}
+
+
 def test_the_config_and_the_launch_line_must_agree(tmp_path: Path) -> None:
     outcome = launched("torchrun --nproc_per_node 4 train.py", tmp_path, {"launch": {"processes_per_node": 4, "max_restarts": 1}}, "hf")
     assert outcome.reading.config.launch.max_restarts == 1

@@ -30,12 +30,14 @@ _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 _FIELDS = frozenset(path for path, _ in leaves(Config))
 _BATCH, _WHOLE = "train_batch_size", "training.global_batch_size"
 _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
+_LOGS = "logging."
+_LOGGED = Meaning(Fit.IGNORED, "DeepSpeed's own logs, beside those of the arguments", kept=True)
 _PLAIN = "hf"
 _FILE = "accelerate --config-file"
 """Which is the document itself where that is Accelerate's."""
 _STRATEGY = ("backend", "sharding.", "offload.")
 _OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
-"""What a config of Accelerate says about the loop, whatever engine it drives."""
+"""What a config of Accelerate says about the loop, whatever engine it drives; it also says how processes start."""
 
 
 class Filling(NamedTuple):
@@ -89,7 +91,7 @@ def filled(
     told = _Told(beside, ranks)
     own, given = _merged(reading, format_, told) if reading.format in TRAINER else _beside(reading, format_, told)
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
-    own = _opened(own, given)
+    own = _opened(_without_logs(own, given) if reading.format == "deepspeed" else own, given)
     given += (
         [] if reading.format == to else [entry for entry in beside.started if not (entry.key == _FILE and reading.format == "accelerate")]
     )
@@ -173,7 +175,7 @@ def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
     """The entry without what the document itself says, which is how the engine shards."""
     meaning = entry.meaning
     if of_launcher:
-        fields = {field: value for field, value in meaning.fields.items() if field in _OF_LAUNCHER}
+        fields = {field: value for field, value in meaning.fields.items() if field in _OF_LAUNCHER or field.startswith("launch.")}
         return entry._replace(meaning=Meaning(fields=fields, unknown=meaning.unknown))
     fields = {field: value for field, value in meaning.fields.items() if not field.startswith(_STRATEGY)}
     return entry._replace(meaning=meaning._replace(fields=fields, native={}))
@@ -203,6 +205,17 @@ def _with_whole_batch(entries: Sequence[Entry], ranks: Topology | None) -> list[
     ignored = Meaning(Fit.IGNORED, "the product of the other two and the ranks", stale=True)
     meaning = Meaning(fields={_WHOLE: product}) if product else ignored
     return [entry._replace(meaning=meaning) if entry.value == AUTO and entry.path[-1] == _BATCH else entry for entry in entries]
+
+
+def _without_logs(own: Sequence[Entry], given: Iterable[Entry]) -> list[Entry]:
+    """The entries of DeepSpeed's config, without logs where the arguments of the tool around it say what is logged."""
+    if not any(map(_is_log, (field for entry in given if not entry.assumed for field in entry.meaning.fields))):
+        return list(own)
+    return [entry._replace(meaning=_LOGGED) if any(map(_is_log, entry.meaning.fields)) else entry for entry in own]
+
+
+def _is_log(field: str) -> bool:
+    return field.startswith(_LOGS)
 
 
 def _opened(own: Iterable[Entry], given: Sequence[Entry]) -> list[Entry]:

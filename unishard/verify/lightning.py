@@ -33,10 +33,20 @@ def settings_of(text: str, ranks: int) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         exec(compile(text, "<lightning>", "exec"), namespace)  # what unishard itself wrote
         given: dict[str, Any] = {}
+        namespace |= {name: _checked(each) for name, each in namespace.items() if _is_logger(each)}
         namespace["Trainer"] = lambda **arguments: given.update(_bound(arguments))
         namespace["seed_everything"] = lambda seed, workers=True: given.update(seed=seed)
         namespace["trainer"]()
     return _of_trainer(given) | _of_strategy(namespace["strategy"], ranks)
+
+
+def _is_logger(value: Any) -> bool:
+    return isinstance(value, type) and value.__module__.startswith("lightning.pytorch.loggers")
+
+
+def _checked(logger: type) -> Any:
+    """In the place of a logger, which would make files and need its package. Raises TypeError for a wrong argument."""
+    return lambda **arguments: inspect.signature(logger).bind(**arguments).arguments
 
 
 def _bound(arguments: dict[str, Any]) -> dict[str, Any]:

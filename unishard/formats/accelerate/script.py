@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from unishard.config import Config
 from unishard.formats.accelerate.launch_rules import LAUNCH_RULES
 from unishard.formats.fallbacks import FALLBACKS, noted, row, when_default
-from unishard.mapping.field_rows import saved_by_script, write
+from unishard.mapping.field_rows import logged_by_script, saved_by_script, write
 from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["BY_SCRIPT"]
@@ -37,6 +37,7 @@ BY_SCRIPT: Mapping[str, Rule] = {
     ),
     **{path: FALLBACKS[path]._replace(when=(when_default(path),)) for path in ("communication.overlap", "strict")},
     **saved_by_script("accelerator.save_state(...)"),
+    **logged_by_script("Accelerator(log_with=..., project_dir=...), init_trackers(...) and accelerator.log(...) in your script"),
     **LAUNCH_RULES,
 }
 """Rows by field."""

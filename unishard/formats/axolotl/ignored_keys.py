@@ -70,7 +70,7 @@ _GROUPS: Mapping[str, str] = {
         "trackio_run_name trackio_space_id use_swanlab swanlab_project swanlab_experiment_name swanlab_description swanlab_mode "
         "swanlab_workspace swanlab_api_key swanlab_log_model swanlab_web_host swanlab_api_host swanlab_lark_webhook_url "
         "swanlab_lark_secret swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer use_otel_metrics "
-        "otel_metrics_host otel_metrics_port profiler_steps profiler_steps_start include_tokens_per_second include_tkps "
+        "otel_metrics_host otel_metrics_port include_tokens_per_second include_tkps "
         "debug gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature"
     ),
     "affects only evaluation": (

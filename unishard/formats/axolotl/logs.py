@@ -11,15 +11,25 @@ from unishard.config.topology import Topology
 from unishard.formats.axolotl.saving import FOLDER
 from unishard.formats.fallbacks import row
 from unishard.formats.hf.loop import off
+from unishard.formats.log_tables import (
+    NOT_PROFILED,
+    consecutive,
+    destinations,
+    interval,
+    interval_row,
+    left,
+    spans,
+    text_key,
+    text_rows,
+    to_row,
+)
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import integer
-from unishard.mapping.rules import Fit, Rule, When, unless
+from unishard.mapping.rules import Fit, Rule, When
 from unishard.mapping.templates import placeholders_in
 
 __all__ = ["LOGGED", "LOGS"]
 
-_ONLY = "affects only logs"
-_NAMES = "the same values under unishard's names"
 _WANDB = {"wandb_name": "logging.run_name", "wandb_project": "logging.project", "wandb_entity": "logging.wandb_entity"}
 _MLFLOW = {
     "mlflow_run_name": "logging.run_name",
@@ -44,65 +54,66 @@ def _switch(name: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         named = _destinations(given)
         if not named or named[0] != name:
-            return Meaning(Fit.IGNORED, _ONLY, kept=True)
-        fields: dict[str, Any] = {"logging.to": ["progress", *named]}
-        if {"tensorboard", "mlflow"} & {*named}:
-            folder = f"{given.get('output_dir') or FOLDER}/runs"
-            fields["logging.dir"] = "runs" if placeholders_in(folder) else folder
-        return Meaning(Fit.EQUIVALENT, _NAMES, fields, kept=True)
+            return left()
+        return destinations(named, f"{given.get('output_dir') or FOLDER}/runs")
 
     return Key(read, "", Fit.EQUIVALENT, f"logging.to: {name}")
 
 
-def _project(name: str, switch: str, field: str, fields: Mapping[str, str]) -> Key:
+def _text(name: str, field: str) -> Key:
+    """A text that unishard has one field for, which W&B's key decides if both are there."""
+
+    def used(given: Given) -> bool:
+        named = _destinations(given)
+        return name in named and not (name == "mlflow" and "wandb" in named and field in _WANDB.values())
+
+    return text_key(field, used)
+
+
+def _project(name: str, switch: str, key: Key) -> Key:
     """A key that also switches its destination on where no other key says whether it is."""
 
     def read(value: Any, given: Given) -> Meaning:
-        said = _text(name, field, fields)(value, given)
-        return said if switch in given else _joined(said, _switch(name).read(value, given))
+        said, on = key.read(value, given), _switch(name).read(value, given)
+        return said if switch in given or not on.fields else on._replace(fields={**said.fields, **on.fields})
 
     return Key(read, "", Fit.EQUIVALENT, "logging.project, and logging.to")
 
 
-def _joined(one: Meaning, other: Meaning) -> Meaning:
-    return other._replace(fields={**one.fields, **other.fields}) if other.fields else one
-
-
-def _text(name: str, key: str, fields: Mapping[str, str]) -> Any:
-    """Reads a text that unishard has one field for, which W&B's key decides if both are there."""
-
-    def read(value: Any, given: Given) -> Meaning:
-        named = _destinations(given)
-        field = fields[key]
-        both = name == "mlflow" and "wandb" in named and field in _WANDB.values()
-        if name not in named or both or not isinstance(value, str) or not value.strip() or placeholders_in(value):
-            return Meaning(Fit.IGNORED, _ONLY, kept=True)
-        return Meaning(Fit.EXACT, "", {field: value}, kept=True)
-
-    return read
-
-
 def _mode(value: Any, given: Given) -> Meaning:
     if "wandb" not in _destinations(given) or value not in ("online", "offline"):
-        return Meaning(Fit.IGNORED, _ONLY, kept=True)
-    return Meaning(Fit.EXACT, "", {"logging.wandb_mode": value}, kept=True)
+        return left()
+    return Meaning(fields={"logging.wandb_mode": value}, kept=True)
 
 
 def _steps(value: Any, given: Given) -> Meaning:
-    if off(value) or placeholders_in(value):
-        return Meaning(Fit.IGNORED, _ONLY, kept=True)
-    where = {} if _destinations(given) else {"logging.to": ["progress"]}
-    return Meaning(Fit.EQUIVALENT, _NAMES, {**where, "logging.every_steps": integer(1)(value)})
+    return left() if off(value) or placeholders_in(value) else interval(value, _destinations(given))
+
+
+_SNAPSHOT = "axolotl also writes a snapshot of the CUDA allocator: profile.memory"
+
+
+def _profiled(value: Any, given: Given) -> Meaning:
+    """`profiler_steps`, which begin after `profiler_steps_start`."""
+    if off(value):
+        return left("is off")
+    first = integer(0)(given.get("profiler_steps_start") or 0) + 1
+    folder = given.get("output_dir") or FOLDER
+    folder = "profile" if placeholders_in(folder) else str(folder)
+    fields = {"profile.steps": consecutive(first, int(integer(1)(value))), "profile.dir": folder, "profile.memory": True}
+    return Meaning(Fit.EQUIVALENT, _SNAPSHOT, fields, kept=True)
 
 
 LOGGED: Mapping[str, Key] = {
     "logging_steps": Key(_steps, "", Fit.EQUIVALENT, "logging.every_steps"),
     **{f"use_{name}": _switch(name) for name in ("tensorboard", "wandb", "mlflow")},
-    **{key: Key(_text("wandb", key, _WANDB), "", note=field) for key, field in _WANDB.items()},
-    **{key: Key(_text("mlflow", key, _MLFLOW), "", note=field) for key, field in _MLFLOW.items()},
-    "wandb_project": _project("wandb", "use_wandb", "wandb_project", _WANDB),
-    "mlflow_experiment_name": _project("mlflow", "use_mlflow", "mlflow_experiment_name", _MLFLOW),
+    **{key: _text("wandb", field) for key, field in _WANDB.items()},
+    **{key: _text("mlflow", field) for key, field in _MLFLOW.items()},
+    "wandb_project": _project("wandb", "use_wandb", _text("wandb", "logging.project")),
+    "mlflow_experiment_name": _project("mlflow", "use_mlflow", _text("mlflow", "logging.project")),
     "wandb_mode": Key(_mode, "", note="logging.wandb_mode"),
+    "profiler_steps": Key(_profiled, "", Fit.EQUIVALENT, "profile.steps, profile.memory; profile.dir is output_dir"),
+    "profiler_steps_start": Key(lambda value, given: left("counts in profiler_steps"), "", Fit.IGNORED, "counts in profiler_steps"),
 }
 """What each key says."""
 
@@ -115,40 +126,32 @@ def _every(cfg: Config, topology: Topology) -> Native:
     return {"logging_steps": cfg.logging.every_steps} if cfg.logging.to else {}
 
 
-def _said(field: str, **keys: str) -> Any:
-    """Writes a field under the key of each destination that reads it."""
+def _profiler(cfg: Config, topology: Topology) -> Native:
+    first, count = spans(cfg) or (0, 0)
+    return {"profiler_steps": count, "profiler_steps_start": first - 1} if count else {}
 
-    def to(cfg: Config, topology: Topology) -> Native:
-        value = getattr(cfg.logging, field)
-        return {} if value is None else {key: value for name, key in keys.items() if name in cfg.logging.to}
-
-    return to
-
-
-_OFF = unless("nothing is logged", lambda cfg: not cfg.logging.to)
 
 LOGS: Mapping[str, Rule] = {
-    "logging.to": row(
+    "logging.to": to_row(
+        "use_tensorboard, use_wandb, use_mlflow", "axolotl", _to, lost={"jsonl": "axolotl writes trainer_state.json instead"}
+    ),
+    "logging.every_steps": interval_row("logging_steps", _every),
+    **text_rows(
+        {
+            "project": {"wandb": "wandb_project", "mlflow": "mlflow_experiment_name"},
+            "run_name": {"wandb": "wandb_name", "mlflow": "mlflow_run_name"},
+            "wandb_entity": {"wandb": "wandb_entity"},
+            "wandb_mode": {"wandb": "wandb_mode"},
+            "mlflow_uri": {"mlflow": "mlflow_tracking_uri"},
+        }
+    ),
+    "profile.steps": row(
         Fit.EQUIVALENT,
-        "use_tensorboard, use_wandb, use_mlflow",
-        "the same values under axolotl's names; its progress is on the terminal",
-        _OFF,
-        When("jsonl", lambda cfg: "jsonl" in cfg.logging.to, Fit.IGNORED, f"{_ONLY}; axolotl writes trainer_state.json instead"),
-        to=_to,
+        "profiler_steps, profiler_steps_start",
+        f"in output_dir; {_SNAPSHOT}",
+        NOT_PROFILED,
+        When("steps with gaps", lambda cfg: spans(cfg) is None, Fit.IGNORED, "traces only; axolotl has consecutive steps"),
+        to=_profiler,
     ),
-    "logging.every_steps": row(Fit.EQUIVALENT, "logging_steps", "the loss is a mean since the last", _OFF, to=_every),
-    "logging.project": row(
-        Fit.EXACT,
-        "wandb_project, mlflow_experiment_name",
-        "",
-        _OFF,
-        to=_said("project", wandb="wandb_project", mlflow="mlflow_experiment_name"),
-    ),
-    "logging.run_name": row(
-        Fit.EXACT, "wandb_name, mlflow_run_name", "", _OFF, to=_said("run_name", wandb="wandb_name", mlflow="mlflow_run_name")
-    ),
-    "logging.wandb_entity": row(Fit.EXACT, "wandb_entity", "", _OFF, to=_said("wandb_entity", wandb="wandb_entity")),
-    "logging.wandb_mode": row(Fit.EXACT, "wandb_mode", "", _OFF, to=_said("wandb_mode", wandb="wandb_mode")),
-    "logging.mlflow_uri": row(Fit.EXACT, "mlflow_tracking_uri", "", _OFF, to=_said("mlflow_uri", mlflow="mlflow_tracking_uri")),
 }
 """How each field is said."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from unishard.formats.composer.batches import BATCHES
 from unishard.formats.composer.fsdp_keys import FSDP
+from unishard.formats.composer.logs import LOGGED
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
 from unishard.formats.composer.saving import SAVED
 from unishard.formats.names import ignored
@@ -27,8 +28,7 @@ _REASONS: Mapping[str, str] = {
     "spin_dataloaders icl_seq_len icl_max_seq_len num_class_images use_prior_preservation prior_loss_weight",
     "affects only evaluation": "eval_first eval_interval eval_subset_num_batches icl_subset_num_batches icl_tasks icl_tasks_str "
     "eval_gauntlet eval_gauntlet_str model_gauntlet models validate_every_n_batches validate_every_n_epochs",
-    "affects only logs": "callbacks loggers progress_bar log_to_console console_log_interval console_stream python_log_level log_config "
-    "run_name metadata flatten_metadata profiler",
+    "affects only logs": "callbacks python_log_level log_config metadata flatten_metadata",
     "affects only the files of checkpoints": "save_filename save_latest_filename save_overwrite "
     "save_weights_only save_ignore_keys load_path load_weights_only load_strict_model_weights "
     "load_ignore_keys load_exclude_algorithms autoresume only_hf_checkpoint only_composer_checkpoint",
@@ -80,6 +80,7 @@ KEYS: Mapping[str, Key] = {
     **FSDP,
     **OPTIMIZATION,
     **SAVED,
+    **LOGGED,
     "seed": Key(_seed, "training.seed"),
     "tp_config": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
     "parallelism_config.tp": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),

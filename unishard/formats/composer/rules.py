@@ -10,6 +10,7 @@ from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.composer import groups
+from unishard.formats.composer.logs import LOGS
 from unishard.formats.composer.saving import SAVING
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.mapping.field_rows import lost, started_elsewhere, unlooked
@@ -253,5 +254,5 @@ _LAUNCH = started_elsewhere(
     **dict.fromkeys(("rendezvous", "rendezvous_id", "rendezvous_options", "max_restarts"), _NO_RENDEZVOUS),
 )
 
-RULES: Mapping[str, Rule] = rows(_OWN, SAVING, _LAUNCH)
+RULES: Mapping[str, Rule] = rows(_OWN, SAVING, LOGS, _LAUNCH)
 """The rows. Only those of fields that a source decides are written."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.formats.deepspeed.keys import KEYS, with_logs
+from unishard.formats.deepspeed.rules import RULES
 from unishard.formats.defaults import without_unishards
 from unishard.formats.documents import json_text
 from unishard.formats.format import Format
@@ -30,6 +32,8 @@ class DeepSpeedFormat(Format):
     name = "deepspeed"
     tool = "DeepSpeed 0.19.8"
     suffix = ".json"
+    keys = KEYS
+    rules = RULES
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says.
@@ -38,7 +42,7 @@ class DeepSpeedFormat(Format):
             ConfigError: An override cannot be used.
         """
         engine = Entry(("backend",), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
-        entries = [*registry.get("deepspeed").parse(source.data, topology=topology), engine]
+        entries = [*with_logs(registry.get("deepspeed").parse(source.data, topology=topology), source.data), engine]
         return assemble(self.name, source, entries, overrides=_completed(tuple(overrides), entries), topology=topology)
 
     def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
@@ -47,7 +51,8 @@ class DeepSpeedFormat(Format):
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""
-        rows = {path: row for path, row in registry.get("deepspeed").script_rules.items() if not _is_left_to_script(path, reading)}
+        said = {**registry.get("deepspeed").script_rules, **RULES}
+        rows = {path: row for path, row in said.items() if not _is_left_to_script(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
         document, words = express(rows, reading.config, topology, undecided)
         if "type" not in document.get("optimizer", {"type": ""}):

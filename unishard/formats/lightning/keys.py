@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.formats.lightning.logs import LOGGED
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
 from unishard.mapping.entries import Given, Key, Meaning, Unreadable
@@ -246,8 +247,8 @@ TRAINER: Mapping[str, Key] = {
         ),
         left(_EVALUATION),
     ),
-    **dict.fromkeys(("logger", "loggers", "log_every_n_steps", "enable_progress_bar", "enable_model_summary", "profiler"), left(_LOGS)),
-    **dict.fromkeys(("barebones", "enable_autolog_hparams"), left(_LOGS)),
+    **LOGGED,
+    **dict.fromkeys(("enable_model_summary", "barebones", "enable_autolog_hparams"), left(_LOGS)),
     **dict.fromkeys(("default_root_dir", "model_registry"), left(_FILES)),
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""

@@ -11,6 +11,7 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.fallbacks import exact, row, rows, when_default
 from unishard.formats.lightning.launch_rules import LAUNCHING
+from unishard.formats.lightning.logs import LOGS
 from unishard.formats.lightning.precision_rules import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
@@ -223,5 +224,5 @@ _OWN: Mapping[str, Rule] = {
     ),
 }
 
-FSDP: Mapping[str, Rule] = rows(PRECISION, TRAINING, RECIPE, SAVING, LAUNCHING, _OWN)
+FSDP: Mapping[str, Rule] = rows(PRECISION, TRAINING, RECIPE, SAVING, LAUNCHING, LOGS, _OWN)
 """Rows for `backend: fsdp`."""

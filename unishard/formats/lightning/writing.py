@@ -62,7 +62,7 @@ def _fsdp(reading: ReadDocument, topology: Topology) -> Expressed:
 
 _MOVED: Mapping[str, Rule] = {
     **{path: TRAINING[path] for path in ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")},
-    **{path: row for path, row in FSDP.items() if path.startswith(("checkpoint.", "launch."))},
+    **{path: row for path, row in FSDP.items() if path.startswith(("checkpoint.", "launch.", "logging.", "profile."))},
 }
 """Rows of the Trainer's arguments, which hold beside every strategy."""
 _MESH = "write device_mesh=(replicas, {0}), the product is the ranks; or add --world-size"

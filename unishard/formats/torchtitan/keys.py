@@ -8,6 +8,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.formats.names import ignored
+from unishard.formats.torchtitan.logs import LOGGED
 from unishard.formats.torchtitan.saving import SAVED
 from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, refuses
@@ -231,7 +232,6 @@ _REST: Mapping[str, str] = {
     "timeouts and the flight recorder of the process group; set torch's variables for it in launch.environment": "comm",
     "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import experimental.custom_model_path",
     "affects only the files of checkpoints": "training.checkpoint_interval training.checkpoint_interval_type training.checkpoint_folder",
-    "affects only logs": "metrics profiling",
     "affects only evaluation": "validation eval inference",
     "is only read with a converter of that name": "mx quantize",
     "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name "
@@ -302,6 +302,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "fault_tolerance.enable": refuses("unishard has no groups that come and go; remove it", _off),
     **SAVED,
+    **LOGGED,
     **ignored(_REST),
 }
 """What each says. The degrees of data parallelism and what `ENGINE` names stand in FSDP's own table."""

@@ -11,6 +11,7 @@ from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
+from unishard.formats.torchtitan.logs import LOGS
 from unishard.formats.torchtitan.saving import SAVING
 from unishard.mapping.field_rows import lost, moved_together, none, started_elsewhere
 from unishard.mapping.rules import Fit, Holds, Rule, When, unless
@@ -229,5 +230,5 @@ _OWN: Mapping[str, Rule] = {
 
 _LAUNCH = started_elsewhere(processes_per_node="set NGPU for run_train.sh, or pass torchrun --nproc-per-node")
 
-RULES: Mapping[str, Rule] = rows(_OWN, SAVING, _LAUNCH)
+RULES: Mapping[str, Rule] = rows(_OWN, SAVING, LOGS, _LAUNCH)
 """The rows. Only those of fields that a source decides are written."""
