@@ -44,6 +44,9 @@ def launch(
     node_rank: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="This host, with rendezvous: static.", show_default=False)
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Check first, for a few seconds, that several hosts reach each other.")
+    ] = True,
     set_: Overrides = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it as a Slurm job.")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write the manifest of a Kubernetes job.")] = False,
@@ -86,7 +89,7 @@ def launch(
         elif ray:
             _ray(request, dry_run=dry_run)
         else:
-            _local(request, node_rank, dry_run=dry_run, as_json=as_json)
+            _local(request, node_rank, check=check, dry_run=dry_run, as_json=as_json)
     except ConfigError as error:
         raise origins.locate(error) from None
 
@@ -134,7 +137,7 @@ def _refuse_contradictions(
         raise UnishardError("--node-rank numbers this host, but the job system numbers its nodes; leave it out")
 
 
-def _local(request: LaunchRequest, node_rank: int | None, *, dry_run: bool, as_json: bool) -> None:
+def _local(request: LaunchRequest, node_rank: int | None, *, check: bool, dry_run: bool, as_json: bool) -> None:
     from unishard.launch.command import Host, command_of, torchrun_program
     from unishard.loading.launched import variables
 
@@ -149,7 +152,7 @@ def _local(request: LaunchRequest, node_rank: int | None, *, dry_run: bool, as_j
         return
     from unishard.launch.running import run
 
-    raise typer.Exit(run(command, cfg, len(program)))
+    raise typer.Exit(run(command, cfg, len(program), check=check))
 
 
 def _expect_script(script: Script) -> None:

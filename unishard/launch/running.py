@@ -24,6 +24,8 @@ __all__ = ["gpus", "run"]
 
 PREEMPTED = 85
 """How ranks exit that have saved after a signal of `checkpoint.on_signal`."""
+_CHECKED = "unishard.doctor.before_script"
+"""The module that checks the hosts before it runs the script."""
 _AGENT = "torch.distributed.elastic.agent.server.api"
 _QUIET = ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
 _RESTART = re.compile(r"(\d+)/(\d+) attempts left; will restart")
@@ -34,8 +36,10 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run(command: TorchrunCommand, cfg: Config, options: int) -> int:
+def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = True) -> int:
     """Start the ranks of this host and wait for them.
+
+    Where there are several hosts, one rank of each first checks that they reach each other: for a few seconds, and silently if they do.
 
     What ranks write goes to this process's streams. torchrun's own messages are left out unless the environment variable LOGLEVEL asks
     for them. Ctrl-C and SIGTERM end all ranks.
@@ -44,6 +48,7 @@ def run(command: TorchrunCommand, cfg: Config, options: int) -> int:
         command: Of torchrun.
         cfg: The config.
         options: Number of the command's first words that call torchrun.
+        check: Whether several hosts are checked.
 
     Returns:
         The exit status: 0, that of the rank that failed first (128 plus the signal if one killed it), 85 if the ranks have saved after a
@@ -57,6 +62,9 @@ def run(command: TorchrunCommand, cfg: Config, options: int) -> int:
     _be_quiet()
     newest = _newest(cfg)
     args = torchrun.get_args_parser().parse_args(command.words[options:])
+    if check and cfg.launch.max_nodes > 1:
+        args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+        args.training_script, args.module = _CHECKED, True
     try:
         torchrun.run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
