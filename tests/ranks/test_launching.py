@@ -6,11 +6,13 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,6 +144,17 @@ def test_the_printed_command_runs_in_a_shell(folder):
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2, seed 5", "rank 1 of 2, seed 5"]
 
 
+def started_by(folder: Path, *words: str, **more: str) -> list[str]:
+    """What the ranks of another launcher say."""
+    told = {"UNISHARD_CONFIG": str(folder / "c.yaml"), "UNISHARD_OVERRIDES": '["training.seed=6"]', **more}
+    done = subprocess.run([*words, SAYS], env=environment() | told, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+
+
+TWO_RANKS = ["rank 0 of 2, seed 6", "rank 1 of 2, seed 6"]
+
+
 def test_the_launcher_of_deepspeed_starts_the_same_script(folder):
     hosts = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
     words = [
@@ -152,8 +165,22 @@ def test_the_launcher_of_deepspeed_starts_the_same_script(folder):
         "--master_port=29731",
         "--no_local_rank",
     ]
-    told = {"UNISHARD_CONFIG": str(folder / "c.yaml"), "UNISHARD_OVERRIDES": '["training.seed=6"]'}
-    done = subprocess.run([sys.executable, *words, SAYS], env=environment() | told, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
-    assert sorted(said) == ["rank 0 of 2, seed 6", "rank 1 of 2, seed 6"]
+    assert started_by(folder, sys.executable, *words) == TWO_RANKS
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate_launch_starts_the_same_script(folder):
+    words = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+    more = {"HF_HOME": str(folder), "ACCELERATE_USE_CPU": "true"}
+    assert started_by(folder, sys.executable, *words, "--dynamo_backend=no", "--main_process_port=0", **more) == TWO_RANKS
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpirun_starts_the_same_script(folder):
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    words = ["mpirun", "-np", "2", "--oversubscribe", sys.executable]
+    assert started_by(folder, *words, MASTER_ADDR="127.0.0.1", MASTER_PORT="29732", **root) == TWO_RANKS
+
+
+def test_plain_python_starts_the_same_script(folder):
+    assert started_by(folder, sys.executable) == ["rank 0 of 1, seed 6"]
