@@ -10,7 +10,7 @@ from unishard.loading.document import text_of
 
 __all__ = ["hosts_of"]
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d{1,9})")
+_LINE = re.compile(r"([^\s\x00-\x1f\x7f]+)\s+slots=(\d{1,9})")
 
 
 def hosts_of(path: Path) -> dict[str, int]:

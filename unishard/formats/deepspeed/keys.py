@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.formats.log_tables import destinations, interval, left, without_field
-from unishard.mapping.entries import Entry, Given, Key, Meaning
+from unishard.mapping.entries import Entry, Given, Key, Meaning, Unreadable
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
 from unishard.mapping.templates import placeholders_in
@@ -104,4 +104,8 @@ def _logged(entry: Entry, given: Given) -> Entry:
     key = KEYS.get(entry.key)
     if key is None or entry.assumed or entry.meaning.fit is not Fit.IGNORED or placeholders_in(entry.value):
         return entry
-    return entry._replace(meaning=key.read(entry.value, given)._replace(kept=entry.meaning.kept))
+    try:
+        meaning = key.read(entry.value, given)
+    except Unreadable:  # a word that a script replaces, or what the engine's own table has refused
+        return entry
+    return entry._replace(meaning=meaning._replace(kept=entry.meaning.kept))
