@@ -9,7 +9,7 @@ GPU_OUT ?= gpu-out
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash parity matrix mistakes versions bench gpu gpu-wheels clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash faults parity matrix mistakes versions bench gpu gpu-wheels clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ corpus: $(READY) ## Translate every config in a folder of yours to every format:
 
 crash: $(READY) ## Kill ranks at every moment of a save and look at what is left (minutes); N=... for that many moments.
 	$(BIN)/python tests/ranks/crashing.py $(if $(N),--points $(N))
+
+faults: $(READY) ## Play every fault of a rank or a disk on both engines and write what comes of it (minutes).
+	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page docs/reliability.md
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
 	$(BIN)/python -m unishard.testing.parity docs/parity.md

@@ -1,16 +1,20 @@
-"""Ends one rank at a place of a run, as a script would end there, and looks at what all ranks write and how long the others live."""
+"""Plays a fault of one rank as a script would have it, and looks at what all ranks write, how long they live and what is on the disk."""
 
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -21,7 +25,9 @@ import torch.distributed as dist
 from playing import config, my_rank, own_share
 
 import unishard
-from unishard.distributed import early
+from unishard.checkpoint import finding, manifest
+from unishard.checkpoint.verifying import damaged
+from unishard.distributed import early, master_port
 from unishard.testing import RankFailure, run_ranks
 from unishard.testing.models import MODELS
 
@@ -30,7 +36,7 @@ LIMIT = 30.0
 TIMEOUT = 2.0
 """`communication.desync_timeout`."""
 BAD = 13
-"""The update in which the fault happens: one whose calls are not checked one by one."""
+"""The update in which the fault happens: one whose calls are not checked one by one. The one before it is saved."""
 
 Scenario = Callable[..., None]
 
@@ -46,6 +52,8 @@ class Ending(NamedTuple):
     """How each rank's process ended."""
     recorded: dict[int, str]
     """The message in the file that torchrun shows, by rank."""
+    kept: str
+    """The newest complete checkpoint, or what is wrong with it; empty if there is none."""
 
 
 def started(folder: str) -> None:
@@ -54,12 +62,26 @@ def started(folder: str) -> None:
 
 
 def end(kind: str, folder: str) -> None:
-    """End this rank."""
+    """End this rank, or stop it until the other one has ended."""
     started(folder)
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "exit":
-        sys.exit(3)
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(LIMIT)
+        case "sys.exit":
+            sys.exit(3)
+        case "os._exit":
+            os._exit(3)
+        case "out of memory":
+            torch.empty(1 << 46, dtype=torch.uint8)
+        case "stop":
+            other = Path(folder, f"pid{1 - my_rank()}").read_text()
+            then = f"while kill -0 {other} 2>/dev/null; do sleep 0.1; done; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", then], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
     raise ValueError("a broken sample")
 
 
@@ -69,6 +91,7 @@ def as_a_script(folder: str, function: Scenario, *arguments: Any) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"error{my_rank()}.json"))}
+    Path(folder, f"pid{my_rank()}").write_text(str(os.getpid()))
     code = 0
     early.install()  # in a script, `import unishard` does
     try:
@@ -84,12 +107,12 @@ def as_a_script(folder: str, function: Scenario, *arguments: Any) -> None:
     os._exit(code)
 
 
-def run(function: Scenario, *arguments: Any, world: int = 2) -> Ending:
+def run(function: Scenario, *arguments: Any, world: int = 2, env: Mapping[str, str] | None = None) -> Ending:
     """Run a function on ranks as scripts. It gets a folder of its own first."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder, codes = Path(name), {}
         try:
-            run_ranks(world, as_a_script, name, function, *arguments, timeout=60 + LIMIT, grace=LIMIT)
+            run_ranks(world, as_a_script, name, function, *arguments, timeout=60 + LIMIT, grace=LIMIT, env=env)
         except RankFailure as failure:
             codes = {rank: f"{error.type}: {error.message}" for rank, error in failure.errors.items()}
         ended = time.time()
@@ -100,28 +123,51 @@ def run(function: Scenario, *arguments: Any, world: int = 2) -> Ending:
             ended - float(begun.read_text()) if begun.exists() else -1.0,
             codes,
             {rank: json.loads(file.read_text())["message"]["message"] for rank, file in files.items() if file.exists()},
+            newest(folder / "checkpoints"),
         )
+
+
+def newest(root: Path) -> str:
+    """The name of the newest complete checkpoint, or what is wrong with it; empty if there is none."""
+    found = finding.latest(root) if root.exists() else None
+    return "" if found is None else "; ".join(damaged(found, manifest.read(found))) or found.name
 
 
 @cache
 def endings(runs: tuple[tuple[Scenario, tuple[Any, ...]], ...]) -> dict[tuple[Scenario, tuple[Any, ...]], Ending]:
     """Endings of runs of two ranks each, four at a time: most of their time they wait."""
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(runs, pool.map(lambda each: run(each[0], *each[1]), runs), strict=True))
+        return dict(zip(runs, pool.map(_ending_of, runs), strict=True))
+
+
+def _ending_of(asked: tuple[Scenario, tuple[Any, ...]]) -> Ending:
+    function, arguments = asked
+    if function is not port_in_use:
+        return run(function, *arguments)
+    with socket.create_server(("127.0.0.1", 0)) as other_program:
+        return run(function, *arguments, env={"MASTER_PORT": str(other_program.getsockname()[1])})
 
 
 # -- one rank ends --------------------------------------------------------------------------------------------------------
 
 
-def train(folder: str, place: str, kind: str, backend: str, victim: int = 1) -> None:
+PLACES = ("init", "optimizer", "prepare", "forward", "backward", "step", "save", "load")
+"""Where a rank can end: between `init` and `prepare`, in two places inside `prepare`, and in calls of an engine."""
+
+
+def train(folder: str, backend: str, place: str, kind: str, victim: int = 1) -> None:
     """A run of 20 updates in which one rank ends at a place: before or inside `prepare`, or at update 13."""
 
+    done = False
+
     def at(here: str) -> None:
-        if my_rank() == victim and here == place:
+        nonlocal done
+        if my_rank() == victim and here == place and not done:
+            done = True
             end(kind, folder)
 
     at("before prepare")
-    cfg = config(backend, optimizer=None, communication={"desync_timeout": TIMEOUT})
+    cfg = config(backend, optimizer=None, communication={"desync_timeout": TIMEOUT / 2 if kind == "stop" else TIMEOUT})
     with unishard.init(cfg):
         at("init")
         model = MODELS["mlp"].build()
@@ -134,9 +180,12 @@ def train(folder: str, place: str, kind: str, backend: str, victim: int = 1) -> 
     dist.broadcast = lambda *args, **kwargs: at("prepare") or broadcast(*args, **kwargs)
     engine = unishard.prepare(model, cfg, optimizer)
     dist.broadcast = broadcast
-    update, shards = engine._adapter.update, engine._adapter.optimizer_shards
+    root, adapter = str(Path(folder, "checkpoints")), engine._adapter
+    update, shards, loaded = adapter.update, adapter.optimizer_shards, adapter.loaded
     for number, batch in enumerate(own_share(20), start=1):
         now = number == BAD
+        if now:
+            engine.save(root)
         hook = model.blocks[1].register_forward_hook(lambda *_: at("forward")) if now else None
         loss = engine(**batch).loss
         if hook is not None:
@@ -144,17 +193,19 @@ def train(folder: str, place: str, kind: str, backend: str, victim: int = 1) -> 
             loss.register_hook(lambda gradient: at("backward"))
         engine.backward(loss)
         if now:
-            engine._adapter.update = lambda *args, **kwargs: at("step") or update(*args, **kwargs)
-            engine._adapter.optimizer_shards = lambda parameter: at("save") or shards(parameter)
+            adapter.update = lambda *args, **kwargs: at("step") or update(*args, **kwargs)
         engine.step()
         if now:
-            engine.save(str(Path(folder, "checkpoints")))
+            adapter.optimizer_shards = lambda parameter: at("save") or shards(parameter)
+            engine.save(root)
+            adapter.loaded = lambda: at("load") or loaded()
+            engine.load(root)
 
 
 # -- one rank goes its own way --------------------------------------------------------------------------------------------
 
 
-def misuse(folder: str, act: Callable[..., None], backend: str, strategy: str = "full_shard") -> None:
+def misuse(folder: str, backend: str, act: Callable[..., None], strategy: str = "full_shard") -> None:
     """A run of 30 updates in which the ranks make different calls at update 13; `act` gets an engine and a batch more than it needs."""
     cfg = config(backend, strategy, communication={"desync_timeout": TIMEOUT})
     engines = [unishard.prepare(MODELS["mlp"].build(), cfg) for _ in range(2 if act is other_order else 1)]
@@ -201,6 +252,18 @@ def other_order(engines: Sequence[Any], batch: Any, folder: str) -> None:
         update(engine, batch)
 
 
+def skip_a_batch(engines: Sequence[Any], batch: Any, folder: str) -> None:
+    """Trains once more on rank 0: rank 1 has skipped a batch, and leaves its loop first."""
+    if my_rank() == 0:
+        update(engines[0], batch)
+
+
+def wait_alone(engines: Sequence[Any], batch: Any, folder: str) -> None:
+    """Exports on rank 1 only."""
+    if my_rank() == 1:
+        engines[0].export(str(Path(folder, "exported")))
+
+
 class Branches(torch.nn.Module):
     """A model whose ranks may take different branches."""
 
@@ -243,6 +306,91 @@ def branch(folder: str, backend: str, first: int, wider: bool) -> None:
         engine.step()
 
 
+# -- data, models, numbers, disks ------------------------------------------------------------------------------------------
+
+
+def other_model(folder: str, backend: str) -> None:
+    """Another width on rank 1."""
+    started(folder)
+    unishard.prepare(torch.nn.Linear(4, 4 + my_rank()), config(backend))
+
+
+def port_in_use(folder: str, backend: str) -> None:
+    """Another program listens at MASTER_PORT, and never answers."""
+    master_port._ANSWER = 5.0
+    started(folder)
+    unishard.prepare(MODELS["mlp"].build(), config(backend))
+
+
+def reading(folder: str, backend: str, kind: str) -> None:
+    """Loops over `engine.batches`, where rank 1 reads less than rank 0, or skips the rest of the body for a batch."""
+    window = {"gradient_accumulation_steps": 2 if kind == "skips one" else 1}
+    engine = unishard.prepare(MODELS["mlp"].build(), config(backend, training=window, communication={"desync_timeout": TIMEOUT}))
+    mine = own_share(20 if my_rank() == 0 or kind == "skips one" else 15)
+    started(folder)
+    for number, batch in enumerate(engine.batches(mine if kind != "a stream" else iter(mine)), start=1):
+        if number == BAD and my_rank() == 1 and kind == "skips one":
+            continue
+        update(engine, batch)
+
+
+def not_a_number(folder: str, backend: str, nonfinite: str, scale: float) -> None:
+    """The loss of rank 1 is not finite in one update. Where such an update is skipped, it is on every rank, and training goes on."""
+    root = str(Path(folder, "checkpoints"))
+    cfg = config(backend, training={"nonfinite": nonfinite}, communication={"desync_timeout": TIMEOUT})
+    engine = unishard.prepare(MODELS["mlp"].build(), cfg)
+    for number, batch in enumerate(own_share(20), start=1):
+        if number == BAD:
+            engine.save(root)
+            started(folder)
+        engine.backward(engine(**batch).loss * (scale if number == BAD and my_rank() == 1 else 1.0))
+        if engine.step().skipped != (number == BAD):
+            raise AssertionError(f"update {number}")
+    engine.save(root)
+
+
+def disk(folder: str, backend: str, kind: str, victim: int = 1) -> None:
+    """A run that saves before updates 13 and 14; the disk of one rank fails in the second save."""
+    root = Path(folder, "checkpoints")
+    engine = unishard.prepare(MODELS["mlp"].build(), config(backend, communication={"desync_timeout": TIMEOUT}))
+    for number, batch in enumerate(own_share(20), start=1):
+        if number == BAD + 1:
+            started(folder)
+            if my_rank() == victim:
+                _harm(root, kind)
+            dist.barrier()
+        if number in (BAD, BAD + 1):
+            engine.save(str(root))
+        update(engine, batch)
+    if kind == "vanished before":
+        engine.load(str(root))
+
+
+def _harm(root: Path, kind: str) -> None:
+    """Let the disk fail from here on, or once."""
+    failures = {"full": errno.ENOSPC, "read-only": errno.EROFS, "broken": errno.EIO}
+    acts = {"slow": lambda: time.sleep(3 * TIMEOUT), "vanishes": lambda: shutil.rmtree(root)}
+    if kind == "vanished before":
+        shutil.rmtree(root)
+        return
+    acted = False
+
+    def fail(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal acted
+        writes = name == "open" and isinstance(arguments[0], str | os.PathLike) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not (writes or name in ("os.mkdir", "os.rename")) or str(root) not in os.fspath(arguments[0]):
+            return
+        if kind == "vanishes" and ".distcp" not in os.fspath(arguments[0]):
+            return
+        if kind in failures:
+            raise OSError(failures[kind], os.strerror(failures[kind]), os.fspath(arguments[0]))
+        if not acted:
+            acted = True
+            acts[kind]()
+
+    sys.addaudithook(fail)
+
+
 # -- signals --------------------------------------------------------------------------------------------------------------
 
 
@@ -258,3 +406,38 @@ def signalled(folder: str, backend: str, name: str, on_signal: tuple[str, ...]) 
     else:
         time.sleep(4.0)
     engine.mean(1.0)
+
+
+def terminated(folder: str, backend: str, place: str, victim: int) -> None:
+    """A run with `checkpoint.on_signal` in which one rank gets a SIGTERM at a place of update 13."""
+    saving = {"dir": str(Path(folder, "checkpoints")), "on_signal": ["TERM"]}
+
+    told = False
+
+    def at(here: str) -> None:
+        nonlocal told
+        if my_rank() == victim and here == place and not told:
+            told = True
+            started(folder)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    model = MODELS["mlp"].build()
+    engine = unishard.prepare(model, config(backend, checkpoint=saving, communication={"desync_timeout": TIMEOUT}))
+    adapter = engine._adapter
+    update, shards, loaded = adapter.update, adapter.optimizer_shards, adapter.loaded
+    for number, batch in enumerate(own_share(20), start=1):
+        now = number == BAD
+        if now:
+            adapter.optimizer_shards = lambda parameter: at("save") or shards(parameter)
+            engine.save()
+            adapter.loaded = lambda: at("load") or loaded()
+            engine.load()
+            adapter.optimizer_shards, adapter.loaded = shards, loaded
+            model.blocks[1].register_forward_hook(lambda *_: at("forward"))
+            adapter.update = lambda *args, **kwargs: at("step") or update(*args, **kwargs)
+        loss = engine(**batch).loss
+        if now:
+            loss.register_hook(lambda gradient: at("backward"))
+        at("between calls" if now else "")
+        engine.backward(loss)
+        engine.step()

@@ -110,7 +110,10 @@ class _Hook:
 
     def _because(self, cause: str) -> str:
         place, unit, first = self.line.place(), self.line.unit(), self.line.first()
-        if unit and first is not None and first.how == DIED and not torch.cuda.is_available():  # gloo aborts a process that gathers others
+        gathers = unit and any(f".{call} " in place for call in ("forward", "backward"))
+        if (
+            gathers and first is not None and first.how == DIED and not torch.cuda.is_available()
+        ):  # gloo aborts a process that gathers others
             cause += f"; if it wrote that gloo received another size, it ran other modules than {unit}: see sharding.conditional_modules"
         return f"ended {place.removeprefix('is ')} because {cause}" if place.startswith("is in ") else f"ended because {cause}"
 
