@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.mapping.field_rows import BUFFERS, logged_by_script, none, saved_by_script, started_elsewhere, unlooked, write
+from unishard.mapping.field_rows import BUFFERS, MATMUL, logged_by_script, none, saved_by_script, started_elsewhere, unlooked, write
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule
 
 __all__ = ["BY_SCRIPT"]
@@ -29,6 +29,7 @@ _OTHER = "belongs to another optimizer"
 _OWN_CHECK = "unishard's own check of collective calls; torch's is TORCH_NCCL_ENABLE_MONITORING"
 
 BY_SCRIPT: Mapping[str, Rule] = {
+    "precision.matmul": MATMUL,
     "precision.loss_scale": write("scale the loss with torch.amp.GradScaler", _exact, *_SCALE),
     "precision.initial_loss_scale": write("GradScaler(init_scale=...)", _exact, *_SCALE),
     "precision.loss_scale_growth_interval": write("GradScaler(growth_interval=...)", _exact, *_SCALE),

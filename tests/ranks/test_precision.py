@@ -37,6 +37,37 @@ def unchanged(before, after):
     return len(before) == len(after) and all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+# -- products of fp32 tensors -------------------------------------------------------------------------------------------------------
+
+
+def products(*asked):
+    """torch's setting after each `prepare` in one process, or what it raised."""
+    found = []
+    for backend, matmul, train_ in asked:
+        cfg = config(backend, precision={"matmul": matmul})
+        try:
+            unishard.prepare(mlp(), cfg, train=train_).close()
+            found.append(torch.get_float32_matmul_precision())
+        except unishard.ConfigError as problem:
+            found.append(str(problem))
+    return found
+
+
+PRODUCTS = (
+    *(("deepspeed", "keep", True), ("deepspeed", "tf32", True), ("fsdp", "tf32", False), ("fsdp", "keep", True)),
+    *(("fsdp", "fp32", True), ("deepspeed", "fp32", False)),
+)
+
+
+def test_products_have_one_setting_in_a_process_and_another_is_refused():
+    for found in values(play(((products, PRODUCTS),))[products, PRODUCTS]):
+        *set_, fsdp, deepspeed = found
+        assert set_ == ["highest", "high", "high", "high"]
+        assert fsdp == deepspeed
+        assert "precision.matmul: is fp32, but an earlier prepare of this process has set tf32" in fsdp
+        assert "write tf32 or keep, or use another process" in fsdp
+
+
 # -- the loss scale -----------------------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,17 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+_MATMUL = {"highest": "fp32", "ieee": "fp32", "high": "tf32"}
+"""torch's words for the same."""
+
+
+def _matmul(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("not_a_word", "is not true or false; write tf32 or fp32, or keep for torch's own setting")
+    word = _lower(value)
+    return _MATMUL.get(word, word) if isinstance(word, str) else word
+
+
 DType = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype), Spellings(tuple(_ALIASES))]
 
 
@@ -70,6 +81,10 @@ class Precision(Section):
     """Dtype in which the gradients of an accumulation window (the micro-batches of one update) are summed. Default: that of `master`."""
     buffers: Annotated[Literal["keep", "fp32", "bf16", "fp16"], BeforeValidator(_lower), Spellings()] = Field(default="keep")
     """Dtype to which `prepare` casts floating-point buffers, such as rotary tables; `keep` does not cast them."""
+    matmul: Annotated[Literal["keep", "fp32", "tf32"], BeforeValidator(_matmul), Spellings(tuple(_MATMUL))] = Field(default="keep")
+    """How matrix products of fp32 tensors are computed, in the whole process (`torch.set_float32_matmul_precision`). `tf32` rounds their
+    factors to 10 bits, several times as fast on NVIDIA GPUs from Ampere on; `fp32` does not. `keep` leaves the setting as it is: torch's
+    default is `fp32`. All models that one process prepares need the same value. Products in bf16 and fp16 do not change."""
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(default="dynamic")
     """Loss scale in fp16: the loss is multiplied by it before backward, and the gradients are divided by it afterwards. `dynamic` halves
     it when a gradient is not finite and doubles it after `loss_scale_growth_interval` updates in a row, as `torch.amp.GradScaler` does.

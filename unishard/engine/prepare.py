@@ -20,7 +20,7 @@ from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.memory import ExpectedMemory
-from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization
+from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization, matmul
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.shape import shape_of
@@ -115,6 +115,7 @@ def _prepare(
     backend = _backend(cfg, topology)
     plan = _plan(model, cfg, topology, optimizer, scheduler, train=train)
     collective_check.meet("unishard.prepare (sharding)")
+    matmul.apply(cfg.precision)
     # From here on the model changes.
     _prepared.add(model)
     model_class = type(model).__name__  # `fully_shard` changes the class
@@ -217,6 +218,7 @@ def _plan(
     recomputed, compiled = activation_checkpointing.find(model, cfg), compilation.find(model, cfg)
     setup = OptimizerSetup(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
+    matmul.check(cfg.precision)
     if train:
         require_installed(cfg)
     given = [name for name, value in (("optimizer", optimizer), ("scheduler", scheduler)) if value is not None]

@@ -9,7 +9,7 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
 from unishard.config.nested import Native, nested
 from unishard.config.topology import Topology
-from unishard.mapping.field_rows import BUFFERS, NO_FILES, logged_by_script, saved_by_script, started_elsewhere
+from unishard.mapping.field_rows import BUFFERS, MATMUL, NO_FILES, logged_by_script, saved_by_script, started_elsewhere
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, Setting, When, unless
 
 __all__ = ["FALLBACKS", "NOT_FP16", "copied", "exact", "noted", "row", "rows", "when_default"]
@@ -154,6 +154,7 @@ FALLBACKS: Mapping[str, Rule] = {
         NO_KEY,
         *((path, "the tool keeps the newest or all: all are kept") for path in _SPARED),
     ),
+    "precision.matmul": MATMUL,
     "training.buffers": BUFFERS,
     "training.nonfinite": row(
         Fit.APPROXIMATE,

@@ -8,6 +8,7 @@ from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, Wh
 __all__ = [
     "BEFORE_EACH_FORWARD",
     "BUFFERS",
+    "MATMUL",
     "NO_FILES",
     "keeps_more",
     "logged_by_script",
@@ -73,6 +74,10 @@ BUFFERS = Rule(
     ),
 )
 """The row of `training.buffers` where nothing is done about buffers after the start."""
+
+
+MATMUL = write("call torch.set_float32_matmul_precision", lambda cfg: cfg.precision.matmul == "keep", "keep")
+"""The row of `precision.matmul` where a tool has no key for it."""
 
 
 def lost(why: str, off: Holds, case: str) -> Rule:

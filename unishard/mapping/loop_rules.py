@@ -10,6 +10,12 @@ from unishard.mapping.rules import Fit, Rule, loop, unless
 __all__ = ["LOOP", "NOT_FP16", "complete"]
 
 NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
+
+
+def _keeps(cfg: Config) -> bool:
+    return cfg.precision.matmul == "keep"
+
+
 _ARGUMENT = loop("argument of the optimizer")
 _GROUPS = loop("parameter groups, by the names that parameters have before sharding")
 _WRITER = loop("argument of the library that writes")
@@ -30,6 +36,9 @@ _LAUNCH = {
 
 LOOP: Mapping[str, Rule] = {
     "backend": loop("chooses this table"),
+    "precision.matmul": Rule(
+        Fit.EXACT, "torch.set_float32_matmul_precision", "highest or high, for the whole process", when=(unless("keep", _keeps, ""),)
+    ),
     "precision.initial_loss_scale": loop("where the dynamic scale begins", NOT_FP16),
     "precision.loss_scale_growth_interval": loop("counts updates", NOT_FP16),
     "activation_checkpointing": Rule(

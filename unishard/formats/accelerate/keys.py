@@ -146,7 +146,14 @@ def _compile_backend(value: Any, given: Given) -> Meaning:
         raise Unreadable(f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them")
     if name == "no":
         return Meaning(fields={"compile.mode": "none"})
-    return Meaning(fields={"compile.mode": _mode(given), "compile.backend": name})
+    note = _tf32(given)
+    return Meaning(Fit.EQUIVALENT if note else Fit.EXACT, note, {"compile.mode": _mode(given), "compile.backend": name})
+
+
+def _tf32(given: Given) -> str:
+    """Accelerate allows TF32 where it compiles and computes in fp32 (state.py, AcceleratorState)."""
+    computes = str(given.get("mixed_precision") or "no").lower() == "no" and not given.get("fp16")
+    return "Accelerate allows TF32 then; set precision.matmul: tf32 for the same" if computes else ""
 
 
 def _mode(given: Given) -> str:

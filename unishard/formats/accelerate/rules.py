@@ -13,7 +13,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.formats.fallbacks import exact, noted, row, rows, when_default
-from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, moved_together, none, unlooked, write
+from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, MATMUL, moved_together, none, unlooked, write
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["FSDP_RULES", "mixed"]
@@ -69,6 +69,11 @@ def _units(cfg: Config, topology: Topology) -> Native:
 
 def _offloaded(cfg: Config) -> bool:
     return "cpu" in (cfg.offload.params, cfg.offload.optimizer)
+
+
+def _allows_tf32(cfg: Config) -> bool:
+    """Whether Accelerate allows TF32 by itself (state.py, AcceleratorState)."""
+    return cfg.compile.mode != "none" and not mixed(cfg)
 
 
 def _compile(cfg: Config, topology: Topology) -> Native:
@@ -147,6 +152,18 @@ _PRECISION: Mapping[str, Rule] = {
         "Accelerate reduces in the compute dtype",
         unless("that of compute", lambda cfg: cfg.precision.reduce == cfg.precision.compute),
         unless("fp32 with no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), "the gradients are fp32"),
+    ),
+    "precision.matmul": MATMUL._replace(
+        when=(
+            unless("tf32 with compile in fp32", lambda cfg: _allows_tf32(cfg) and cfg.precision.matmul == "tf32", "Accelerate allows it"),
+            When(
+                "keep with compile in fp32",
+                lambda cfg: _allows_tf32(cfg) and cfg.precision.matmul == "keep",
+                Fit.NEEDS_INPUT,
+                "Accelerate then allows TF32; after Accelerator(), call torch.set_float32_matmul_precision('highest') to forbid it",
+            ),
+            *MATMUL.when,
+        )
     ),
     "precision.accumulate": exact(
         "dtype of the parameters' gradients",

@@ -9,7 +9,7 @@ from unishard.formats.axolotl.ignored_keys import IGNORED
 from unishard.formats.axolotl.logs import LOGGED
 from unishard.formats.axolotl.saving import SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
-from unishard.formats.hf.loop import checkpointing, off
+from unishard.formats.hf.loop import checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.names import names
@@ -33,7 +33,7 @@ NAMES: Mapping[str, str] = {
 
 _SAME = names(
     "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim_args "
-    "optim_target_modules lr_scheduler_kwargs seed tf32 fp16 gradient_checkpointing_kwargs torch_compile torch_compile_backend "
+    "optim_target_modules lr_scheduler_kwargs seed fp16 gradient_checkpointing_kwargs torch_compile torch_compile_backend "
     "torch_compile_mode ddp_broadcast_buffers neftune_noise_alpha auto_find_batch_size accelerator_config warmup_ratio"
 )
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
@@ -81,6 +81,16 @@ def _mixed(given: Given, note: str) -> Meaning:
 def _pure(value: Any, given: Given) -> Meaning:
     """`bfloat16`, which switches on what `bf16` does (`_configure_precision_settings`)."""
     return _mixed(given, "") if not off(value) and boolean(value) else Meaning(Fit.IGNORED, "is off", kept=True)
+
+
+def _tf32(value: Any, given: Given) -> Meaning:
+    """True, false, or `auto`, which asks the GPU; axolotl also switches it off where nothing is said (core/builders/base.py)."""
+    if value is None:
+        return Meaning(Fit.IGNORED, "is not set", kept=True)
+    if str(value).lower() == "auto":
+        note = "auto is TF32 where the GPU has it; torch uses it only there too"
+        return Meaning(Fit.EXACT, note, {"precision.matmul": "tf32"})
+    return matmul(value)
 
 
 _FALLS = "unishard's cosine falls until the end; build the scheduler in the training script"
@@ -203,6 +213,7 @@ KEYS: Mapping[str, Key] = {
     "cosine_constant_lr_ratio": Key(_still, "", Fit.UNSUPPORTED, _FALLS),
     "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=None),
     "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", silent="auto"),
+    "tf32": Key(_tf32, "precision.matmul"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
     "float16": Key(_half, "", Fit.UNSUPPORTED, _UNSCALED),
     "float32": drops("the default without bf16 and fp16"),

@@ -53,10 +53,14 @@ def _compute_of(value: Any) -> str:
     return _PRECISIONS[word]
 
 
+_TF32 = "Composer allows TF32 on GPUs (devices/device_gpu.py); set precision.matmul: tf32 for the same"
+
+
 def _precision(value: Any, given: Given) -> Meaning:
     compute = _compute_of(value)
-    fit, note = (Fit.EXACT, "") if compute == "fp32" else (Fit.EQUIVALENT, _AUTOCAST)
-    return Meaning(fit, note, {"precision.compute": compute})
+    if compute == "fp32":
+        return Meaning(Fit.EQUIVALENT, _TF32, {"precision.compute": compute})
+    return Meaning(Fit.EQUIVALENT, _AUTOCAST, {"precision.compute": compute})
 
 
 def _mixed(value: Any, given: Given) -> Meaning:

@@ -14,7 +14,7 @@ from unishard.formats.composer.logs import LOGS
 from unishard.formats.composer.saving import SAVING
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.mapping.field_rows import lost, started_elsewhere, unlooked
-from unishard.mapping.rules import NO_KEY, Fit, Holds, Rule, When, unless
+from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
 
@@ -152,6 +152,13 @@ _OWN: Mapping[str, Rule] = {
         "none: always fp32",
         "Composer keeps fp32 master weights: more exact, more memory",
         when_default("precision.master"),
+    ),
+    "precision.matmul": row(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        "Composer allows TF32; pass device=DeviceGPU(allow_tf32=False) to the Trainer",
+        unless("tf32", lambda cfg: cfg.precision.matmul == "tf32", "Composer allows TF32"),
+        unless("keep in bf16 or fp16", lambda cfg: cfg.precision.matmul == "keep" and cfg.precision.compute != "fp32"),
     ),
     "precision.reduce": exact("fsdp_config.mixed_precision", to=_mixed),
     "precision.buffers": exact("fsdp_config.mixed_precision", to=_mixed),

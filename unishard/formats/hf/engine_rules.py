@@ -21,6 +21,8 @@ __all__ = ["ENGINES", "FSDP", "decided_of", "engine_of"]
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 _ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""
+_NOT_ZERO = ("precision.matmul",)
+"""A switch of torch, whatever the engine."""
 
 
 def _sharded(cfg: Config) -> bool:
@@ -140,9 +142,8 @@ def _deepspeed(reading: ReadDocument, said: Expressed) -> Expressed:
     for block in ("bf16", "fp16"):
         if block in config:
             config[block] = {**config[block], "enabled": AUTO}
-    words: dict[str, FieldResult] = {
-        name: word._replace(key=f"deepspeed.{word.key}") for name, word in said.fields.items() if name.startswith(_ZERO_WORDS)
-    }
+    of_zero = {name: word for name, word in said.fields.items() if name.startswith(_ZERO_WORDS) and name not in _NOT_ZERO}
+    words: dict[str, FieldResult] = {name: word._replace(key=f"deepspeed.{word.key}") for name, word in of_zero.items()}
     words["backend"] = FieldResult(Fit.EXACT, "deepspeed", "")
     words.pop("precision.compute", None)
     return Expressed({"deepspeed": config}, words)

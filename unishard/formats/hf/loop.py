@@ -10,7 +10,7 @@ from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.key_rows import boolean, broadcast_buffers, drops, integer, number, refuses, sets, text
 from unishard.mapping.rules import Fit
 
-__all__ = ["LOOP", "checkpointing", "clipping", "compute", "off"]
+__all__ = ["LOOP", "checkpointing", "clipping", "compute", "matmul", "off"]
 
 _AUTOCAST = "Trainer also runs FSDP1 in torch.autocast: some operations stay in fp32; unishard runs all in this dtype"
 _KWARGS = "affects only memory and time: losses are the same"
@@ -82,6 +82,26 @@ def _compiler(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"compile.mode": "full", "compile.backend": text(value)})
 
 
+_CONVOLUTIONS = "Trainer also keeps convolutions in fp32; torch.backends.cudnn.conv.fp32_precision = 'ieee' does that"
+
+
+def matmul(value: Any) -> Meaning:
+    """Whether products of fp32 tensors may be computed in TF32."""
+    if boolean(value):
+        return Meaning(fields={"precision.matmul": "tf32"})
+    return Meaning(Fit.EQUIVALENT, _CONVOLUTIONS, {"precision.matmul": "fp32"})
+
+
+def _tf32(value: Any, given: Given) -> Meaning:
+    """`tf32`; without it, Trainer switches TF32 on where it compiles, unless in fp16 (training_args.py, 9. TF32)."""
+    if value is not None:
+        return matmul(value)
+    compiles = any(not off(given.get(f"torch_compile{argument}")) for argument in ("", "_backend", "_mode"))
+    if compiles and (off(given.get("fp16")) or not off(given.get("bf16"))):
+        return Meaning(Fit.EXACT, "Trainer switches TF32 on where it compiles", {"precision.matmul": "tf32"})
+    return Meaning(Fit.IGNORED, "is not set", kept=True)
+
+
 def _compile_mode(value: Any, given: Given) -> Meaning:
     if value is None:
         return Meaning(Fit.IGNORED, "is off", kept=True)
@@ -134,7 +154,7 @@ LOOP: Mapping[str, Key] = {
     "ddp_broadcast_buffers": Key(_buffers, "training.buffers", Fit.EQUIVALENT),
     "bf16": compute("bf16"),
     "fp16": compute("fp16"),
-    "tf32": drops("a torch switch (torch.backends.cuda.matmul.allow_tf32); unishard does not set it"),
+    "tf32": Key(_tf32, "precision.matmul", silent=None),
     "activation_checkpointing": Key(checkpointing, "activation_checkpointing"),
     "activation_checkpointing_kwargs": Key(_checkpointing_arguments, "", Fit.IGNORED, _KWARGS),
     "gradient_checkpointing": Key(checkpointing, "activation_checkpointing"),

@@ -46,6 +46,12 @@ def _sent(cfg: Config, topology: Topology) -> Native:
     return {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"} if without(cfg) and cfg.training.buffers != "sync" else {}
 
 
+def _matmul(cfg: Config, topology: Topology) -> Native:
+    if cfg.precision.matmul != "keep":
+        return {"tf32": cfg.precision.matmul == "tf32"}
+    return {"tf32": False} if cfg.compile.mode != "none" else {}
+
+
 _NONE = when_default("activation_checkpointing")
 _BLOCKS = "transformers recomputes full blocks: the same losses, other memory and time"
 
@@ -68,6 +74,23 @@ _OWN: Mapping[str, Rule] = {
             "torch.autocast keeps some operations in fp32; unishard runs all in this dtype",
         ),
         to=_compute,
+    ),
+    "precision.matmul": exact(
+        "tf32",
+        When(
+            "keep with compile",
+            lambda cfg: cfg.precision.matmul == "keep" and cfg.compile.mode != "none",
+            Fit.EQUIVALENT,
+            "false, since Trainer switches TF32 on where it compiles; also keeps convolutions in fp32",
+        ),
+        when_default("precision.matmul"),
+        When(
+            "fp32",
+            lambda cfg: cfg.precision.matmul == "fp32",
+            Fit.EQUIVALENT,
+            "Trainer then also keeps convolutions in fp32, which torch computes in TF32 by default",
+        ),
+        to=_matmul,
     ),
     "activation_checkpointing": exact(
         "activation_checkpointing, fsdp_config.activation_checkpointing",

@@ -1,0 +1,59 @@
+"""`precision.matmul` and the switches of other tools: what one of them says comes back from the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unishard.formats.translating import Outcome, translate
+from unishard.mapping.rules import Fit
+
+
+def written(to: str, sections: dict[str, Any]) -> Outcome:
+    return translate({"scheduler": {"name": "constant"}, **sections}, to, from_="unishard")
+
+
+def fit(outcome: Outcome) -> Fit:
+    (found,) = [item for item in outcome.items if item.key == "precision.matmul"]
+    return found.fit
+
+
+@pytest.mark.parametrize("sections", [{"backend": "fsdp"}, {"backend": "fsdp", "sharding": "no_shard"}, {"backend": "deepspeed"}])
+@pytest.mark.parametrize("to", ["hf", "axolotl", "swift", "llamafactory", "trl"])
+@pytest.mark.parametrize("matmul", ["tf32", "fp32"])
+def test_training_arguments_have_a_key_with_and_without_deepspeed(to: str, sections: dict[str, Any], matmul: str) -> None:
+    outcome = written(to, {**sections, "precision": {"matmul": matmul}})
+    assert outcome.document["tf32"] is (matmul == "tf32")
+    assert fit(outcome) in (Fit.EXACT, Fit.EQUIVALENT)
+    assert translate(outcome.document, "unishard", from_=to).reading.config.precision.matmul == matmul
+
+
+def test_trainer_is_told_not_to_switch_tf32_on_where_it_compiles() -> None:
+    assert "tf32" not in written("hf", {}).document
+    assert written("hf", {"compile": "full"}).document["tf32"] is False
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "lightning", "accelerate", "torchtitan"])
+def test_elsewhere_the_training_script_must_say_it(to: str) -> None:
+    sections = {"backend": "deepspeed" if to == "deepspeed" else "fsdp"}
+    assert fit(written(to, {**sections, "precision": {"matmul": "tf32"}})) is Fit.NEEDS_INPUT
+    assert "precision.matmul" not in {item.key for item in written(to, sections).items if item.fit is Fit.NEEDS_INPUT}
+
+
+def test_accelerate_allows_tf32_where_it_compiles_fp32() -> None:
+    outcome = written("accelerate", {"compile": "full", "precision": {"matmul": "tf32"}})
+    assert fit(outcome) is Fit.EXACT
+    (said,) = [item for item in translate(outcome.document, "unishard", from_="accelerate").items if item.key.endswith("dynamo_backend")]
+    assert "set precision.matmul: tf32 for the same" in said.note
+    mixed = written("accelerate", {"compile": "full", "precision": {"compute": "bf16", "matmul": "tf32"}})
+    assert fit(mixed) is Fit.NEEDS_INPUT
+    assert translate(mixed.document, "unishard", from_="accelerate").reading.config.precision.matmul == "keep"
+
+
+def test_composer_allows_tf32() -> None:
+    document = {"precision": "fp32", "max_duration": "10ba", "seed": 1}
+    (found,) = [item for item in translate(document, "unishard", from_="composer").items if item.key == "precision"]
+    assert "set precision.matmul: tf32 for the same" in found.note
+    assert fit(written("composer", {"precision": {"matmul": "tf32"}})) is Fit.EXACT
+    assert fit(written("composer", {"precision": {"matmul": "fp32"}})) is Fit.NEEDS_INPUT
