@@ -24,6 +24,7 @@ from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.conditional import ConditionalModules
+from unishard_deepspeed.fields import UNLIMITED
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
@@ -106,9 +107,11 @@ def completed(native: dict[str, Any], model: nn.Module, units: Sequence[str]) ->
     zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], trainable))
     if zero["stage"] == 3:
         zero["leaf_module"] = {"classes": [], "names": list(units), "name_suffixes": []}
-    if zero.get("stage3_max_live_parameters") and not zero["stage3_max_reuse_distance"]:
         largest = _largest_unit(model, units)
-        zero["stage3_max_live_parameters"] = largest + min(largest, zero["stage3_max_live_parameters"])
+        if zero["stage3_prefetch_bucket_size"] == UNLIMITED:
+            zero["stage3_prefetch_bucket_size"] = largest
+        if zero["stage3_max_live_parameters"] and not zero["stage3_max_reuse_distance"]:
+            zero["stage3_max_live_parameters"] = largest + min(largest, zero["stage3_max_live_parameters"])
     if not torch.cuda.is_available():
         for place in (zero["offload_param"], zero["offload_optimizer"]):
             if place:

@@ -9,7 +9,9 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 
 __all__ = [
+    "UNLIMITED",
     "accumulate",
+    "ahead",
     "bare",
     "bf16_optimizer",
     "compute",
@@ -62,6 +64,12 @@ def zero(**settings: Any) -> dict[str, Any]:
     return {"zero_optimization": settings}
 
 
+def ahead(cfg: Config, next_unit: int = UNLIMITED) -> int:
+    """Elements that are gathered ahead at stage 3; for the next unit a number that `prepare` replaces by those of the largest unit."""
+    size = cfg.communication.prefetch_bucket_size
+    return next_unit if size is None else size
+
+
 def gathering(cfg: Config, topology: Topology) -> dict[str, Any]:
     """How long parameters stay gathered at stage 3."""
     if stage(cfg) != 3:
@@ -70,7 +78,7 @@ def gathering(cfg: Config, topology: Topology) -> dict[str, Any]:
         return zero(stage3_max_live_parameters=UNLIMITED, stage3_max_reuse_distance=UNLIMITED)
     # Only prefetching reads max_live_parameters; releasing reads max_reuse_distance alone
     # (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py).
-    return zero(stage3_max_live_parameters=cfg.communication.prefetch_bucket_size, stage3_max_reuse_distance=0)
+    return zero(stage3_max_live_parameters=ahead(cfg), stage3_max_reuse_distance=0)
 
 
 def units(cfg: Config, topology: Topology) -> dict[str, Any]:

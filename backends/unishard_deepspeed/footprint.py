@@ -294,7 +294,8 @@ class _Stage3(_StageFootprint):
     def _gathered(self, *, backward: bool = False) -> Iterator[int]:
         """Gathered parameters while each unit computes, with what is gathered ahead, and in backward its whole gradients."""
         full = self._sizes(self._full)
-        ahead = int(self.zero["stage3_prefetch_bucket_size"]) * self.compute
+        limit = int(self.zero["stage3_prefetch_bucket_size"])
+        ahead = (max(self._sizes(lambda parameter: parameter.numel)) if limit == fields.UNLIMITED else limit) * self.compute
         grads = self._sizes(lambda parameter: parameter.numel * self.compute if parameter.trainable else 0)
         for index, size in enumerate(full):
             gathered = size + min(ahead, sum(full) - size)

@@ -18,6 +18,13 @@ _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parame
 # still divides optimizer and gradients between all ranks.
 _BETWEEN = "in each group; averaged over the groups at the end of a window (no MiCS)"
 
+# hpZ has the meaning, but each deepspeed.zero.Init makes its group anew, and DeepSpeed 0.19.8 asserts that there is none yet
+# (utils/groups.py, _create_zero_param_parallel_group); unishard shards a model in several of them, so that no rank needs all of it.
+_NO_SMALLER_GROUP = (
+    "ZeRO-3 keeps parameters in a smaller group only by hpZ, which DeepSpeed 0.19.8 does not set up twice in a process; write true or "
+    "false, or hybrid_shard with group_size"
+)
+
 _OWN: Mapping[str, Rule] = {
     "sharding.strategy": Rule(
         Fit.EXACT,
@@ -63,9 +70,10 @@ _OWN: Mapping[str, Rule] = {
         to=fields.gathering,
         when=(
             unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),
+            When("a number", lambda cfg: cfg.sharding.reshard_group is not None, Fit.UNSUPPORTED, _NO_SMALLER_GROUP),
             When(
                 "true with prefetching",
-                lambda cfg: cfg.sharding.reshard_after_forward and cfg.communication.prefetch_bucket_size > 0,
+                lambda cfg: bool(cfg.sharding.reshard_after_forward) and fields.ahead(cfg) > 0,
                 Fit.EQUIVALENT,
                 "prefetches one unit ahead; communication.prefetch_bucket_size 0 keeps nothing",
             ),
@@ -269,10 +277,8 @@ _OWN: Mapping[str, Rule] = {
     "communication.prefetch_bucket_size": Rule(
         Fit.EXACT,
         "zero_optimization.stage3_prefetch_bucket_size",
-        "not more than the largest unit where parameters are dropped after forward",
-        to=lambda cfg, topology: (
-            fields.zero(stage3_prefetch_bucket_size=cfg.communication.prefetch_bucket_size) if fields.stage(cfg) == 3 else {}
-        ),
+        "prepare writes the elements of the largest unit for null, and lets no more live where parameters are dropped after forward",
+        to=lambda cfg, topology: fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if fields.stage(cfg) == 3 else {},
         when=(unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
     "communication.overlap": Rule(

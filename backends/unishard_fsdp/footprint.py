@@ -140,13 +140,20 @@ class _Sharded:
             before = [sum(units[: index + 1]) + root for index in range(len(units))]
             freed = self._cfg.training.gradient_accumulation_steps == 1  # else only the last micro-batch reshards
             return [*before, sum(full)], [*(before if freed else [sum(full)] * len(units)), sum(full)]
-        forward = [root + size + self._ahead(units[index + 1 :]) for index, size in enumerate(units)]
-        backward = [root + size + self._ahead(units[:index][::-1]) for index, size in enumerate(units)]
-        return [*forward, root + self._ahead(units)], [*backward, root + self._ahead(units[::-1])]
+        kept = [self._post_forward(sum(units[:index])) for index in range(len(units) + 1)]
+        forward = [root + size + kept[index] + self._ahead(units[index + 1 :]) for index, size in enumerate(units)]
+        backward = [root + size + kept[index] + self._ahead(units[:index][::-1]) for index, size in enumerate(units)]
+        return [*forward, root + self._ahead(units)], [*backward, root + kept[-1] + self._ahead(units[::-1])]
+
+    def _post_forward(self, gathered: int) -> int:
+        """Bytes that stay of gathered parameters until backward: nothing, or a shard in a smaller group."""
+        group = self._native.get("reshard_after_forward")
+        return 0 if isinstance(group, bool) or not group else gathered // group
 
     def _ahead(self, units: Sequence[int]) -> int:
         """Bytes of the next units that are gathered before they are used: those within the limit, else the next one (torch's prefetch)."""
-        limit = (self._native.get("prefetch_numel") or 0) * itemsize(self._compute or "float32")
+        numel = self._native.get("prefetch_numel")
+        limit = numel * itemsize(self._compute or "float32") if isinstance(numel, int) else 0
         fitting = [total for total in accumulate(units) if total <= limit]
         return fitting[-1] if fitting else sum(units[:1])
 
@@ -190,7 +197,8 @@ class _Sharded:
             once = native["reshard_after_backward"] == "last_micro_batch"
             yield Collective("all_gather", "parameters", "forward", sum(full) * (1 if once else micro), ranks)
             if not kept:
-                yield Collective("all_gather", "parameters", "backward", sum(full[:-1]) * micro, ranks)
+                group = ranks if native["reshard_after_forward"] is True else native["reshard_after_forward"]
+                yield Collective("all_gather", "parameters", "backward", sum(full[:-1]) * micro, group)
         padded = sum(parameter.rows(ranks) for parameter in self._shape.trainable) * self._reduce
         times = 1 if self._waits else micro
         if ranks > 1:

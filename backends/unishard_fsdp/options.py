@@ -82,16 +82,18 @@ class FullyShard(_Arguments):
     """Smaller modules are not units."""
     conditional_modules: list[str]
     """Classes of modules that a rank may skip; they belong to the unit around them."""
-    reshard_after_forward: bool
-    """For units; the root is never resharded after forward, because backward needs it first (torch's default)."""
+    reshard_after_forward: bool | int
+    """For units; a number leaves a shard of what was gathered on each of so many ranks. The root is never resharded after forward, because
+    backward needs it first (torch's default)."""
     reshard_after_backward: Timing
     """`set_reshard_after_backward`."""
     requires_gradient_sync: Timing
     """`set_requires_gradient_sync`."""
     requires_all_reduce: Timing | None
     """`set_requires_all_reduce`: when gradients are averaged over the axis `replicate`; null without that axis."""
-    prefetch_numel: int | None
-    """Elements that `set_modules_to_forward_prefetch` and `_backward_prefetch` may gather ahead; null for torch's prefetch."""
+    prefetch_numel: int | Literal["next_unit"] | None
+    """Elements that `set_modules_to_forward_prefetch` and `_backward_prefetch` may gather ahead, or the next unit; null for torch's
+    prefetch."""
     mp_policy: MixedPrecision
     offload_policy: CPUOffload | None
     host_optimizer: HostOptimizer | None

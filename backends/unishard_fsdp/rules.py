@@ -85,6 +85,14 @@ def _mesh(cfg: Config, topology: Topology) -> Native:
     return {"mesh": {"replicate": groups, "shard": shard_group_size(cfg, topology)} if groups > 1 else None}
 
 
+def _resharding(cfg: Config, topology: Topology) -> bool | int:
+    """What `fully_shard` gets; a number that is not smaller than the group means all of it, and torch refuses a larger one."""
+    if cfg.sharding.within_group != "full_shard":
+        return False
+    kept = cfg.sharding.reshard_group
+    return cfg.sharding.reshard_after_forward if kept is None or kept < shard_group_size(cfg, topology) else True
+
+
 def _compute(cfg: Config) -> Native:
     return {"mp_policy": {"param_dtype": None if cfg.precision.compute == "fp32" else DTYPES[cfg.precision.compute]}}
 
@@ -105,7 +113,10 @@ def _offload(cfg: Config) -> Native:
 
 
 def _prefetch(cfg: Config) -> Native:
-    return {"prefetch_numel": cfg.communication.prefetch_bucket_size if cfg.sharding.within_group == "full_shard" else None}
+    if cfg.sharding.within_group != "full_shard":
+        return {"prefetch_numel": None}
+    size = cfg.communication.prefetch_bucket_size
+    return {"prefetch_numel": "next_unit" if size is None else size}
 
 
 _MIXED: tuple[Form, ...] = ("fully_shard", "replicate")
@@ -178,10 +189,7 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "fully_shard(reshard_after_forward=...)",
         "of the units; the root is kept from forward to backward, torch's own default",
-        _for(
-            ("fully_shard",),
-            lambda cfg: {"reshard_after_forward": cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward},
-        ),
+        lambda cfg, topology: {"reshard_after_forward": _resharding(cfg, topology)} if form_of(cfg) == "fully_shard" else {},
         (unless("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers twice"),),
     ),
     "sharding.units": Rule(
@@ -341,7 +349,7 @@ _OWN: Mapping[str, Rule] = {
     "communication.prefetch_bucket_size": Rule(
         Fit.EQUIVALENT,
         "set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
-        "as many of the following units as fit are gathered ahead; where none fits, torch's own prefetch of the next unit remains",
+        "the next unit, or as many of the following ones as fit; where none fits, torch's own prefetch of the next unit remains",
         _for(("fully_shard",), _prefetch),
         (unless("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers unit by unit"),),
     ),

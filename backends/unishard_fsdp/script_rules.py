@@ -112,7 +112,7 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         "",
         when=(When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),),
     ),
-    "sharding.reshard_after_forward": Rule(Fit.EXACT, "reshard_after_forward"),
+    "sharding.reshard_after_forward": Rule(Fit.EXACT, "reshard_after_forward", "a number is the size of a smaller group"),
     "sharding.units": Rule(
         Fit.EXACT,
         "auto_wrap_policy, transformer_layer_cls_to_wrap",

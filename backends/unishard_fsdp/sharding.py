@@ -106,7 +106,7 @@ def apply_fully_shard(
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=options.reshard_after_forward and not root,
+            reshard_after_forward=False if root else options.reshard_after_forward,
             mp_policy=_policy(options.mp_policy, root=root),
             offload_policy=offload,
         )
@@ -115,7 +115,8 @@ def apply_fully_shard(
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
     if options.prefetch_numel:
-        _set_prefetch(model, [unit.module for unit in units], sizes, options.prefetch_numel)
+        limit = None if options.prefetch_numel == "next_unit" else options.prefetch_numel
+        _set_prefetch(model, [unit.module for unit in units], sizes, limit)
 
 
 def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
@@ -137,8 +138,8 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
 
 
-def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int) -> None:
-    """Let each unit prefetch as many of the following units as fit into `limit` elements.
+def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int | None) -> None:
+    """Let each unit prefetch as many of the following units as fit into `limit` elements; without one, the next unit.
 
     Uses the order of the modules. If a model runs them in another order, units are gathered too early or unnecessarily; torch
     waits for these and frees them at the end of backward (torch 2.13, FSDPParamGroup.finalize_backward).
@@ -148,6 +149,7 @@ def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], li
         (units[::-1], sizes[::-1], "set_modules_to_backward_prefetch"),
     ):
         for index, module in enumerate([model, *order]):
-            fitting = sum(total <= limit for total in accumulate(lengths[index:]))
+            following = list(accumulate(lengths[index:]))
+            fitting = len(following[:1]) if limit is None else sum(total <= limit for total in following)
             if fitting:
                 getattr(module, prefetch)(order[index : index + fitting])

@@ -9,13 +9,15 @@ from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, mov
 from unishard.testing.cells import BACKENDS
 
 NO_PREFETCH = {"communication": {"prefetch_bucket_size": 0}}
+ALL_AHEAD = {"communication": {"prefetch_bucket_size": 50_000_000}}
 TINY = 64
 
 OPTIONS = {
     "default": {},
     "no prefetch": NO_PREFETCH,
     "one unit ahead": {"communication": {"prefetch_bucket_size": BLOCK}},
-    "kept after forward": {"sharding": {"reshard_after_forward": False}},
+    "all ahead": ALL_AHEAD,
+    "kept after forward": {"sharding": {"reshard_after_forward": False}} | ALL_AHEAD,
     "kept after forward, no prefetch": {"sharding": {"reshard_after_forward": False}} | NO_PREFETCH,
     "zero redundancy": {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
     "tiny buckets": {"communication": {"reduce_bucket_size": TINY}},
@@ -52,7 +54,7 @@ TABLE = {
             "backward 1": AGAIN,
             "step 1": NORM,
         }
-        for option in ("default", "no prefetch", "one unit ahead")
+        for option in ("default", "no prefetch", "one unit ahead", "all ahead")
     },
     ("fsdp", "shard_optimizer", "zero redundancy"): {"backward 1": REDUCE, "step 1": {"broadcast": P}},
     # Where the end of the window cannot be waited for, since FSDP2 would add up in bf16 what it has not reduced yet.
@@ -91,6 +93,7 @@ CELLS = (
     *TABLE,
     ("deepspeed", "full_shard", "default"),
     ("deepspeed", "full_shard", "one unit ahead"),
+    ("deepspeed", "full_shard", "all ahead"),
     *((backend, strategy, "tiny buckets") for backend in BACKENDS for strategy in STRATEGIES),
     *((backend, "full_shard", option) for backend in BACKENDS for option in ("linear layers", "large linear layers")),
     *((backend, strategy, "bf16") for backend in BACKENDS for strategy in STRATEGIES),
@@ -182,10 +185,12 @@ def ahead(events, phase, needed):
     [
         ("fsdp", "no prefetch", [0, 0, 0]),
         ("fsdp", "one unit ahead", [BLOCK, BLOCK, 0]),
-        ("fsdp", "default", [2 * BLOCK, BLOCK, 0]),
+        ("fsdp", "default", [BLOCK, BLOCK, 0]),
+        ("fsdp", "all ahead", [2 * BLOCK, BLOCK, 0]),
         ("deepspeed", "no prefetch", [0, 0, 0]),
         ("deepspeed", "one unit ahead", [BLOCK, BLOCK, HEAD + BLOCK - 8]),
-        ("deepspeed", "default", [BLOCK, BLOCK, HEAD + BLOCK - 8]),  # never more than two units at once
+        ("deepspeed", "default", [BLOCK, BLOCK, HEAD + BLOCK - 8]),
+        ("deepspeed", "all ahead", [BLOCK, BLOCK, HEAD + BLOCK - 8]),  # never more than two units at once
     ],
 )
 def test_as_much_is_gathered_ahead_as_the_prefetch_bucket_holds(backend, option, forward):
@@ -195,12 +200,13 @@ def test_as_much_is_gathered_ahead_as_the_prefetch_bucket_holds(backend, option,
 
 
 def test_where_fsdp_prefetches_all_of_backward_it_does_so_at_once():
-    assert ahead(events_of("fsdp", "full_shard", "default"), "backward 1", 0) == [2 * BLOCK, BLOCK, 0]
+    assert ahead(events_of("fsdp", "full_shard", "all ahead"), "backward 1", 0) == [2 * BLOCK, BLOCK, 0]
+    assert ahead(events_of("fsdp", "full_shard", "default"), "backward 1", 0) == [BLOCK, BLOCK, 0]
     # torch's own prefetch: one unit ahead, after the first
     assert ahead(events_of("fsdp", "full_shard", "no prefetch"), "backward 1", 0) == [BLOCK, BLOCK, 0]
 
 
-@pytest.mark.parametrize("option", ["default", "one unit ahead"])
+@pytest.mark.parametrize("option", ["default", "one unit ahead", "all ahead"])
 def test_what_deepspeed_prefetched_for_backward_when_forward_ends_is_not_gathered_again(option):
     by_phase = moved(events_of("deepspeed", "full_shard", option))
     for turn in range(ACCUMULATION):

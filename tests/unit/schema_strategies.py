@@ -43,7 +43,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "desync_timeout": st.floats(0.1, 1800),
     }
     if strategy in BY_UNITS:
-        sizes["prefetch_bucket_size"] = st.integers(0, 2**40)
+        sizes["prefetch_bucket_size"] = st.none() | st.integers(0, 2**40)
     if "nvme" in offload.values():
         offload["nvme_path"] = draw(st.sampled_from(("/local", "files of mine")))
     if {"cpu", "nvme"} & {*offload.values()}:

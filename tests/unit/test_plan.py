@@ -12,7 +12,7 @@ from unishard.errors import ConfigError
 from unishard.plan.activations import Activations, Segment
 from unishard.plan.candidates import STRATEGIES, candidates_of, wire_of, with_strategy
 from unishard.plan.devices import DEVICES, device_named, parse_bytes
-from unishard.plan.questions import gpus_needed, largest, largest_micro_batch, largest_seq_len, recommend
+from unishard.plan.questions import gpus_needed, largest, largest_micro_batch, largest_seq_len, recommend, with_compilation
 from unishard.plugins.footprint import Collective, ModelShape, ParameterShape
 
 GIB = 2**30
@@ -160,6 +160,18 @@ def test_the_recommendation_is_the_cheapest_that_fits() -> None:
     nothing = recommend(levels, topology, H100._replace(memory=GIB))
     assert nothing.changes == ()
     assert "comes nearest" in nothing.reason
+
+
+def test_blocks_that_are_alike_are_compiled_on_a_gpu_if_nothing_is_yet() -> None:
+    shape, topology = llama(8, 4096, 11008, 4096, 32000), Topology(8, 8)
+    levels = [("none", candidates_of(config(), shape, topology, activations(shape, each=2**20)))]
+    found = recommend(levels, topology, H100)
+    compiled = with_compilation(found, config(), shape, H100)
+    assert compiled.changes == (*found.changes, "compile=per_block")
+    assert "compiles one of 8 blocks that are alike" in compiled.reason
+    assert with_compilation(found, config(compile="full"), shape, H100) == found
+    assert with_compilation(found, config(), shape, H100._replace(name="80GiB")) == found
+    assert with_compilation(found, config(), llama(1, 4096, 11008, 4096, 32000), H100) == found
 
 
 def test_70b_on_1024_ranks_takes_under_a_second() -> None:

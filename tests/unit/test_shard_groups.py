@@ -55,3 +55,17 @@ def test_groups_that_do_not_fit_the_ranks_are_refused(backend: str, sharding: An
     with pytest.raises(ConfigError) as caught:
         unishard.translate(unishard.load({"backend": backend, "sharding": sharding}), topology=topology)
     assert str(caught.value) == f"sharding.group_size: {what}"
+
+
+@pytest.mark.parametrize("sharding", [{}, {"strategy": "hybrid_shard", "group_size": 4}])
+def test_a_group_after_forward_divides_the_ranks_that_share_a_copy(sharding: dict[str, Any]) -> None:
+    check_groups(unishard.load({"sharding": {**sharding, "reshard_after_forward": 2}}), NODES)
+    check_groups(unishard.load({"sharding": {**sharding, "reshard_after_forward": 2}}), Topology(world_size=4, local_world_size=4))
+    with pytest.raises(ConfigError, match=r"sharding\.reshard_after_forward: is 3, which does not divide the"):
+        check_groups(unishard.load({"sharding": {**sharding, "reshard_after_forward": 3}}), NODES)
+
+
+@pytest.mark.parametrize("size", [0, 1, -2])
+def test_a_group_after_forward_has_two_ranks_at_least(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"is {size}; write a number of ranks from 2 on, or true or false"):
+        unishard.load({"sharding": {"reshard_after_forward": size}})

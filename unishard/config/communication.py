@@ -14,8 +14,9 @@ class Communication(Section):
 
     reduce_bucket_size: int = Field(default=25_000_000, ge=1)
     """Gradient elements reduced in one collective, on engines that use buckets."""
-    prefetch_bucket_size: int = Field(default=50_000_000, ge=0)
-    """Parameter elements that may be gathered before they are used (`full_shard`); 0 disables prefetching."""
+    prefetch_bucket_size: int | None = Field(default=None, ge=0)
+    """Parameter elements that may be gathered before they are used (`full_shard`). `null` for those of the next unit, whatever its size; 0
+    disables prefetching."""
     overlap: bool = Field(default=True)
     """Whether gradients are reduced during backward, where the engine has this option."""
     desync_check: bool = Field(default=True)

@@ -19,11 +19,13 @@ def shard_group_size(cfg: Config, topology: Topology) -> int:
 
 
 def check_groups(cfg: Config, topology: Topology) -> None:
-    """Check that the groups of a hybrid strategy fit the topology.
+    """Check that the groups of a hybrid strategy and of `sharding.reshard_after_forward` fit the topology.
 
     Raises:
-        ConfigError: `sharding.group_size`, or its default from the node, does not divide the ranks, or is 1.
+        ConfigError: `sharding.group_size`, or its default from the node, does not divide the ranks, or is 1; or
+            `sharding.reshard_after_forward` is a number that does not divide the ranks that share one copy.
     """
+    _check_reshard_group(cfg, topology)
     if not cfg.sharding.hybrid:
         return
     world, size = topology.world_size, shard_group_size(cfg, topology)
@@ -38,3 +40,13 @@ def check_groups(cfg: Config, topology: Topology) -> None:
         raise ConfigError(
             [Problem("sharding.group_size", f"{said}, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard")]
         )
+
+
+def _check_reshard_group(cfg: Config, topology: Topology) -> None:
+    kept, size = cfg.sharding.reshard_group, shard_group_size(cfg, topology)
+    if kept is None or size == 1 or size % kept == 0:
+        return
+    fitting = [str(number) for number in range(2, size) if size % number == 0]
+    instead = f"write {', '.join([*fitting, 'true'])} or false"
+    what = f"is {kept}, which does not divide the {size} ranks that share one copy; {instead}"
+    raise ConfigError([Problem("sharding.reshard_after_forward", what)])

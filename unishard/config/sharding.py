@@ -64,9 +64,11 @@ class Sharding(Section):
     group_size: int | None = Field(default=None, ge=2)
     """Ranks in one sharding group (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks. Consecutive
     ranks form a group. `null` for the ranks of one node. A group of all ranks means no replication."""
-    reshard_after_forward: bool = Field(default=True)
+    reshard_after_forward: bool | int = Field(default=True)
     """Whether a unit's parameters are freed after its forward and gathered again for its backward (`full_shard`
-    and `hybrid_shard` only). `false` halves the all-gathers and needs more memory."""
+    and `hybrid_shard` only). `false` halves the all-gathers and needs more memory. A number, such as the ranks of one node, keeps a shard
+    of the gathered parameters on each of so many ranks, so that backward gathers among these only; it must divide the ranks that share one
+    copy."""
     units: Literal["auto"] | list[str] = Field(default="auto")
     """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the model's
     repeated blocks (`_no_split_modules` of a Hugging Face model)."""
@@ -81,6 +83,11 @@ class Sharding(Section):
     def within_group(self) -> str:
         """The strategy within a sharding group: `full_shard` for `hybrid_shard`, itself for one that is not hybrid."""
         return _WITHIN_GROUP.get(self.strategy, self.strategy)
+
+    @property
+    def reshard_group(self) -> int | None:
+        """The ranks among which a unit is sharded between its forward and its backward, if `reshard_after_forward` is a number."""
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
     @property
     def hybrid(self) -> bool:
@@ -103,6 +110,8 @@ class Sharding(Section):
             )
         if self.within_group != "full_shard" and "reshard_after_forward" in given:
             problems.append(("reshard_after_forward", f"is unused with strategy {self.strategy}; remove it or choose full_shard"))
+        elif self.reshard_group is not None and self.reshard_group < 2:
+            problems.append(("reshard_after_forward", f"is {self.reshard_group}; write a number of ranks from 2 on, or true or false"))
         if self.units == []:
             problems.append(("units", "is empty; name at least one class or write auto"))
         if self.units != "auto":

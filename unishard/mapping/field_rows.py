@@ -10,6 +10,7 @@ __all__ = [
     "BUFFERS",
     "MATMUL",
     "NO_FILES",
+    "RESHARDS_TO_ALL",
     "keeps_more",
     "logged_by_script",
     "lost",
@@ -75,6 +76,14 @@ BUFFERS = Rule(
 )
 """The row of `training.buffers` where nothing is done about buffers after the start."""
 
+
+RESHARDS_TO_ALL = When(
+    "a number",
+    lambda cfg: cfg.sharding.reshard_group is not None,
+    Fit.EQUIVALENT,
+    "only true or false there: backward gathers among all ranks; pass the number to fully_shard",
+)
+"""The case of `sharding.reshard_after_forward` where a tool takes no smaller group."""
 
 MATMUL = write("call torch.set_float32_matmul_precision", lambda cfg: cfg.precision.matmul == "keep", "keep")
 """The row of `precision.matmul` where a tool has no key for it."""

@@ -169,10 +169,10 @@ def _resets(cfg: Config, strategy: str) -> Iterator[str]:
     if sharding.group_size is not None and not strategy.startswith("hybrid"):
         yield "sharding.group_size=null"
     if strategy not in ("full_shard", "hybrid_shard"):
-        if not sharding.reshard_after_forward:
+        if sharding.reshard_after_forward is not True:
             yield "sharding.reshard_after_forward=true"
         if "prefetch_bucket_size" in cfg.communication.changed:
-            yield f"communication.prefetch_bucket_size={type(cfg.communication).model_fields['prefetch_bucket_size'].default}"
+            yield "communication.prefetch_bucket_size=null"
         if cfg.offload.params != "none":
             yield "offload.params=none"
     if strategy == "no_shard":

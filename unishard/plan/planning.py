@@ -19,6 +19,7 @@ from unishard.plan.questions import (
     largest_micro_batch,
     largest_seq_len,
     recommend,
+    with_compilation,
 )
 from unishard.plugins.footprint import Bytes, ModelShape
 
@@ -161,7 +162,7 @@ def make_plan(
     levels: list[tuple[str, Sequence[Candidate]]] = [(own_word, candidates)]
     cheaper = RECOMPUTATIONS.index(own_word) + 1 if own_word in RECOMPUTATIONS else len(RECOMPUTATIONS)
     levels += [(word, candidates_of(cfg, shape, topology, traced[word])) for word in RECOMPUTATIONS[cheaper:] if word in traced]
-    found = recommend(levels, topology, device)
+    found = with_compilation(recommend(levels, topology, device), cfg, shape, device)
     answered = _answers(plan, model, own, device) if answers and traced and plan.own.footprint is not None else None
     return Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note, found, answered)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.plan.activations import Activations
 from unishard.plan.candidates import Candidate, candidate_of, peak_of, wire_of
-from unishard.plan.devices import Device, with_unit
+from unishard.plan.devices import DEVICES, Device, with_unit
 from unishard.plugins.footprint import ModelShape
 
 __all__ = [
@@ -21,12 +22,14 @@ __all__ = [
     "largest_micro_batch",
     "largest_seq_len",
     "recommend",
+    "with_compilation",
 ]
 
 RECOMPUTATIONS = ("none", "selective", "full")
 """Words of `activation_checkpointing`, the cheapest in time first."""
 
 _MOST_NODES = 4096
+_REPEATED = 2
 _MOST_SAMPLES, _MOST_TOKENS = 4096, 2**22
 _TOKENS = 128
 """Sequence lengths are multiples of this."""
@@ -180,6 +183,16 @@ def recommend(by_recomputation: Sequence[tuple[str, Sequence[Candidate]]], topol
         f"{with_unit(_peak(nearest))}: use more ranks, a smaller micro-batch, or offload: cpu",
         None,
     )
+
+
+def with_compilation(found: Recommendation, cfg: Config, shape: ModelShape, device: Device) -> Recommendation:
+    """The same, with `compile: per_block` for a model of blocks that are alike, on a known GPU, if nothing is compiled yet."""
+    alike = Counter(tuple(parameter.shape for parameter in unit) for unit in shape.by_unit[:-1])
+    count = max(alike.values(), default=0)
+    if found.candidate is None or cfg.compile.mode != "none" or device.name not in DEVICES or count < _REPEATED:
+        return found
+    why = f"compile: per_block compiles one of {count} blocks that are alike: faster steps after a longer first one, equal to rounding"
+    return found._replace(changes=(*found.changes, "compile=per_block"), reason=f"{found.reason}; {why}")
 
 
 def _changes(best: Candidate, word: str) -> tuple[str, ...]:

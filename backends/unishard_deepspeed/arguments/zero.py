@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.config.nested import Native
+from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.mapping.entries import Given, Key, Meaning, Unreadable
 from unishard.mapping.express import AUTO
@@ -173,6 +173,16 @@ def _hpz_of(cfg: Config, topology: Topology) -> Native:
     return fields.zero(zero_hpz_partition_size=cfg.sharding.group_size or topology.local_world_size)
 
 
+def _next_unit(cfg: Config) -> bool:
+    """Whether as much is gathered ahead as the next unit has; DeepSpeed knows no units here."""
+    return cfg.communication.prefetch_bucket_size is None
+
+
+def _kept_in_group(cfg: Config) -> Native:
+    group = cfg.sharding.reshard_group
+    return fields.zero(zero_hpz_partition_size=group) if group and _three(cfg) and not cfg.sharding.hybrid else {}
+
+
 def _units_of(cfg: Config, topology: Topology) -> Native:
     classes = [*(cfg.sharding.units if cfg.sharding.units != "auto" else ()), *cfg.sharding.conditional_modules]
     return fields.zero(leaf_module={"classes": classes}) if _three(cfg) and classes else {}
@@ -209,7 +219,18 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         (When("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, ""),),
     ),
     "sharding.reshard_after_forward": Rule(
-        Fit.EXACT, "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters", to=fields.gathering, when=(_NOT_FULL,)
+        Fit.EXACT,
+        "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters, zero_hpz_partition_size",
+        to=lambda cfg, topology: merge(fields.gathering(cfg, topology), _kept_in_group(cfg)),
+        when=(
+            _NOT_FULL,
+            When(
+                "a number with hybrid_shard",
+                lambda cfg: cfg.sharding.hybrid and cfg.sharding.reshard_group is not None,
+                Fit.EQUIVALENT,
+                "backward gathers in the group of hybrid_shard (hpZ)",
+            ),
+        ),
     ),
     "sharding.units": Rule(
         Fit.EXACT,
@@ -243,8 +264,11 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     "communication.prefetch_bucket_size": Rule(
         Fit.EXACT,
         "zero_optimization.stage3_prefetch_bucket_size",
-        to=lambda cfg, topology: fields.zero(stage3_prefetch_bucket_size=cfg.communication.prefetch_bucket_size) if _three(cfg) else {},
-        when=(_NOT_FULL,),
+        to=lambda cfg, topology: fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if _three(cfg) and not _next_unit(cfg) else {},
+        when=(
+            _NOT_FULL,
+            When("null", _next_unit, Fit.EQUIVALENT, "left to DeepSpeed's 50,000,000 elements; affects only time and memory"),
+        ),
     ),
     "communication.overlap": Rule(
         Fit.EXACT, "zero_optimization.overlap_comm", to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap)

@@ -88,7 +88,7 @@ _SHARDING: Mapping[str, Rule] = {
     "sharding.group_size": none("there are no groups", lambda cfg: not cfg.sharding.hybrid, "not hybrid", Fit.UNSUPPORTED),
     "sharding.reshard_after_forward": none(
         "ZeRO-3 reshards by its own sizes: more traffic, less memory, the same math",
-        lambda cfg: cfg.sharding.reshard_after_forward,
+        lambda cfg: cfg.sharding.reshard_after_forward is True,
         "true",
         Fit.EQUIVALENT,
     ),

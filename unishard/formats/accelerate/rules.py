@@ -13,7 +13,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.formats.fallbacks import exact, noted, row, rows, when_default
-from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, MATMUL, moved_together, none, unlooked, write
+from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, MATMUL, RESHARDS_TO_ALL, moved_together, none, unlooked, write
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["FSDP_RULES", "mixed"]
@@ -43,7 +43,7 @@ def _backend(cfg: Config, topology: Topology) -> Native:
 
 
 def _strategy(cfg: Config, topology: Topology) -> Native:
-    reshard = cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward
+    reshard = cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward is not False
     return _fsdp(cfg, reshard_after_forward=reshard) | _groups(cfg, topology)
 
 
@@ -105,7 +105,7 @@ _SHARDING: Mapping[str, Rule] = {
         "parallelism_config.parallelism_config_dp_shard_size",
         unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups"),
     ),
-    "sharding.reshard_after_forward": exact("fsdp_config.fsdp_reshard_after_forward"),
+    "sharding.reshard_after_forward": exact("fsdp_config.fsdp_reshard_after_forward", RESHARDS_TO_ALL),
     "sharding.units": row(
         Fit.EXACT,
         "fsdp_config.fsdp_auto_wrap_policy, fsdp_config.fsdp_transformer_layer_cls_to_wrap",

@@ -13,7 +13,7 @@ from unishard.formats.composer import groups
 from unishard.formats.composer.logs import LOGS
 from unishard.formats.composer.saving import SAVING
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
-from unishard.mapping.field_rows import lost, started_elsewhere, unlooked
+from unishard.mapping.field_rows import RESHARDS_TO_ALL, lost, started_elsewhere, unlooked
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
@@ -127,7 +127,7 @@ _OWN: Mapping[str, Rule] = {
         to=_strategy,
     ),
     "sharding.group_size": exact("fsdp_config.data_parallel_shard_degree, fsdp_config.data_parallel_replicate_degree", to=_group),
-    "sharding.reshard_after_forward": exact("fsdp_config.sharding_strategy", to=_strategy),
+    "sharding.reshard_after_forward": exact("fsdp_config.sharding_strategy", RESHARDS_TO_ALL, to=_strategy),
     "sharding.units": row(
         Fit.NEEDS_INPUT,
         "fsdp_wrap_fn of the model",

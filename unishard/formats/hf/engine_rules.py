@@ -13,6 +13,7 @@ from unishard.formats.fallbacks import exact, noted, row, when_default
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.express import AUTO, Expressed, FieldResult, express
+from unishard.mapping.field_rows import RESHARDS_TO_ALL
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.plugins import registry
 
@@ -126,10 +127,16 @@ def engine_of(reading: ReadDocument, topology: Topology) -> Expressed:
     return _ENGINES[name](reading, express(rows, reading.config, topology, reading.undecided))
 
 
+_RESHARD = "reshard_after_forward"
+
+
 def _fsdp(reading: ReadDocument, said: Expressed) -> Expressed:
     cfg = reading.config
     taken = {key: value for key, value in said.document.items() if key in BOTH and _sharded(cfg)}
     words = {name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES}
+    if _RESHARD in taken and cfg.sharding.reshard_group is not None:  # Accelerate takes only true or false
+        taken[_RESHARD] = True
+        words[f"sharding.{_RESHARD}"] = FieldResult(RESHARDS_TO_ALL.fit, f"fsdp_config.{_RESHARD}", RESHARDS_TO_ALL.note)
     document: Native = {"fsdp_config": {key: value for key, value in taken.items() if key != "activation_checkpointing"}} if taken else {}
     return Expressed(document, words)
 

@@ -15,7 +15,7 @@ from unishard.formats.lightning.logs import LOGS
 from unishard.formats.lightning.precision_rules import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
-from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, moved_together
+from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, RESHARDS_TO_ALL, moved_together
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["CLASSES", "FSDP", "strategy"]
@@ -131,7 +131,7 @@ _OWN: Mapping[str, Rule] = {
         when_default("sharding.group_size", "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set"),
         to=_mesh,
     ),
-    "sharding.reshard_after_forward": exact("sharding_strategy"),
+    "sharding.reshard_after_forward": exact("sharding_strategy", RESHARDS_TO_ALL),
     "sharding.units": exact(
         "auto_wrap_policy",
         _UNSHARDED,

@@ -13,7 +13,7 @@ from unishard.config.topology import Topology
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.formats.torchtitan.logs import LOGS
 from unishard.formats.torchtitan.saving import SAVING
-from unishard.mapping.field_rows import lost, moved_together, none, started_elsewhere
+from unishard.mapping.field_rows import RESHARDS_TO_ALL, lost, moved_together, none, started_elsewhere
 from unishard.mapping.rules import Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
@@ -122,7 +122,7 @@ _OWN: Mapping[str, Rule] = {
         to=lambda cfg, topology: {"parallelism": _degrees(cfg, topology)["parallelism"] | _reshard(cfg, topology).get("parallelism", {})},
     ),
     "sharding.group_size": Rule(Fit.EXACT, "parallelism.data_parallel_shard_degree", "a divisor of the ranks (--world-size)"),
-    "sharding.reshard_after_forward": exact("parallelism.fsdp_reshard_after_forward", to=_reshard),
+    "sharding.reshard_after_forward": exact("parallelism.fsdp_reshard_after_forward", RESHARDS_TO_ALL, to=_reshard),
     "sharding.units": _code("shard modules of these classes", lambda cfg: cfg.sharding.units == "auto", "auto", "the model's blocks"),
     "sharding.conditional_modules": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.conditional_modules, "empty"),
     "precision.compute": exact(
