@@ -219,7 +219,7 @@ def _text(value: float) -> str:
 
 
 def picture(rows: dict[str, dict[int, Row]], path: Path) -> None:
-    """Seconds by ranks, before and after."""
+    """What is counted, by ranks, now and before. No times: those depend on what else the machine does."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -227,19 +227,17 @@ def picture(rows: dict[str, dict[int, Row]], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = {
-        "save: rank 0 plans and writes the index": ("save: gather plans, s", "save: plan, s", "save: index, s"),
-        "load: each rank finds its shards": ("load: find shards, s",),
-        "start: the hub collects all ranks": ("arrive: hub, s",),
-        "a late rank: the hub hears of all": ("late rank: hub, s",),
+        "load: bytes of index that a rank reads": "load: bytes of index a rank",
+        "start: bytes that rank 0 sends": "arrive: bytes of the hub",
+        "a check of prepare: bytes a rank": "agree: bytes a rank",
+        "a late rank: judgements": "late rank: judgements",
     }
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for color, (title, names) in enumerate(shown.items()):
+    for color, (title, name) in enumerate(shown.items()):
         for runs, style in zip(rows.values(), ("-", "--"), strict=False):
             label = title if style == "-" else None
-            axes.plot(
-                [*runs], [sum(row[name] for name in names) for row in runs.values()], style, color=f"C{color}", marker=".", label=label
-            )
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of CPU")
+            axes.plot([*runs], [row[name] for row in runs.values()], style, color=f"C{color}", marker=".", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_title("70 billion parameters; dashed: before", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
