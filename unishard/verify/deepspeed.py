@@ -95,7 +95,7 @@ def _completed(document: Mapping[str, Any], open_: set[str], ranks: int) -> Nati
 
 
 def _strategy(zero: Any) -> str:
-    kept = zero.stage == _SHARDS_PARAMS and zero.max_live_parameters >= _ALL
+    kept = zero.stage == _SHARDS_PARAMS and min(zero.max_live_parameters, zero.max_reuse_distance) >= _ALL
     return KEPT if kept else _STAGES.get(zero.stage, str(zero.stage))
 
 
