@@ -277,8 +277,8 @@ class _Stage3(_StageFootprint):
             kept_gradients=self.place(kept + (copy if self.offloads else 0)),
             buffers=Bytes(self.model_buffers() + bucket),
             gathered=max(self._gathered()),
-            forward=tuple(self._gathered()),
-            backward=tuple(self._gathered(backward=True)),
+            forward=tuple(map(sum, zip(self._gathered(), self._saved(), strict=True))),
+            backward=tuple(map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))),
             final=2 * bucket + max(self._sizes(self._full)[-1:]),
             step=0 if self.offloads else copy,
             traffic=tuple(self._traffic()),
@@ -290,6 +290,17 @@ class _Stage3(_StageFootprint):
 
     def _full(self, parameter: ParameterShape) -> int:
         return parameter.flat(self.ranks) * self.ranks * self.element(parameter)
+
+    def _saved(self, *, backward: bool = False) -> Iterator[int]:
+        """Gathered parameters of the forward that autograd keeps for the backward of linear layers, after DeepSpeed has released them.
+
+        It saves views of them unless the layer is recomputed, and DeepSpeed 0.19.8 gives a released parameter other storage instead of
+        freeing this one (runtime/zero/partition_parameters.py, free_param). The first unit has the embedding, whose backward needs none.
+        """
+        full = self._sizes(self._full)
+        saves = self.cfg.activation_checkpointing == "none" and self.cfg.sharding.reshard_after_forward is not False
+        for index in range(len(full)):
+            yield sum(full[1 : index + backward]) if saves else 0
 
     def _gathered(self, *, backward: bool = False) -> Iterator[int]:
         """Gathered parameters while each unit computes, with what is gathered ahead, and in backward its whole gradients."""

@@ -215,6 +215,8 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
     divided = native["zero_redundancy_optimizer"]
     stepped = _partition(shape, cfg, topology) if divided else shape.trainable
     micro = 1 if native["requires_gradient_sync"] == "last_micro_batch" else cfg.training.gradient_accumulation_steps
+    # Without synchronization autograd accumulates beside DDP's buckets, to which the last micro-batch copies (torch 2.13, nn/parallel).
+    beside = gradients if micro < cfg.training.gradient_accumulation_steps else 0
     traffic = [Collective("all_reduce", "gradients", "backward", gradients * micro, topology.world_size)]
     if divided:
         traffic.append(Collective("broadcast", "parameters", "step", gradients, topology.world_size))
@@ -225,8 +227,8 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
         gradients=Bytes(gradients),
         kept_gradients=Bytes(gradients),
         buffers=Bytes(_buffers(shape, cfg)),
-        forward=(0,) * len(shape.by_unit),
-        backward=(0,) * len(shape.by_unit),
+        forward=(beside,) * len(shape.by_unit),
+        backward=(beside,) * len(shape.by_unit),
         traffic=tuple(traffic) if topology.world_size > 1 else (),
         reserved=RESERVED,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 import pytest
 import torch
@@ -163,7 +162,6 @@ def allocated(*cell):
         return min(peak_of(step) for _ in range(4))
 
 
-@cache
 def ratios_of(world):
     """The planned peak over what is allocated, by cell."""
     found = play(tuple((allocated, cell) for cell in PEAKS[world]), world)
@@ -182,25 +180,9 @@ def ratios_of(world):
     return ratios
 
 
-def planned_too_low(cell):
-    """Cells whose plan is 7 to 11 % below what is allocated: stage 3 without recomputation, and DDP that accumulates in fp32."""
-    backend, strategy, precision, recomputation, accumulation = cell
-    if backend == "deepspeed":
-        return strategy in ("full_shard", "hybrid_shard") and recomputation == "none"
-    return (strategy, precision, accumulation) == ("no_shard", "fp32", 2)
-
-
 @pytest.mark.parametrize("world", PEAKS)
 def test_the_planned_peak_is_within_5_percent_of_what_is_allocated(world):
-    ratios = {cell: ratio for cell, ratio in ratios_of(world).items() if not planned_too_low(cell)}
-    assert {cell: ratio for cell, ratio in ratios.items() if not 0.95 < ratio < 1.05} == {}
-
-
-@pytest.mark.xfail(strict=True, reason="the plan lacks about two units of DeepSpeed's stage 3, and one copy of DDP's gradients")
-@pytest.mark.parametrize("world", PEAKS)
-def test_the_planned_peak_of_stage_3_and_of_ddp_that_accumulates_is_within_5_percent(world):
-    ratios = {cell: ratio for cell, ratio in ratios_of(world).items() if planned_too_low(cell)}
-    assert {cell: ratio for cell, ratio in ratios.items() if not 0.95 < ratio < 1.05} == {}
+    assert {cell: ratio for cell, ratio in ratios_of(world).items() if not 0.95 < ratio < 1.05} == {}
 
 
 class Greedy(nn.Module):
