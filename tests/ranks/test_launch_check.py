@@ -19,10 +19,15 @@ from unishard.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 
+STORES = []
+"""Kept until the process ends: rank 0 serves its store to the other one, which may still wait for an answer."""
+
+
 def hosts(folder):
     """Two hosts: all well, the other one late, no way to the others, and no store; each with the seconds that it took."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
+    STORES.append(store)
     environ = {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     found = {}
 
