@@ -295,10 +295,12 @@ class _Stage3(_StageFootprint):
         """Gathered parameters of the forward that autograd keeps for the backward of linear layers, after DeepSpeed has released them.
 
         It saves views of them unless the layer is recomputed, and DeepSpeed 0.19.8 gives a released parameter other storage instead of
-        freeing this one (runtime/zero/partition_parameters.py, free_param). The first unit has the embedding, whose backward needs none.
+        freeing this one (runtime/zero/partition_parameters.py, free_param). DeepSpeed's own linear (memory_efficient_linear, off in
+        unishard) saves none. The first unit has the embedding, whose backward needs none.
         """
         full = self._sizes(self._full)
-        saves = self.cfg.activation_checkpointing == "none" and self.cfg.sharding.reshard_after_forward is not False
+        releases = self.cfg.sharding.reshard_after_forward is not False
+        saves = releases and self.cfg.activation_checkpointing == "none" and not self.zero.get("memory_efficient_linear")
         for index in range(len(full)):
             yield sum(full[1 : index + backward]) if saves else 0
 

@@ -22,6 +22,9 @@ __all__ = [
     "Overrides",
     "Ranks",
     "Report",
+    "ScriptArguments",
+    "ScriptIsModule",
+    "ScriptName",
     "WorldSize",
     "device_of",
     "topology_of",
@@ -38,6 +41,9 @@ Overrides = Annotated[
         autocompletion=changes,
     ),
 ]
+ScriptName = Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)]
+ScriptArguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)]
+ScriptIsModule = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")]
 WorldSize = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")]
 Ranks = Annotated[
     int | None, typer.Option("--world-size", min=1, metavar="N", help="Number of ranks. [default: from the file]", show_default=False)

@@ -7,14 +7,12 @@ from typing import Annotated
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides, Report
+from unishard.cli.arguments import ConfigFile, Overrides, Report, ScriptArguments, ScriptIsModule
 from unishard.cli.script_last import ScriptLast
 from unishard.cli.script_runs import (
-    Arguments,
     AsJson,
     Backends,
     ModelName,
-    Module,
     OptionalScript,
     Out,
     Processes,
@@ -38,8 +36,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def compare(
     config: ConfigFile,
     script: OptionalScript = None,
-    arguments: Arguments = None,
-    module: Module = False,
+    arguments: ScriptArguments = None,
+    module: ScriptIsModule = False,
     model: ModelName = None,
     seq_len: SeqLen = 4096,
     backends: Backends = None,

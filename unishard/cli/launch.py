@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides
+from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.saving import save
 from unishard.cli.script_last import ScriptLast
@@ -28,9 +28,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command("launch", cls=ScriptLast)
 def launch(
     config: ConfigFile,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
+    script: ScriptName,
+    arguments: ScriptArguments = None,
+    module: ScriptIsModule = False,
     nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of hosts, or MIN:MAX.", show_default=False)] = None,
     processes_per_node: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks on each host. [default: one for each GPU]", show_default=False)

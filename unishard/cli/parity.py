@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides
+from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName
 from unishard.cli.locating import with_modules
 from unishard.cli.saving import save
 from unishard.cli.script_last import ScriptLast
 from unishard.cli.script_runs import (
-    Arguments,
     AsJson,
     Backends,
-    Module,
     Out,
     Processes,
-    ScriptName,
     Steps,
     Timeout,
     folder_of,
@@ -48,8 +45,8 @@ DIFFERENT = 1
 def parity(
     config: ConfigFile,
     script: ScriptName,
-    arguments: Arguments = None,
-    module: Module = False,
+    arguments: ScriptArguments = None,
+    module: ScriptIsModule = False,
     golden: Annotated[Path | None, typer.Option("--golden", metavar="FILE", help="Compare with this file.", show_default=False)] = None,
     write_golden: Annotated[
         Path | None, typer.Option("--write-golden", metavar="FILE", help="Write what CFG gives now.", show_default=False)

@@ -22,17 +22,14 @@ if TYPE_CHECKING:
     from unishard.launch.command import Script
 
 __all__ = [
-    "Arguments",
     "AsJson",
     "Backends",
     "ModelName",
-    "Module",
     "OptionalScript",
     "Out",
     "OverriddenConfig",
     "Processes",
     "Rounds",
-    "ScriptName",
     "SeqLen",
     "Steps",
     "Strategies",
@@ -45,17 +42,14 @@ __all__ = [
     "script_or_model",
 ]
 
-ScriptName = Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)]
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)]
 OptionalScript = Annotated[
-    str | None, typer.Argument(metavar="SCRIPT", help="What each rank runs; random data with --model alone.", show_default=False)
+    str | None, typer.Argument(metavar="SCRIPT", help="What each rank runs; random data if only --model is given.", show_default=False)
 ]
 ModelName = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False),
 ]
 SeqLen = Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample, with --model.")]
-Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")]
 Backends = Annotated[
     str | None,
     typer.Option(

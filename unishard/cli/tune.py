@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, DeviceName, MemorySize, Overrides, device_of
+from unishard.cli.arguments import ConfigFile, DeviceName, MemorySize, Overrides, ScriptArguments, ScriptIsModule, device_of
 from unishard.cli.completion import strategy_lists
 from unishard.cli.saving import save
 from unishard.cli.script_last import ScriptLast
 from unishard.cli.script_runs import (
-    Arguments,
     AsJson,
     Backends,
     ModelName,
-    Module,
     OptionalScript,
     Out,
     Processes,
@@ -50,8 +48,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def tune(
     config: ConfigFile,
     script: OptionalScript = None,
-    arguments: Arguments = None,
-    module: Module = False,
+    arguments: ScriptArguments = None,
+    module: ScriptIsModule = False,
     model: ModelName = None,
     seq_len: SeqLen = 4096,
     device: DeviceName = None,

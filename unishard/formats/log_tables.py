@@ -26,6 +26,7 @@ __all__ = [
     "interval",
     "interval_row",
     "left",
+    "profiled_row",
     "spans",
     "text_key",
     "text_rows",
@@ -67,7 +68,7 @@ def destinations(named: Sequence[str], folder: str, *, progress: bool = True, no
 
 
 def interval(value: Any, named: Sequence[str], *, note: str = _NAMES, progress: bool = True) -> Meaning:
-    """What a key says that counts the steps between two records; alone it asks for progress."""
+    """What a key says that counts the steps between two records; without a destination it asks for progress."""
     if not named and not progress:
         return left()
     where = {} if named else {"logging.to": ["progress"]}
@@ -134,6 +135,20 @@ def _text_row(field: str, names: Mapping[str, str]) -> Rule:
         return {} if value is None else nested({key: value for name, key in names.items() if name in cfg.logging.to})
 
     return row(Fit.EXACT, ", ".join(dict.fromkeys(names.values())), "", NOT_LOGGED, to=to)
+
+
+def profiled_row(key: str, tool: str, to: Setting, note: str, fit: Fit = Fit.EQUIVALENT) -> Rule:
+    """The row of `profile.steps` of a tool that profiles consecutive steps.
+
+    Args:
+        key: The tool's keys.
+        tool: Its name.
+        to: Writes them.
+        note: How it differs.
+        fit: How well it says them.
+    """
+    gaps = When("steps with gaps", lambda cfg: spans(cfg) is None, Fit.IGNORED, f"traces only; {tool} has consecutive steps")
+    return row(fit, key, note, NOT_PROFILED, gaps, to=to)
 
 
 def spans(cfg: Config) -> tuple[int, int] | None:

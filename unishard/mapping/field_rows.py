@@ -201,7 +201,7 @@ def _unlaunched(name: str, note: str) -> Rule:
 
 
 def unlooked(fit: Fit, key: str, note: str, *more: When, scaled: tuple[Fit, str] = (Fit.EXACT, "GradScaler does it")) -> Rule:
-    """The row of `training.nonfinite` where only torch's `GradScaler` looks at gradients, which fp16 alone has.
+    """The row of `training.nonfinite` where only torch's `GradScaler` looks at gradients, which only fp16 has.
 
     Args:
         fit: Without it.

@@ -9,15 +9,14 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.formats.axolotl.saving import FOLDER
-from unishard.formats.fallbacks import row
 from unishard.formats.hf.loop import off
 from unishard.formats.log_tables import (
-    NOT_PROFILED,
     consecutive,
     destinations,
     interval,
     interval_row,
     left,
+    profiled_row,
     spans,
     text_key,
     text_rows,
@@ -25,7 +24,7 @@ from unishard.formats.log_tables import (
 )
 from unishard.mapping.entries import Given, Key, Meaning
 from unishard.mapping.key_rows import integer
-from unishard.mapping.rules import Fit, Rule, When
+from unishard.mapping.rules import Fit, Rule
 from unishard.mapping.templates import placeholders_in
 
 __all__ = ["LOGGED", "LOGS"]
@@ -145,13 +144,6 @@ LOGS: Mapping[str, Rule] = {
             "mlflow_uri": {"mlflow": "mlflow_tracking_uri"},
         }
     ),
-    "profile.steps": row(
-        Fit.EQUIVALENT,
-        "profiler_steps, profiler_steps_start",
-        f"in output_dir; {_SNAPSHOT}",
-        NOT_PROFILED,
-        When("steps with gaps", lambda cfg: spans(cfg) is None, Fit.IGNORED, "traces only; axolotl has consecutive steps"),
-        to=_profiler,
-    ),
+    "profile.steps": profiled_row("profiler_steps, profiler_steps_start", "axolotl", _profiler, f"in output_dir; {_SNAPSHOT}"),
 }
 """How each field is said."""

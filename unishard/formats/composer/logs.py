@@ -18,13 +18,14 @@ from unishard.formats.log_tables import (
     interval,
     interval_row,
     left,
+    profiled_row,
     spans,
     text_rows,
     to_row,
 )
 from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.key_rows import integer
-from unishard.mapping.rules import Fit, Rule, When
+from unishard.mapping.rules import Fit, Rule
 from unishard.mapping.templates import placeholders_in
 
 __all__ = ["LOGGED", "LOGS"]
@@ -157,14 +158,7 @@ LOGS: Mapping[str, Rule] = {
             "mlflow_uri": {"mlflow": "loggers.mlflow.tracking_uri"},
         }
     ),
-    "profile.steps": row(
-        Fit.EQUIVALENT,
-        "profiler.schedule",
-        "also needs a trace handler of Composer's",
-        NOT_PROFILED,
-        When("steps with gaps", lambda cfg: spans(cfg) is None, Fit.IGNORED, "traces only; Composer has consecutive steps"),
-        to=_profile,
-    ),
+    "profile.steps": profiled_row("profiler.schedule", "Composer", _profile, "also needs a trace handler of Composer's"),
     "profile.dir": row(Fit.EXACT, "profiler.torch_prof_folder", "", NOT_PROFILED),
 }
 """How each field is said."""

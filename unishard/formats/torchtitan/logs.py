@@ -17,6 +17,7 @@ from unishard.formats.log_tables import (
     interval,
     interval_row,
     left,
+    profiled_row,
     spans,
     to_row,
     without_field,
@@ -146,13 +147,12 @@ LOGS: Mapping[str, Rule] = {
     ),
     "logging.every_steps": interval_row("metrics.log_freq", _every),
     "logging.dir": row(Fit.EQUIVALENT, "metrics.save_tb_folder", _BELOW, _LOGGED, to=_folder),
-    "profile.steps": row(
-        Fit.APPROXIMATE,
+    "profile.steps": profiled_row(
         "profiling.enable_profiling, profiling.profile_freq, profiling.profiler_active",
+        "torchtitan",
+        _profiler,
         "torchtitan traces them again in every cycle",
-        NOT_PROFILED,
-        When("steps with gaps", lambda cfg: spans(cfg) is None, Fit.IGNORED, "traces only; torchtitan has consecutive steps"),
-        to=_profiler,
+        Fit.APPROXIMATE,
     ),
     "profile.dir": row(Fit.EQUIVALENT, "profiling.save_traces_folder", _BELOW, NOT_PROFILED, to=_traces),
     "profile.ranks": row(
