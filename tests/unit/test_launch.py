@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from running import run
 import unishard
 from unishard import ConfigError
 from unishard.config import Config, LaunchSettings
+from unishard.launch import running
 from unishard.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
 from unishard.launch.kubernetes import manifest
 from unishard.launch.slurm import batch_script
@@ -367,3 +369,11 @@ def test_a_hostfile_that_is_none_is_one_error(tmp_path: Path, content: bytes) ->
     (tmp_path / "hosts").write_bytes(content)
     with pytest.raises(ConfigError, match=str(tmp_path / "hosts")):
         hostfile.hosts_of(tmp_path / "hosts")
+
+
+def test_of_failures_in_one_second_the_one_that_says_why_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[Any] = ["To enable traceback see: ...", {"message": "RankMismatchError: rank 2 raised"}, {"message": "ValueError: a sample"}]
+    failures = {rank: SimpleNamespace(exitcode=1, message=message, timestamp=7) for rank, message in enumerate(said)}
+    error: Any = SimpleNamespace(failures=failures)
+    assert running._failed(error) == 1
+    assert capsys.readouterr().err == "unishard launch: rank 2 has ended with exit code 1; its own message is above\n"
