@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 import torch
@@ -74,6 +75,21 @@ def _build(model):
     return lora(torch.bfloat16) if model == "lora" else MODELS[model].build()
 
 
+def _expected(planned):
+    return {
+        "parameters": planned.parameters.total,
+        "masters": planned.masters.total,
+        "optimizer": planned.optimizer.total,
+        "buffers and gradients": planned.buffers.total + planned.kept_gradients.total,
+    }
+
+
+def _held(engine):
+    held = counted(engine)
+    rest = held["buffers"] + held["gradients"] + held["rest"]
+    return {name: held[name] for name in ("parameters", "masters", "optimizer")} | {"buffers and gradients": rest}
+
+
 def measured(model, text):
     """What was planned for this rank, and what it holds after a step of two micro-batches."""
     cfg = Config.model_validate({"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 2}, **eval(text, {})})
@@ -86,7 +102,13 @@ def measured(model, text):
         for turn in range(2):
             engine.backward(engine(**batch(data, 2 * turn + topology.rank, 2)).loss)
             engine.step()
-        return planned, counted(engine)
+        expected = _expected(planned)
+        # On a busy machine a thread of gloo releases the tensor of a finished collective later than the collective ends.
+        for _ in range(20):
+            if (held := _held(engine)) == expected:
+                break
+            time.sleep(0.1)
+        return expected, held
 
 
 @pytest.mark.parametrize("world", CELLS)
@@ -94,17 +116,9 @@ def test_planned_state_is_held(world):
     scenarios = tuple((measured, _key(cell)) for cell in CELLS[world])
     wrong = []
     for scenario, outcomes in play(scenarios, world).items():
-        for rank, (planned, held) in enumerate(values(outcomes)):
-            expected = {
-                "parameters": planned.parameters.total,
-                "masters": planned.masters.total,
-                "optimizer": planned.optimizer.total,
-                "buffers and gradients": planned.buffers.total + planned.kept_gradients.total,
-            }
-            got = {name: held[name] for name in ("parameters", "masters", "optimizer")}
-            got["buffers and gradients"] = held["buffers"] + held["gradients"] + held["rest"]
-            if got != expected:
-                wrong.append(f"{scenario[1]} rank {rank}: planned {expected}, held {got}")
+        for rank, (expected, held) in enumerate(values(outcomes)):
+            if held != expected:
+                wrong.append(f"{scenario[1]} rank {rank}: planned {expected}, held {held}")
     assert not wrong, "\n".join(wrong)
 
 
