@@ -377,3 +377,11 @@ def test_of_failures_in_one_second_the_one_that_says_why_is_named(capsys: pytest
     error: Any = SimpleNamespace(failures=failures)
     assert running._failed(error) == 1
     assert capsys.readouterr().err == "unishard launch: rank 2 has ended with exit code 1; its own message is above\n"
+
+
+def test_a_rank_that_ends_because_of_one_that_torchrun_does_not_list_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    failure = SimpleNamespace(exitcode=1, message={"message": "RankMismatchError: rank 1 raised ValueError: a sample"}, timestamp=7)
+    error: Any = SimpleNamespace(failures={0: failure})
+    assert running._failed(error) == 1
+    because = "rank 0 has ended with exit code 1 because rank 1 raised ValueError: a sample; its own message is above\n"
+    assert capsys.readouterr().err == f"unishard launch: {because}"

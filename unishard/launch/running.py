@@ -85,12 +85,19 @@ def _failed(error: ChildFailedError) -> int:
     rank, failure = min(error.failures.items(), key=lambda found: _weight(found[1]))
     if failure.exitcode >= 0:
         if failure.exitcode != PREEMPTED:
-            _say(f"rank {rank} has ended with exit code {failure.exitcode}; its own message is above")
+            _say(f"rank {rank} has ended with exit code {failure.exitcode}{_because(failure)}; its own message is above")
         return int(failure.exitcode)
     number = signal.Signals(-failure.exitcode)
     why = ", as the system does when memory runs out" if number is signal.SIGKILL else ""
     _say(f"rank {rank} was killed by {number.name}{why}")
     return 128 + number
+
+
+def _because(failure: ProcessFailure) -> str:
+    """Why a rank has ended that followed another one: torchrun lists no rank that is still about to end."""
+    text = failure.message["message"] if isinstance(failure.message, dict) else ""
+    kind, _, cause = text.partition(": ")
+    return f" because {cause}" if kind == RankMismatchError.__name__ else ""
 
 
 def _weight(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
