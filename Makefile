@@ -71,7 +71,8 @@ parity: $(READY) ## Train every cell on both engines and write how far each is f
 matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
 	$(BIN)/python -m unishard.testing.resuming_page docs/resuming.md
 
-mistakes: $(READY) ## Write docs/mistakes.md from the tested mistakes.
+mistakes: $(READY) ## Make every mistake on both engines and write docs/mistakes.md.
+	$(PYTEST) tests/ranks/test_mistakes.py -k "not up_to_date" --deep
 	PYTHONPATH=tests/ranks $(BIN)/python -m mistakes.page docs/mistakes.md
 
 versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torch-2.11 for one, ARGS="--venv DIR" for one of yours.
@@ -106,4 +107,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt torch
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m compileall -q unishard backends
 	@touch $@

@@ -1,5 +1,6 @@
 """Marks what starts ranks, so that `pytest -m "not ranks"` is quick; skips what is marked `gpu` where there is no CUDA device.
 
+`--deep` runs what is marked `deep` too: the same on the other engine, where `make test` takes engines in turns.
 `--examples` asks for more broken documents for the formats. The longest files come first, so that all processes of `make test`
 end together.
 """
@@ -30,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--examples", type=int, default=_EXAMPLES, metavar="N", help="how many broken documents the formats are given (see make fuzz)"
     )
+    parser.addoption("--deep", action="store_true", help="also run what is marked deep")
 
 
 @pytest.fixture
@@ -39,7 +41,9 @@ def examples(request: pytest.FixtureRequest) -> int:
     return number
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--deep"):
+        items[:] = [item for item in items if item.get_closest_marker("deep") is None]
     order = {_RANKS.parent / name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order) + (_RANKS not in item.path.parents)))
     for item in items:

@@ -172,11 +172,16 @@ def plain(backend):
         return train(engine, own_share(2))
 
 
+COMPILED = (
+    ("fsdp", "per_block", "inductor"),
+    ("fsdp", "full", "aot_eager"),
+    ("deepspeed", "per_block", "aot_eager"),
+    ("deepspeed", "full", "aot_eager"),
+)
 SINGLE = (
     *((dropping, (backend, asked)) for backend in BACKENDS for asked in ("none", "full", "selective")),
     *((function, (backend,)) for function in (containing_units, cached, copied, plain) for backend in BACKENDS),
-    *((compiled, (backend, mode, "aot_eager")) for backend in BACKENDS for mode in ("per_block", "full")),
-    *((compiled, (backend, "per_block", "inductor")) for backend in BACKENDS),
+    *((compiled, cell) for cell in COMPILED),
 )
 
 
@@ -204,11 +209,10 @@ def test_a_copy_runs_on_its_own_parameters(backend):
         assert before == after
 
 
-@pytest.mark.parametrize(("mode", "inner"), [("per_block", "aot_eager"), ("full", "aot_eager"), ("per_block", "inductor")])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_are_really_compiled_and_keep_their_names(backend, mode, inner):
-    wanted = values(play(SINGLE)[plain, (backend,)])[0]
-    for graphs, curve, odd in values(play(SINGLE)[compiled, (backend, mode, inner)]):
+@pytest.mark.parametrize("cell", COMPILED, ids="-".join)
+def test_blocks_are_really_compiled_and_keep_their_names(cell):
+    wanted = values(play(SINGLE)[plain, cell[:1]])[0]
+    for graphs, curve, odd in values(play(SINGLE)[compiled, cell]):
         assert graphs > 0
         assert odd == []
         for (loss, step), (wanted_loss, wanted_step) in zip(curve, wanted, strict=True):

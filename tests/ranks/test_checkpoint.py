@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, my_rank, own_share, play, prepare, refused, train, values
+from playing import checked, config, my_rank, own_share, play, prepare, refused, train, values
 from torch import nn
 from torch.nn import functional
 
@@ -178,7 +178,7 @@ def test_what_does_not_fit_or_is_damaged_is_named_before_anything_changes(backen
 
 def alone(backend, root, sampled):
     """One rank saves while the other trains on."""
-    with prepare(config(backend)) as engine:
+    with prepare(checked(backend)) as engine:
         train(engine, own_share(12 if sampled else 1))
         start = time.monotonic()
         try:

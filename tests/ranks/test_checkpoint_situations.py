@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, my_rank, own_share, play, prepare, refused, train, values
+from playing import checked, config, my_rank, own_share, play, prepare, refused, train, values
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
@@ -419,7 +419,7 @@ def at_odd_times(backend, root):
     """Inside `frozen`, between forward and backward, with a word that is none, with arguments that differ, after another load."""
     told = {}
     data = [{"x": torch.randn(13), "labels": torch.tensor(index % 11)} for index in range(24)]
-    cfg = config(backend)
+    cfg = checked(backend)
     with prepare(cfg) as engine:
         start = engine.save(f"{root}/{backend}-times")
         for micro_batch in engine.batches(unishard.dataloader(data, cfg)):

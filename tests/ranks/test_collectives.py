@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from playing import STRATEGIES, config, play, values
+from playing import STRATEGIES, play, values
+from playing import checked as config
 from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, moved, record, sizes
 
 from unishard.testing.cells import BACKENDS

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, curve, own_share, prepare, train
+from playing import checked as config
+from playing import curve, own_share, prepare, train
 
 from unishard.testing import run_ranks
 from unishard.testing.cells import BACKENDS

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, own_share, play, prepare, train
+from playing import checked as config
+from playing import own_share, play, prepare, train
 
 import unishard
 from unishard.distributed import collective_check

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conforming import MICRO_BATCHES, assert_conforms, configured, tolerance, windows
-from playing import STRATEGIES, config, curve, error, own_share, play, prepare, train, values
+from playing import STRATEGIES, checked, config, curve, error, own_share, play, prepare, train, values
 
 import unishard
 from unishard.testing import oracle
@@ -262,7 +262,7 @@ MISUSE = {
 
 
 def misused(name, backend):
-    with prepare(config(backend)) as engine:
+    with prepare(checked(backend)) as engine:
         next(misuse for misuse in MISUSE if misuse.__name__ == name)(engine)
 
 

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 from mistakes.habits import ACCUMULATION, clip_each_micro_batch
-from playing import config, error, own_share, play, prepare, train, values
+from playing import checked as config
+from playing import error, own_share, play, prepare, train, values
 
 import unishard
 from unishard.testing.cells import BACKENDS

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from playing import STRATEGIES, config, own_share, play, prepare, refused, values
+from playing import STRATEGIES, own_share, play, prepare, refused, values
+from playing import checked as config
 from waiting import Wait, Waits
 
 from unishard.testing.cells import BACKENDS

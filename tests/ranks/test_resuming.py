@@ -15,7 +15,7 @@ from unishard.testing.models import llama
 from unishard.testing.resuming import Pair, spanning_pairs
 
 PAIRS = spanning_pairs()
-AFTER = 3
+AFTER = 2
 """Optimizer steps after the checkpoint; `make matrix` takes 20, and test_data_position.py goes into further epochs."""
 
 

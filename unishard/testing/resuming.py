@@ -179,6 +179,7 @@ def _config(run: ResumedRun) -> Config:
         },
         "optimizer": {"name": "adamw", **_ADAM[run.precision], "betas": [0.9, 0.95], "weight_decay": 0.1, "no_decay": ["norm"]},
         "scheduler": {"name": "cosine", "warmup_steps": 3, "total_steps": BEFORE + AFTER, "min_lr_ratio": 0.1},
+        "communication": {"desync_check": False},  # changes no figure
     }
     return Config.model_validate(merge(sections, FEATURES[run.feature]))
 

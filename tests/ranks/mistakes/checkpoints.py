@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from playing import config, my_rank, own_share, prepare, train
+from playing import checked as config
+from playing import my_rank, own_share, prepare, train
 
 from mistakes.mistake import Mistakes
 from unishard.checkpoint import finding, manifest

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
-from playing import config, prepare
+from playing import checked as config
+from playing import prepare
 from torch import nn
 
 import unishard

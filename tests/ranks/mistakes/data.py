@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 
-from playing import config, my_rank, prepare
+from playing import checked as config
+from playing import my_rank, prepare
 
 import unishard
 from mistakes.mistake import Mistakes

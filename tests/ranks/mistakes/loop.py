@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from playing import config, own_share, prepare, train
+from playing import checked as config
+from playing import own_share, prepare, train
 
 from mistakes.mistake import Mistakes
 

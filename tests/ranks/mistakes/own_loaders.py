@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from playing import config, my_rank, prepare
+from playing import checked as config
+from playing import my_rank, prepare
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import unishard

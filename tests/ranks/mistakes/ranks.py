@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from playing import config, my_rank
+from playing import checked as config
+from playing import my_rank
 
 import unishard
 from mistakes.mistake import Mistakes
