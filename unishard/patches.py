@@ -85,6 +85,7 @@ def by_name(*patches: Patch) -> Mapping[str, Patch]:
     return {patch.name: patch for patch in patches}
 
 
+@cache
 def version_of(package: str) -> str:
     """Version of an installed distribution without its local label; `not installed` if there is none."""
     try:

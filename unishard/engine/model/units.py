@@ -190,6 +190,8 @@ def _ties_outside(unit: Unit, shared: dict[int, int]) -> bool:
 
 
 def _require_present(model: nn.Module, classes: set[str], field: str) -> None:
+    if not classes:
+        return
     sizes = _sizes(model)
     absent = sorted(classes - sizes.keys())
     if absent:
