@@ -248,23 +248,13 @@ def _await_server() -> None:
 
 @cache
 def _preload() -> list[str]:
-    """Modules that many ranks import, at a cost of up to 2 s in each; the server ignores those that are not installed.
-
-    `torch._inductor.compile_fx` is what `torch.compile` imports at its first use, and DeepSpeed uses it for every engine (0.19.8,
-    runtime/zero/muon/original_muon.py).
-    """
+    """Modules that many ranks import, at a cost of up to 2 s in each; the server ignores those that are not installed."""
     engines: set[str] = set()
     for name in registry.available():
         backend = registry.get(name)
         engines |= {*backend.requires, f"{type(backend).__module__.partition('.')[0]}.build"}
-    return [
-        "torch.distributed.fsdp",
-        "torch._inductor.compile_fx",
-        "unishard.engine.prepare",
-        "transformers.models.llama.modeling_llama",
-        "peft",
-        *sorted(engines),
-    ]
+    testing = {"pytest"} & sys.modules.keys()  # a rank imports the module of its function
+    return ["torch.distributed.fsdp", "unishard.engine.prepare", *sorted(engines), "unishard.testing.first_use", *testing]
 
 
 @contextlib.contextmanager
