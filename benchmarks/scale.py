@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from unishard.checkpoint import dcp, tensor_reader, writing
+from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.checkpoint.plan_cache import PlanCache
 from unishard.distributed import collective_check, process_group
 from unishard.distributed.hub import Hub, _Link
 from unishard.distributed.verdict import Judgement
@@ -142,33 +143,43 @@ def shards(rank: int, world: int, names: Iterable[str]) -> dict[str, LazyShard]:
 
 def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
     """What rank 0 spends on the plan and the index of a save, and the number of chunks."""
-    plans = []
+    cache, plans = PlanCache(), []
     for rank in range(world):
-        planner = writing._Planner(shards(rank, world, names))
-        planner.set_up_planner({}, None, is_coordinator=rank == 0)  # type: ignore[arg-type]
+        planner = writing._Planner(shards(rank, world, names), cache)
         plans.append(pickle.dumps(planner.create_local_plan()))
     gathering, received = cpu(lambda: [pickle.loads(plan) for plan in plans])
     planning, (final, metadata) = cpu(lambda: planner.create_global_plan(received))
+    scattering, sent = cpu(lambda: [pickle.dumps(plan) for plan in final])
+    records = [plan._records for plan in planner.assignments]
+    each = sum(torch.Size(parameters()[name]).numel() for name in names) * 12 // sum(records[0]) + 1000
     results = []
-    for rank, plan in enumerate(final):
-        at, file = 0, f"__{rank}_0.distcp"
-        own = []
-        for item in plan.items:
-            size = item.tensor_data.chunk.sizes.numel() * 4 + 1000  # type: ignore[union-attr]
-            own.append(WriteResult(item.index, size, dcp.place(file, at, size)))
-            at += size
-        results.append(own)
+    for rank in range(world):
+        lengths = [np.full(count[rank], each) for count in records]
+        tensors = [len(plan.numbers[rank]) for plan in planner.assignments]
+        sums = [[np.zeros(count, kind) for count in tensors] for kind in (np.uint64, np.float64)]
+        results.append(pickle.dumps([writing._Result(f"__{rank}_0.distcp", sum(lengths[0]), 0, lengths, *sums)]))
     folder.mkdir()
-    writer = writing._Writer(folder, {}, lambda written: None, **({"own_index": True} if hasattr(writing, "shard_index") else {}))
-    writing_index, _ = cpu(lambda: writer.finish(metadata, results))
-    chunks = sum(map(len, results))
+    reading, everyone = cpu(lambda: [pickle.loads(result) for result in results])
+    writer = writing._Writer(folder, {}, lambda written: None, planner, own_index=True)
+    writing_index, _ = cpu(lambda: writer.finish(metadata, everyone))
+    planner.masks, planner.lengths = [b"", b""], [None, None]
+    planner.remember()
+    again = writing._Planner(shards(0, world, names), cache)
+    again.reuses = True
+    second = [pickle.dumps(again.create_local_plan())] * world
+    planning_again, _ = cpu(lambda: again.create_global_plan([pickle.loads(plan) for plan in second]))
     row = {
         "save: gather plans, s": gathering,
         "save: plan, s": planning,
+        "save: send plans, s": scattering,
+        "save: gather results, s": reading,
         "save: index, s": writing_index,
         "save: index, bytes": float(sum(path.stat().st_size for path in folder.iterdir())),
+        "save: bytes of plans to and from rank 0": float(sum(map(len, plans)) + sum(map(len, sent))),
+        "second save: plan, s": planning_again,
+        "second save: bytes of plans to and from rank 0": float(world * len(second[0])),
     }
-    return row, chunks
+    return row, int(sum(records[0]))
 
 
 def located(world: int, names: list[str], folder: Path) -> Row:

@@ -83,18 +83,18 @@ def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(ha
         assert not outcome.fault, outcome
 
 
-def unreadable(root):
-    """What has been written cannot be read back on rank 0, to take its checksum."""
+def failing(root):
+    """The index cannot be given its name, which only rank 0 does."""
     group, rank = start()
-    read = Path.read_bytes
+    rename = Path.rename
 
-    def broken(path):
-        if path.name == ".metadata":
+    def broken(path, target):
+        if Path(target).name == ".metadata":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(path)
+        return rename(path, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_bytes", broken)
+        patch.setattr(Path, "rename", broken)
         told = refusal(save, Path(root), snapshot(40, NEW, rank), RETENTION, group)
     dist.barrier(group)
     return told, finding.incomplete(Path(root))
@@ -102,7 +102,7 @@ def unreadable(root):
 
 def test_a_disk_that_fails_on_the_first_rank_alone_is_told_by_all(harness, tmp_path):
     root = shutil.copytree(harness.templates[SCENARIOS[0]], tmp_path / "root")
-    for told, left in run_ranks(2, unreadable, str(root)):
+    for told, left in run_ranks(2, failing, str(root)):
         assert "Input/output error" in told
         assert left == []
     assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FOUND_BEFORE)

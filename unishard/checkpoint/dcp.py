@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint import filesystem, metadata
 
 from unishard.patches import CORE_PATCHES
 
-__all__ = ["is_place", "memory_format", "place", "require"]
+__all__ = ["index_of", "is_place", "memory_format", "place", "require"]
 
 _PATCH = CORE_PATCHES["checkpoint-index"]
 
@@ -31,6 +32,20 @@ def place(file: str, begin: int, length: int) -> Any:
         length: Bytes.
     """
     return filesystem._StorageInfo(file, begin, length)
+
+
+def index_of(entries: Any, paths: Mapping[str, tuple[str, ...]], places: Any) -> Any:
+    """An index, as torch's own writer fills it in.
+
+    Args:
+        entries: What it says of each tensor.
+        paths: Where each tensor is in nested dictionaries.
+        places: Where each chunk lies.
+    """
+    made = metadata.Metadata(entries, dict(paths), places, metadata.StorageMeta())  # without the path that torch would write
+    if hasattr(made, "version"):
+        made.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return made
 
 
 def is_place(value: Any) -> bool:

@@ -16,6 +16,7 @@ from unishard.checkpoint import directory, finding, shared_folder
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.writing import Written, write
 from unishard.distributed.interrupts import is_shared
@@ -65,6 +66,7 @@ def save(
     retention: Retention,
     group: dist.ProcessGroup | None,
     advance: Callable[[int], None] = lambda written: None,
+    cache: PlanCache | None = None,
 ) -> Path:
     """Write a snapshot as a checkpoint. Collective.
 
@@ -74,6 +76,7 @@ def save(
         retention: Applied once the new checkpoint is complete.
         group: A process group with a CPU backend.
         advance: Called with this rank's progress in bytes.
+        cache: What this rank remembers of the last save, so that the same tensors are not planned again.
 
     Returns:
         The checkpoint directory.
@@ -86,7 +89,7 @@ def save(
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step, beside))
     try:
         shared_folder.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
-        written = write(temporary, snapshot.stretches, ties=snapshot.ties, group=group, advance=advance)
+        written = write(temporary, snapshot.stretches, ties=snapshot.ties, group=group, advance=advance, cache=cache)
 
         def finish() -> Path:
             assert written is not None

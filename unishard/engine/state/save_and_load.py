@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from unishard.checkpoint import directory, finding
 from unishard.checkpoint.background import Background
+from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.distributed import process_group
 from unishard.distributed.interrupts import deferred
@@ -41,6 +42,7 @@ class SaveAndLoad:
         """Set up background and automatic saves. Collective."""
         self._run = run
         self._cfg = run.cfg.checkpoint
+        self._plans = PlanCache()
         self._background = Background(ready=self._cfg.async_save)
         self._autosave = Autosave(self._cfg) if run.accumulation is not None else None
         self._state_to_save: Callable[[], Any] | None = None
@@ -75,9 +77,9 @@ class SaveAndLoad:
         retention = Retention(self._cfg.keep_last, self._cfg.keep_every, self._cfg.keep_best, self._cfg.best)
         if self._cfg.async_save:
             copy = self._background.stage(snapshot)
-            self._background.start(lambda own: save(place, copy, retention, own))
+            self._background.start(lambda own: save(place, copy, retention, own, cache=self._plans))
             return place / finding.name_of(snapshot.step, name.run if name.beside else "")
-        return save(place, snapshot, retention, group)
+        return save(place, snapshot, retention, group, cache=self._plans)
 
     def _begin(self, root: Path, step: int) -> RunName:
         """Rank 0: the run under which a step is saved; before the first save in a directory, clean up after a killed run."""
