@@ -17,7 +17,7 @@ from unishard.config import Config
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.materialization import materialize
+from unishard.engine.model.materialization import flat_part, materialize
 from unishard_deepspeed import start
 from unishard_deepspeed.patches.building import swapper_of
 from unishard_deepspeed.replica_groups import Replicas
@@ -55,12 +55,14 @@ def partition(
     group = None if replicas is None else replicas.get_data_parallel_group()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     low = cfg.precision.compute != "fp32"
+    part = flat_part(rank, ranks) if _keeps_one_part(cfg, settings) else None
     shared: dict[str, Any] = {}
     originals = []
     for parameters in _batches(list(model.parameters())):
+        read: list[tuple[Any, Tensor]] = []
         for parameter in parameters:
-            materialize([parameter], device)
-            broadcast([parameter])
+            pending = materialize([parameter], device, part)
+            broadcast(pending)
             make_dense([parameter])  # DeepSpeed sends its bytes; a placeholder is expanded
             if not train:
                 cast_to_compute([parameter], cfg.precision)
@@ -70,6 +72,9 @@ def partition(
             if train and parameter.requires_grad and cfg.precision.compute != cfg.precision.master:
                 size = -(-full.numel() // ranks)
                 originals.append((parameter, full[size * rank :][:size].clone()))
+            if part is not None and not pending:
+                begin, end = part(parameter)
+                read.append((parameter, parameter.data.view(-1)[begin:end].clone()))
             del full
         sizes = [parameter.numel() for parameter in parameters]
         with start.quiet():
@@ -78,12 +83,21 @@ def partition(
             )
         if cfg.offload.params == "nvme":
             shared = {"param_swapper": swapper_of(init)}
+        for parameter, values in read:  # DeepSpeed has overwritten them with what rank 0 has of the parameter (0.19.8, _zero_init_param)
+            parameter.ds_tensor[: values.numel()].copy_(values)
         for parameter, size in zip(parameters, sizes, strict=True):
             _clear_padding(parameter, size, rank)
     buffers = list(model.buffers())
     materialize(buffers, device)
     broadcast(buffers)
     return originals
+
+
+def _keeps_one_part(cfg: Config, settings: dict[str, Any]) -> bool:
+    """Whether a rank's part of a parameter is in its memory once, as it was, so that it can be set after DeepSpeed has partitioned it."""
+    zero = settings["zero_optimization"]
+    changed = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
+    return cfg.offload.params != "nvme" and not any(zero.get(key, 0) > 1 or zero.get(key) is True for key in changed)
 
 
 def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

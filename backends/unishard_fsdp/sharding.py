@@ -16,7 +16,7 @@ from unishard.config import Precision
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
 from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.materialization import materialize
+from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard.engine.model.units import Unit
 from unishard.errors import ModelError
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
@@ -27,7 +27,13 @@ Apply = Callable[[nn.Module], object]
 
 
 def load(
-    model: nn.Module, units: Sequence[Unit], device: torch.device, apply: Apply | None = None, *, frozen: Precision | None = None
+    model: nn.Module,
+    units: Sequence[Unit],
+    device: torch.device,
+    apply: Apply | None = None,
+    *,
+    frozen: Precision | None = None,
+    part: Part | None = None,
 ) -> None:
     """Broadcast rank 0's model to every rank and shard it, one unit at a time, the root last. Collective.
 
@@ -39,6 +45,7 @@ def load(
         device: Where this rank computes.
         apply: Shards a module whose tensors have their data; None to not shard.
         frozen: For inference: freeze the model and cast it to this section's compute dtype.
+        part: What `apply` keeps of a parameter on this rank, which is all that is read of one in a file.
     """
     seen: set[Tensor] = set()
     queue: list[tuple[nn.Module, list[Tensor]]] = []
@@ -49,8 +56,7 @@ def load(
     del seen
     while queue:
         module, own = queue.pop(0)
-        materialize(own, device)
-        broadcast(own)
+        broadcast(materialize(own, device, part))
         if frozen is not None:
             cast_to_compute(own, frozen)
         if apply is not None:
@@ -111,7 +117,8 @@ def apply_fully_shard(
             offload_policy=offload,
         )
 
-    load(model, units, device, apply, frozen=frozen)
+    shards = mesh["shard"]
+    load(model, units, device, apply, frozen=frozen, part=row_part(shards.get_local_rank(), shards.size()))
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
     if options.prefetch_numel:

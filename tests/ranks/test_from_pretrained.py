@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from playing import config, error, own_share, play, train, values
+from playing import config, error, my_rank, own_share, play, train, values
+from playing import refused as refused_by
 
 import unishard
 from unishard.testing.cells import BACKENDS
@@ -193,3 +195,97 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 43}))
     with pytest.raises(unishard.ModelError, match=re.escape("mlp.down_proj.weight has the shape (24, 41), and")):
         unishard.from_pretrained(LlamaForCausalLM, tmp_path, config("fsdp"))
+
+
+# -- what each rank reads ---------------------------------------------------------------------------------------------------------
+
+
+class CountedFile:
+    """An open safetensors file that counts the bytes of tensor data that are read."""
+
+    def __init__(self, opened, read):
+        self._opened, self._read = opened, read
+
+    def __enter__(self):
+        return CountedFile(self._opened.__enter__(), self._read)
+
+    def __exit__(self, *error):
+        return self._opened.__exit__(*error)
+
+    def __getattr__(self, name):
+        return getattr(self._opened, name)
+
+    def get_tensor(self, key):
+        found = self._opened.get_tensor(key)
+        self._read.append(found.nbytes)
+        return found
+
+    def get_slice(self, key):
+        return CountedSlice(self._opened.get_slice(key), self._read)
+
+
+class CountedSlice:
+    def __init__(self, part, read):
+        self._part, self._read = part, read
+
+    def __getitem__(self, rows):
+        found = self._part[rows]
+        self._read.append(found.nbytes)
+        return found
+
+    def __getattr__(self, name):
+        return getattr(self._part, name)
+
+
+def counted(backend, sharding, trained, where):
+    """Bytes that this rank reads of a model's files, those of the whole model, and whether the weights are those in the files."""
+    import safetensors
+    from transformers import LlamaForCausalLM
+
+    cfg, read, plain = config(backend, sharding, precision="fp32"), [], safetensors.safe_open
+    path = os.path.join(where, "llama")
+    full = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    safetensors.safe_open = lambda *rest, **more: CountedFile(plain(*rest, **more), read)
+    try:
+        with unishard.prepare(unishard.from_pretrained(LlamaForCausalLM, path, cfg), cfg, train=trained) as engine:
+            right = all(torch.equal(engine.parameter(name).cpu(), full[name]) for name, _ in engine.module.named_parameters())
+    finally:
+        safetensors.safe_open = plain
+    return sum(read), sum(value.nbytes for value in full.values()), right
+
+
+def differing(where):
+    """The error where the second rank has other weights in files of the same size and header."""
+    from transformers import LlamaForCausalLM
+
+    path = Path(where) / ("llama bf16" if my_rank() == 0 else "other")
+    return refused_by(unishard.from_pretrained, LlamaForCausalLM, path, config("fsdp"))
+
+
+def test_files_that_differ_between_ranks_are_refused():
+    path = Path(folder())
+    if not (path / "other").exists():
+        shutil.copytree(path / "llama bf16", path / "other")
+        file = path / "other" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    for told in values(play(((differing, (folder(),)),))[differing, (folder(),)]):
+        assert told.startswith("RankMismatchError: ranks hold different files in")
+        assert "model.safetensors: rank 0 has" in told
+
+
+READ = [("fsdp", "full_shard"), ("fsdp", "no_shard"), ("deepspeed", "full_shard"), ("deepspeed", "shard_grad_op")]
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize(("backend", "sharding"), READ)
+def test_each_rank_reads_only_what_it_keeps(backend, sharding, trained):
+    cases = [each for each in READ if each[0] == backend]
+    played_here = play(tuple((counted, (*each, train, folder())) for each in cases for train in (True, False)))
+    (first, whole, right), (second, _, right_too) = values(played_here[counted, (backend, sharding, trained, folder())])
+    assert right
+    assert right_too
+    if sharding == "full_shard":
+        assert first + second < 1.2 * whole  # rows that two ranks keep a part of are read by both
+        assert max(first, second) < 0.65 * whole
+    else:  # rank 0 reads and broadcasts: all ranks keep all of it
+        assert (first, second) == (whole, 0)

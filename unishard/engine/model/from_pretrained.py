@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from unishard.config.topology import Topology
 from unishard.distributed import process_group
 from unishard.engine.model.init import without_data
 from unishard.engine.model.materialization import set_reader
-from unishard.engine.model.weight_files import files_of
+from unishard.engine.model.weight_files import facts_of, files_of
 from unishard.errors import ModelError
 
 __all__ = ["from_pretrained"]
@@ -25,9 +26,10 @@ __all__ = ["from_pretrained"]
 def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> nn.Module:
     """Load a transformers model whose parameters `prepare` reads from safetensors. Collective.
 
-    Until then parameters are on the meta device on every rank; buffers have their data. `prepare` reads and broadcasts one unit
-    (on DeepSpeed one parameter) at a time from rank 0, so every rank needs the index and rank 0 the files. Parameters are fp32
-    whatever the files' dtype, because they become the master weights; `prepare(train=False)` casts them to `precision.compute`.
+    Until then parameters are on the meta device on every rank; buffers have their data. `prepare` reads one unit (on DeepSpeed one
+    parameter) at a time: where parameters are sharded (`full_shard`, and the hybrid strategies on FSDP2), each rank reads its own slices;
+    else rank 0 reads and broadcasts. So every rank needs the same files. Parameters are fp32 whatever the files' dtype, because they
+    become the master weights; `prepare(train=False)` casts them to `precision.compute`.
     Names are mapped as in `cls.from_pretrained`; tied weights follow the config.
 
     Args:
@@ -41,6 +43,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
 
     Raises:
         ConfigError: `cfg` is not a config.
+        RankMismatchError: On every rank: the files differ between ranks.
         ModelError: `cls` is not such a class, there are no safetensors, tensors are missing, unexpected or have another shape, or
             transformers converts several tensors of the files into one parameter.
     """
@@ -69,7 +72,8 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
         if name in parameters:
             set_reader(parameters[name], read)
         elif name in buffers:
-            buffers[name].copy_(read())
+            buffers[name].copy_(read(0, buffers[name].numel()).view(buffers[name].shape))
+    process_group.agree(facts_of(folder, files), f"files in {folder}")
     return model.eval()
 
 
@@ -158,8 +162,15 @@ def _refuse_gaps(model: nn.Module, folder: Path, missing: list[str], unexpected:
         )
 
 
-def _read(file: Path, key: str) -> Tensor:
+def _read(file: Path, key: str, begin: int, end: int) -> Tensor:
+    """The elements between two offsets of a flattened tensor. Reads only the rows that they are in."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
-        return opened.get_tensor(key)  # type: ignore[no-any-return]
+        found = opened.get_slice(key)
+        shape = found.get_shape()
+        if not shape:
+            return opened.get_tensor(key).reshape(-1)[begin:end]  # type: ignore[no-any-return]
+        row = math.prod(shape[1:])
+        first, last = begin // row, -(-end // row)
+        return found[first:last].reshape(-1)[begin - first * row : end - first * row]  # type: ignore[no-any-return]

@@ -1,6 +1,7 @@
 """Give tensors on the meta device their data: a model may be complete only on rank 0, or have only functions that read it.
 
-A meta parameter gets the data of rank 0's parameter with the same name; on rank 0, of the function set by `set_reader`.
+A meta parameter gets the data of rank 0's parameter with the same name, or of the function set by `set_reader`: where the engine keeps
+only a part of it on each rank, every rank reads its own part; else rank 0 reads all of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unishard.errors import ModelError
 
-__all__ = ["check", "materialize", "replace_data", "set_reader", "use_placeholders"]
+__all__ = ["Part", "Reader", "check", "flat_part", "materialize", "replace_data", "row_part", "set_reader", "use_placeholders"]
+
+Reader = Callable[[int, int], Tensor]
+"""Reads the elements between two offsets of the flattened parameter: flat, on the CPU."""
+Part = Callable[[Tensor], tuple[int, int]]
+"""The elements of a parameter that this rank keeps, in the flattened parameter."""
 
 _LARGE_BYTES = 2**20
 
@@ -24,14 +30,35 @@ _READER = "_unishard_reader"
 """An attribute of the parameter, not a table by name: wrappers such as PEFT keep parameters but rename them."""
 
 
-def set_reader(parameter: nn.Parameter, read: Callable[[], Tensor]) -> None:
+def set_reader(parameter: nn.Parameter, read: Reader) -> None:
     """Set the function that reads the data of a meta parameter.
 
     Args:
-        parameter: A parameter on the meta device.
-        read: Returns the full data, with the parameter's shape, on the CPU. Called once, only on rank 0.
+        parameter: A parameter on the meta device; has a reader on all ranks, or on none.
+        read: Called once, on rank 0 with all elements, or on every rank with those that it keeps.
     """
     setattr(parameter, _READER, read)
+
+
+def row_part(rank: int, ranks: int) -> Part:
+    """What a rank keeps if `torch.chunk` divides the first dim, as FSDP2 does."""
+
+    def part(parameter: Tensor) -> tuple[int, int]:
+        rows = parameter.shape[0]
+        each, row = -(-rows // ranks), parameter.numel() // max(rows, 1)
+        return min(each * rank, rows) * row, min(each * (rank + 1), rows) * row
+
+    return part
+
+
+def flat_part(rank: int, ranks: int) -> Part:
+    """What a rank keeps if the flattened parameter is divided, as ZeRO does."""
+
+    def part(parameter: Tensor) -> tuple[int, int]:
+        each = -(-parameter.numel() // ranks)
+        return min(each * rank, parameter.numel()), min(each * (rank + 1), parameter.numel())
+
+    return part
 
 
 def check(model: nn.Module) -> None:
@@ -60,23 +87,30 @@ def _without_data(model: nn.Module) -> Iterator[str]:
 
 
 @torch.no_grad()
-def materialize(tensors: Iterable[Tensor], device: torch.device) -> None:
+def materialize(tensors: Iterable[Tensor], device: torch.device, part: Part | None = None) -> list[Tensor]:
     """Move tensors to a device in place, and allocate those on the meta device.
-
-    Tensors that were on the meta device are uninitialized, except on rank 0 if they have a reader: broadcast rank 0's values next.
 
     Args:
         tensors: Parameters and buffers.
         device: Where this rank computes.
+        part: What this rank keeps of a parameter. A parameter with a reader then has only these elements; the others are uninitialized.
+
+    Returns:
+        Those of the tensors to broadcast from rank 0 next; the others have what this rank keeps.
     """
+    pending = []
     for tensor in tensors:
-        read = vars(tensor).pop(_READER, None)
+        read: Reader | None = vars(tensor).pop(_READER, None)
+        if read is None or part is None:
+            pending.append(tensor)
         if read is None and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
             continue
         replace_data(tensor, _empty(tensor, device))
-        if read is not None and dist.get_rank() == 0:
-            tensor.data.copy_(read())
+        begin, end = (0, tensor.numel() if dist.get_rank() == 0 else 0) if part is None else part(tensor)
+        if read is not None and begin < end:
+            tensor.data.view(-1)[begin:end].copy_(read(begin, end))
+    return pending
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
-from unishard.checkpoint.regular_file import read_bytes
+from unishard.checkpoint.regular_file import open_file, read_bytes
 from unishard.errors import ModelError
 
-__all__ = ["INDEX", "SINGLE", "files_of"]
+__all__ = ["INDEX", "SINGLE", "facts_of", "files_of"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LARGEST = 2**28
 """Bytes of an index; that of 100,000 tensors has 10 MB."""
+_SAMPLE = 1 << 12
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -37,6 +40,21 @@ def files_of(folder: Path) -> dict[str, str]:
             "it once: cls.from_pretrained(path).save_pretrained(other_path)"
         )
     raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} found; pass a directory written by save_pretrained")
+
+
+def facts_of(folder: Path, files: Mapping[str, str]) -> dict[str, str]:
+    """What must be the same on all ranks: each file's size, and a hash of its header and of the end of its data."""
+    facts = {}
+    for name in sorted(set(files.values())):
+        with open_file(folder / name) as file:
+            size, digest = file.seek(0, 2), hashlib.sha256()
+            file.seek(0)
+            length = file.read(8)
+            digest.update(length + file.read(min(int.from_bytes(length, "little"), size)))
+            file.seek(max(0, size - _SAMPLE))
+            digest.update(file.read(_SAMPLE))
+        facts[name] = f"{size} bytes, {digest.hexdigest()[:16]}"
+    return facts
 
 
 def _indexed(folder: Path) -> dict[str, str]:
