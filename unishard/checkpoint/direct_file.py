@@ -1,7 +1,8 @@
 """A file written once, sequentially, that bypasses the page cache (O_DIRECT) where the file system supports it.
 
 A checkpoint is rarely read soon after it was saved. In the page cache it would take new pages for every byte, until the kernel stalls the
-process to write them out. Instead, a few buffers go straight to disk: one is being written while the others are filled.
+process to write them out. Instead, a few buffers go straight to disk: one is being written while the others are filled. Another thread
+computes the checksum meanwhile, which takes longer than all else that is computed of a tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class DirectFile:
 
     Attributes:
         size: Bytes written so far.
-        crc: CRC-32 of these bytes.
+        crc: CRC-32 of these bytes, once the block has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,8 +45,8 @@ class DirectFile:
         # `mmap` allocates shared memory, so a concurrent fork, such as a data loader's, does not disturb a write (open(2), O_DIRECT).
         self._buffers = [memoryview(mmap.mmap(-1, BUFFER)) for _ in range(_BUFFERS)]
         self._filled = 0
-        self._thread = ThreadPoolExecutor(1, "unishard-output")
-        self._under_way: deque[Future[None]] = deque()
+        self._thread, self._summing = ThreadPoolExecutor(1, "unishard-output"), ThreadPoolExecutor(1, "unishard-checksum")
+        self._under_way: deque[list[Future[None]]] = deque()
 
     def write(self, piece: bytes | memoryview) -> None:
         """Append data of any length.
@@ -53,7 +54,6 @@ class DirectFile:
         Raises:
             OSError: This data, or data of an earlier call, could not be written.
         """
-        self.crc = zlib.crc32(piece, self.crc)
         self.size += len(piece)
         rest = memoryview(piece)
         while rest:
@@ -68,17 +68,27 @@ class DirectFile:
         """Submit the first buffer for writing, and continue with a free one."""
         full = self._buffers.pop(0)
         self._buffers.append(full)
-        self._filled = 0
+        filled, self._filled = self._filled, 0
         try:
-            self._under_way.append(self._thread.submit(self._put, full[:length]))
+            self._under_way.append([])
+            self._under_way[-1].append(self._summing.submit(self._sum, full[:filled]))
+            self._under_way[-1].append(self._thread.submit(self._put, full[:length]))
         except RuntimeError:  # the interpreter is shutting down during a save: Python starts no more threads
+            summed = bool(self._under_way[-1])
             self._settle(0)
+            if not summed:
+                self._sum(full[:filled])
             self._put(full[:length])
         self._settle(_BUFFERS - 1)
 
     def _settle(self, left: int) -> None:
         while len(self._under_way) > left:
-            self._under_way.popleft().result()
+            for done in self._under_way.popleft():
+                done.result()
+
+    def _sum(self, piece: memoryview) -> None:
+        """Continue the checksum. One thread does so, in the order of the buffers."""
+        self.crc = zlib.crc32(piece, self.crc)
 
     def _put(self, rest: memoryview) -> None:
         """Write all of it; a disk that fills up may accept only some."""
@@ -93,7 +103,7 @@ class DirectFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._file, self._thread:
+        with self._file, self._thread, self._summing:
             if error is None:
                 self._finish()
 
