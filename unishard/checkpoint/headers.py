@@ -30,12 +30,12 @@ def header_of(folder: Path) -> Header | None:
     """The header of a checkpoint; None if its manifest cannot be read. A file that has not changed is read once per process."""
     try:
         found = os.stat(folder / manifests.FILE)
-        return _read(folder, (found.st_ino, found.st_size, found.st_mtime_ns))
+        return _read(os.fspath(folder), (found.st_ino, found.st_size, found.st_mtime_ns))
     except (OSError, CheckpointError):
         return None
 
 
 @lru_cache(maxsize=4096)
-def _read(folder: Path, version: tuple[int, int, int]) -> Header:
-    facts = manifests.read(folder)
+def _read(folder: str, version: tuple[int, int, int]) -> Header:
+    facts = manifests.read(Path(folder))
     return Header(facts.run or UNKNOWN_RUN, facts.commit or 0, facts.written, facts.metric)

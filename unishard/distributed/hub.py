@@ -81,10 +81,16 @@ class _Collection:
         self.patience: float | None = None
         """Seconds until a warning names the ranks that are missing."""
         self.values: dict[int, Any] = {}
-        self.complete = False
+        self.answer = b""
+        """What all ranks are told once it is complete, when `values` are forgotten."""
 
-    def answer(self, key: str) -> dict[str, Any]:
-        """The values, equal ones once, each with the first and last of the ranks that gave it: one line for any number of ranks."""
+    @property
+    def complete(self) -> bool:
+        """Whether nobody is waited for any more."""
+        return bool(self.answer)
+
+    def finish(self, key: str) -> None:
+        """Put the values into one line for any number of ranks: equal ones once, each with the first and last of the ranks that gave it."""
         grouped: dict[str, tuple[Any, list[list[int]]]] = {}
         for rank, value in sorted(self.values.items()):
             spans = grouped.setdefault(json.dumps(value), (value, []))[1]
@@ -92,7 +98,8 @@ class _Collection:
                 spans[-1][1] = rank
             else:
                 spans.append([rank, rank])
-        return {"kind": "collected", "key": key, "values": list(grouped.values())}
+        self.answer = _line_of({"kind": "collected", "key": key, "values": list(grouped.values())})
+        self.values.clear()
 
 
 def notice_silence(connection: socket.socket) -> None:
@@ -223,7 +230,7 @@ class Hub:
             case "ended":
                 self._end(link.rank, message["text"], message["how"])
             case "printed":
-                self._cast({"kind": "printed", "rank": link.rank})
+                self._cast(_line_of({"kind": "printed", "rank": link.rank}))
             case "ping":
                 self._send(link, {"kind": "pong"})
 
@@ -235,13 +242,12 @@ class Hub:
             self._statuses.pop(rank, None)
         for each in said:
             self._endings.append(each)
-            self._cast(each)
+            self._cast(_line_of(each))
         for key, found in list(self._collections.items()):
             found.missing.discard(rank)
             self._finish(key)
 
-    def _cast(self, message: dict[str, Any]) -> None:
-        line = _line_of(message)
+    def _cast(self, line: bytes) -> None:
         for rank in sorted(self._links, reverse=True):  # this process last: it may end as soon as it hears
             self._write(self._links[rank], line)
 
@@ -263,7 +269,7 @@ class Hub:
             self._collections[key] = _Collection(message["what"], set(range(self._size)) - self._ended)
         found = self._collections[key]
         if found.complete:
-            self._send(link, found.answer(key))
+            self._write(link, found.answer)
             return
         found.values[link.rank] = message["value"]
         found.missing.discard(link.rank)
@@ -277,8 +283,8 @@ class Hub:
         found = self._collections[key]
         if found.complete or (not late and found.missing):
             return
-        found.complete = True
-        self._cast(found.answer(key))
+        found.finish(key)
+        self._cast(found.answer)
 
     def _look(self) -> None:
         """Complete collections whose time is over, and warn of ranks that are waited for."""
@@ -334,6 +340,6 @@ class Hub:
         verdict, late = self._judge(dict(self._statuses))
         if verdict:
             self._judged = True
-            self._cast({"kind": "verdict", "text": verdict})
+            self._cast(_line_of({"kind": "verdict", "text": verdict}))
         for rank, text in late.items():
             self._send(self._links[rank], {"kind": "late", "text": text})

@@ -80,7 +80,8 @@ class Lifeline:
         """Called a few times a second once another rank has ended, or there is a verdict."""
         self._socket, self._hub = connection, hub
         self._silence = Silence()
-        self._collected: dict[str, list[Any]] = {}
+        self._collected: dict[str, list[Any] | None] = {}
+        """What came under the keys that this rank waits for; None until then. The hub answers again to who asks later."""
         self._printed: set[int] = set()
         self._gone: set[int] = set()
         self._closed = False
@@ -106,16 +107,20 @@ class Lifeline:
         Returns:
             By rank; without the ranks that have ended before, and those that are too late.
         """
+        with self._news:
+            self._collected[key] = None
         self.give(key, value, what=what, seconds=seconds, patience=patience)
         self._silence.rest()
         end = None if seconds is None else time.monotonic() + seconds + 1
         with self._news:
-            while key not in self._collected:
-                if self._closed or 0 in self._gone or (end is not None and time.monotonic() >= end):
-                    return {self.rank: value}  # the hub is gone
-                self._news.wait(0.5)
-                self.ask()
-            grouped = self._collected.pop(key)
+            try:
+                while (grouped := self._collected[key]) is None:
+                    if self._closed or 0 in self._gone or (end is not None and time.monotonic() >= end):
+                        return {self.rank: value}  # the hub is gone
+                    self._news.wait(0.5)
+                    self.ask()
+            finally:
+                del self._collected[key]
         return {rank: value for value, spans in grouped for first, last in spans for rank in range(first, last + 1)}
 
     def give(self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None) -> None:
@@ -239,7 +244,7 @@ class Lifeline:
     def _hear(self, message: dict[str, Any]) -> None:
         with self._news:
             match message["kind"]:
-                case "collected":
+                case "collected" if message["key"] in self._collected:
                     self._collected[message["key"]] = message["values"]
                 case "ended":
                     self.endings[message["rank"]] = Ending(message["rank"], message["text"], message["how"])

@@ -97,3 +97,20 @@ def forget(engine: Any) -> None:
     for parameter in engine.module.parameters():
         if hasattr(parameter, "_z3_optimizer"):  # runtime/zero/stage3.py, _link_all_hp_params
             del parameter._z3_optimizer
+    _forget_released()
+
+
+def _forget_released() -> None:
+    """Clear a cache of ZeRO-3 that keeps every model of the process (runtime/zero/partitioned_param_coordinator.py, __params_to_release).
+
+    Its keys are a method's `self` and the model's modules. What other engines have in it, they compute again.
+    """
+    if not PATCHES["freed-models"].works:
+        return
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inside = [cell.cell_contents for cell in method.__closure__ or ()]  # it is wrapped, for NVTX
+    for found in (method, *inside):
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()

@@ -67,6 +67,17 @@ BUILDING = (
         instead="build the model anew",
     ),
     Patch(
+        name="freed-models",
+        case="full_shard engines one after the other in a process, whose models are freed",
+        names=of(
+            "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator",
+            "_PartitionedParameterCoordinator__params_to_release",
+        ),
+        versions=RUN,
+        link=f"{TAG}/runtime/zero/partitioned_param_coordinator.py",
+        instead="start a new process for each engine",
+    ),
+    Patch(
         name="replica-groups-stages-1-2",
         case="hybrid_shard_grad_op",
         names=(
