@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
+PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --picture docs/peers.svg
 # Three processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and two leave 2 cores idle.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
@@ -78,12 +79,10 @@ mistakes: $(READY) ## Make every mistake on both engines and write docs/mistakes
 versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torch-2.11 for one, ARGS="--venv DIR" for one of yours.
 	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-bench: $(READY) ## Measure what a step costs beyond the same loop written by hand, and what a translation costs.
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/calls.py
-	$(BIN)/python benchmarks/translate.py
-	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/scale.py
+# Each benchmark in turn; the machine should do nothing else meanwhile.
+bench: $(READY) ## Measure steps beside loops by hand and Accelerate's, translations, saves; ONLY=peers for some, BUDGET= seconds for peers.
+	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint scale peers),$(BIN)/python -m benchmarks.$(each)\
+	  $(if $(filter peers,$(each)),$(PEERS) $(if $(BUDGET),--seconds $(BUDGET))) &&) true
 
 # Not by way of .venv: a machine with a GPU may have its own torch and no network. It takes the Python of .venv where that is there.
 gpu: ## What one GPU can prove, about 40 minutes; PIECE="cells resume" for some, DEVICE=cpu for tiny sizes, BUDGET= seconds.

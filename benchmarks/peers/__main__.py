@@ -1,0 +1,108 @@
+"""Measures unishard beside the same training written by hand and through Accelerate, and writes the page.
+
+    python -m benchmarks.peers --json measured.json --page docs/performance.md --picture docs/peers.svg   # 18 minutes
+    python -m benchmarks.peers --model tiny --engine fsdp --seconds 60
+    python -m benchmarks.peers --from measured.json --page docs/performance.md --picture docs/peers.svg   # measures nothing
+
+The time is divided among the cells by the size of the model, the largest first, so that what they take too much is taken from the small
+ones, which need little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.cell import CANDIDATES, ENGINES, PRECISIONS, SIZES, STRATEGIES, Cell
+from benchmarks.peers.counts import theory
+from benchmarks.peers.page import line_of, write
+from benchmarks.peers.results import cell_result, machine, start_result
+from benchmarks.peers.starts import starts
+from benchmarks.peers.turns import Turns, take_turns
+from unishard.testing import RankFailure, run_ranks
+
+STARTS = 0.2
+"""Part of the time for starts."""
+LEAST, MOST = 3, 300
+"""Rounds of a cell."""
+QUIET = {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+"""For the ranks: torch's profiler, which counts the memory, says each of its steps, and DeepSpeed calls functions by their old names."""
+WITHOUT = tuple(name for name in CANDIDATES if name != "Accelerate")
+
+
+def main() -> None:
+    given = arguments()
+    if given.source:
+        results = json.loads(given.source.read_text())
+    else:
+        results = measure(given)
+        if given.json:
+            given.json.write_text(json.dumps(results, indent=1) + "\n")
+    if given.picture:
+        from benchmarks.peers.picture import draw
+
+        draw(results, given.picture)
+    if given.page:
+        write(results, given.page, given.picture)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, choices in {"engine": ENGINES, "strategy": STRATEGIES, "precision": PRECISIONS, "model": SIZES}.items():
+        parser.add_argument(f"--{name}", choices=choices, action="append", help="default: all")
+    parser.add_argument("--seconds", type=float, default=1080.0, help="for everything; less than the shortest form takes is exceeded")
+    parser.add_argument("--least", type=int, default=LEAST, help="rounds of a cell, whatever the time")
+    parser.add_argument("--most", type=int, default=MOST, help="rounds of a cell")
+    parser.add_argument("--world", type=int, default=2, help="ranks")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
+    parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
+    parser.add_argument("--picture", type=Path, help="write an SVG here")
+    return parser.parse_args()
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Run the cells that were asked for."""
+    for name in ("DS_ACCELERATOR", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"):
+        os.environ.pop(name, None)
+    os.environ |= QUIET
+    begun, about = time.monotonic(), machine(given.world)
+    models = sorted(given.model or SIZES, key=lambda name: -SIZES[name].weight)
+    asked = (given.engine or ENGINES, given.strategy or STRATEGIES, given.precision or PRECISIONS)
+    cells = [Cell(engine, strategy, precision, model) for model, engine, strategy, precision in product(models, *asked)]
+    results: dict[str, Any] = {"machine": about, "cells": [], "starts": [], "notes": []}
+    for at, cell in enumerate(cells):
+        share = cell.size.weight / sum(each.size.weight for each in cells[at:])
+        left = (1 - STARTS) * given.seconds - (time.monotonic() - begun)
+        results["cells"].append(turns_of(cell, Turns(share * left, given.least, given.most), given.world, results["notes"]))
+        print(line_of(results["cells"][-1]), flush=True)
+    first = sorted({cell._replace(strategy=asked[1][0], precision=asked[2][0]) for cell in cells}, key=cells.index)
+    for at, cell in enumerate(first):
+        share = cell.size.weight / sum(each.size.weight for each in first[at:])
+        left = given.seconds - (time.monotonic() - begun)
+        names = tuple(next(each for each in results["cells"] if (each["engine"], each["model"]) == (cell.engine, cell.model))["candidates"])
+        results["starts"].append(start_result(cell, starts(cell, names, share * left, given.world)))
+    results["machine"]["minutes"] = round((time.monotonic() - begun) / 60, 1)
+    return results
+
+
+def turns_of(cell: Cell, plan: Turns, world: int, notes: list[str]) -> dict[str, Any]:
+    """A cell's result; without Accelerate where it does not run."""
+    limit = 600 + 2 * max(0.0, plan.seconds)
+    try:
+        ranks = run_ranks(world, take_turns, cell, CANDIDATES, plan, timeout=limit)
+    except RankFailure as failure:
+        first = next(iter(failure.errors.values()))
+        ranks = run_ranks(world, take_turns, cell, WITHOUT, plan, timeout=limit)
+        notes.append(f"{cell}: Accelerate is left out, it ends with {first.type}: {first.message.partition(chr(10))[0]}")
+    parameters = sum(parameter.numel() for parameter in cell.build().parameters())
+    return cell_result(cell, parameters, theory(cell, world), ranks)
+
+
+if __name__ == "__main__":
+    main()

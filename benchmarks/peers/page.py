@@ -1,0 +1,160 @@
+"""Writes the tables of docs/performance.md from the results of a run. Pure, but for the page itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BEGIN", "END", "NOT_RUN", "line_of", "section", "write"]
+
+BEGIN, END = "<!-- peers: written by benchmarks/peers -->", "<!-- end of peers -->"
+NOT_RUN = "Not measured yet: `make bench ONLY=peers` writes this section."
+GOALS = {"by hand": 1.0, "Accelerate": 0.95}
+"""At most so long is a step of unishard, relative to the same step of the other."""
+TRAFFIC = 1e-3
+"""Relative difference from the plan: a few bytes for the gradient norm and flags."""
+
+Json = dict[str, Any]
+
+
+def section(results: Json, picture: str | None = None) -> str:
+    """The section's text."""
+    if not results["cells"]:
+        return NOT_RUN
+    lines = [about(results["machine"]), "", *goals(results["cells"])]
+    if picture:
+        lines += ["", f"![Steps of unishard relative to the same training by hand and through Accelerate]({picture})"]
+    lines += [
+        "",
+        "Milliseconds of an optimizer step, and the median of paired ratios with its 95 % interval:",
+        "",
+        *times(results["cells"]),
+    ]
+    lines += ["", "Collectives of a step, bytes that a rank sends relative to `unishard plan`, and the most MiB that it holds:", ""]
+    lines += [*traffic(results["cells"])]
+    if results["starts"]:
+        lines += ["", "Seconds from the first line of the loop to the end of the first step, and CPU seconds of a rank in brackets:", ""]
+        lines += [*first_steps(results["starts"])]
+    lines += [*void(results["cells"]), *(f"\n{note}" for note in results["notes"])]
+    return "\n".join(lines)
+
+
+def about(machine: Json) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    cores, load = machine["cores"], machine["load"]
+    return (
+        f"Measured on {machine['date']}: {machine['ranks']} ranks on {cores} cores ({machine['cpu']}, {machine['system']}), gloo, one "
+        f"thread a rank, load {load} before; Python {machine['python']}, {versions}."
+    )
+
+
+def goals(cells: list[Json]) -> Iterator[str]:
+    """In how many cells each goal is reached."""
+    for name, goal in GOALS.items():
+        found = [cell["ratios"][name] for cell in cells if usable(cell, name)]
+        if found:
+            met, sure = sum(each["ratio"] <= goal for each in found), sum(each["low"] > goal for each in found)
+            yield (
+                f"- A step takes at most {goal:.2f} x that of {name} in {met} of {len(found)} cells; in {sure} the whole interval is "
+                f"above. Median of the cells: {middle([each['ratio'] for each in found]):.3f}."
+            )
+    exact = sum(abs(of(cell, "unishard") - 1) <= TRAFFIC for cell in cells)
+    yield f"- unishard sends the bytes of the plan (to {TRAFFIC:.1%}) in {exact} of {len(cells)} cells."
+
+
+def times(cells: list[Json]) -> Iterator[str]:
+    yield "| engine | strategy | precision | model | by hand | Accelerate | unishard | unishard / by hand | unishard / Accelerate | pairs |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for cell in cells:
+        spent = [each(cell, name, lambda side: f"{side['seconds'] * 1e3:.1f}") for name in (*GOALS, "unishard")]
+        ratios = [ratio(cell, name) for name in GOALS]
+        yield row(cell, *spent, *ratios, str(max(found["pairs"] for found in cell["ratios"].values())))
+
+
+def traffic(cells: list[Json]) -> Iterator[str]:
+    yield "| engine | strategy | precision | model | plan, MB | by hand | Accelerate | unishard |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for cell in cells:
+
+        def said(side: Json, cell: Json = cell) -> str:
+            return f"{side['collectives']}; {side['nbytes'] / cell['theory']:.3f} x; {side['peak'] / 2**20:.1f} MiB"
+
+        yield row(cell, f"{cell['theory'] / 1e6:.3f}", *(each(cell, name, said) for name in (*GOALS, "unishard")))
+
+
+def first_steps(starts: list[Json]) -> Iterator[str]:
+    yield "| engine | strategy | precision | model | by hand | Accelerate | unishard | starts |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for start in starts:
+        sides = (each(start, name, lambda side: f"{side['wall']:.2f} ({side['cpu']:.2f})") for name in (*GOALS, "unishard"))
+        yield row(start, *sides, str(start["starts"]))
+
+
+def void(cells: list[Json]) -> Iterator[str]:
+    """What is not compared, and how far the rest is apart."""
+    apart = max((side["deviation"] for cell in cells for side in cell["candidates"].values() if not side["void"]), default=0.0)
+    yield f"\nThe losses of all loops of a cell agree to {apart:.1e} over all steps, unless said here."
+    for cell in cells:
+        for name, side in cell["candidates"].items():
+            if side["void"]:
+                yield (
+                    f"\n**Void**: {name} of {names(cell)} trains something else than by hand: its losses are {side['deviation']:.1e} "
+                    f"apart, at most {cell['bound']:.0e}."
+                )
+
+
+def line_of(cell: Json) -> str:
+    """For the terminal."""
+    said = [f"{name} {side['seconds'] * 1e3:.1f} ms" + (" VOID" if side["void"] else "") for name, side in cell["candidates"].items()]
+    ratios = [f"/ {name} {ratio(cell, name)}" for name in cell["ratios"]]
+    sent = [f"{name} {of(cell, name):.3f}" for name in cell["candidates"]]
+    return f"{names(cell)}: {', '.join(said)}; unishard {', '.join(ratios)}; bytes / plan: {', '.join(sent)}"
+
+
+def ratio(cell: Json, name: str) -> str:
+    if not usable(cell, name):
+        return ""
+    found = cell["ratios"][name]
+    return f"{found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+def usable(cell: Json, name: str) -> bool:
+    """Whether both sides train the same."""
+    return name in cell["ratios"] and not cell["candidates"][name]["void"] and not cell["candidates"]["unishard"]["void"]
+
+
+def of(cell: Json, name: str) -> float:
+    """Bytes relative to the plan's."""
+    return float(cell["candidates"][name]["nbytes"] / cell["theory"])
+
+
+def each(cell: Json, name: str, said: Callable[[Json], str]) -> str:
+    return said(cell["candidates"][name]) if name in cell["candidates"] else ""
+
+
+def middle(values: list[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def names(cell: Json) -> str:
+    return " ".join(cell[name] for name in ("engine", "strategy", "precision", "model"))
+
+
+def row(cell: Json, *values: str) -> str:
+    return "| " + " | ".join([cell["engine"], f"`{cell['strategy']}`", cell["precision"], cell["model"], *values]) + " |"
+
+
+def write(results: Json, page: Path, picture: Path | None) -> None:
+    """Replace what stands between the marks of a page.
+
+    Raises:
+        ValueError: The page has no marks.
+    """
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{section(results, picture.name if picture else None)}\n{END}{after}", encoding="utf-8")
