@@ -31,13 +31,13 @@ def allow_fp16() -> None:
 def compile_nothing() -> None:
     """Prevent DeepSpeed from compiling shm_comm at first use, for half a minute; only inference needs it (comm/torch.py, build_shm_op).
 
-    It exists only on the CPU; elsewhere, reading this table would probe every op with the machine's compilers. If the private name
-    is missing, shm_comm is compiled.
+    It exists only on the CPU. DeepSpeed looks it up in a table of all ops that nothing else reads. Filling the table tries each op with the
+    machine's compilers, in every process (ops/__init__.py, _probe_compatible_ops). If the private name is missing, shm_comm is compiled.
     """
     if PATCHES["no-compiler"].works:
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def leave_process_group() -> None:
