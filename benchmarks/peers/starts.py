@@ -2,11 +2,12 @@
 
 The clock runs from the first line of a loop to the end of its first optimizer step: process group, model, engine, step. Imports are not in
 it: the ranks are forked from a process that has imported torch, transformers, DeepSpeed and most of unishard. CPU seconds are those of the
-slower rank; they say more than the clock where ranks outnumber cores.
+slower rank and of processes that it runs, such as compilers; they say more than the clock where ranks outnumber cores.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from typing import NamedTuple
 
@@ -31,9 +32,9 @@ def first_step(candidate: str, cell: Cell) -> Start:
     """Of one rank. Collective."""
     import accelerate  # noqa: F401  # a script's first lines, as the other imports
 
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu = time.perf_counter(), sum(os.times()[:4])
     next(loop_of(candidate, cell))
-    return Start(time.perf_counter() - wall, time.process_time() - cpu)
+    return Start(time.perf_counter() - wall, sum(os.times()[:4]) - cpu)
 
 
 def starts(cell: Cell, candidates: tuple[str, ...], seconds: float, world: int) -> dict[str, list[Start]]:
