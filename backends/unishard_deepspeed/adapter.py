@@ -22,6 +22,7 @@ from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
 from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
+from unishard_deepspeed.patches.second_copy import drop_second_copies
 from unishard_deepspeed.patches.state import copy_masters, relink_states, reshard_all
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.shards import Shards
@@ -45,6 +46,7 @@ class DeepSpeedAdapter(EngineAdapter):
     ) -> None:
         super().__init__(engine.module, device, engine.optimizer)
         self._strategy = cfg.sharding.strategy
+        self._copied = engine.zero_hpz_partition_size() > 1
         self._in_files = cfg.offload.params == "nvme"
         self._engine = engine
         self._inner = inner
@@ -141,7 +143,10 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Update the parameter in `precision.compute`."""
+        if self._copied:  # what was gathered before the edit, or is under way, would become a second copy
+            reshard_all(self.optimizer, self._kind)
         self._shards.refresh(parameter, full)
+        drop_second_copies([parameter])
 
     def drop_gradients(self) -> None:
         """Drop gradients, also in DeepSpeed's buffers."""
@@ -188,6 +193,7 @@ class DeepSpeedAdapter(EngineAdapter):
     def weights_written(self) -> None:
         """Update every copy of the master weights. Collective."""
         copy_masters(self.optimizer, self._inner, self._kind)
+        drop_second_copies(self.module.parameters())
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""

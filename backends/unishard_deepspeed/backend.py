@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from unishard.config import Config
 from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
-from unishard.errors import ConfigError, Problem
+from unishard.errors import ConfigError
 from unishard.mapping.entries import Entry
 from unishard.mapping.express import Expressed
 from unishard.mapping.report import Line, Report, Translation, apply
-from unishard_deepspeed import arguments
+from unishard_deepspeed import arguments, second_copy
 from unishard_deepspeed.keys import CONSTANTS
 from unishard_deepspeed.native import check, fit
 from unishard_deepspeed.rules import RULES
@@ -57,10 +57,7 @@ class DeepSpeedBackend:
         """
         own = cfg.native.get(self.name, {})
         problems = check(own)
-        if cfg.sharding.hybrid and "zero_hpz_partition_size" in own.get("zero_optimization", {}):
-            what = f"makes groups of its own beside those of {cfg.sharding.strategy}; remove it, or set sharding.strategy to full_shard"
-            problems.append(Problem(f"native.{self.name}.zero_optimization.zero_hpz_partition_size", what))
-        if problems:
+        if problems := problems or [*second_copy.problems(cfg, own, topology)]:
             raise ConfigError(problems)
         native, report = apply(RULES, cfg, topology)
         fixed = nested({key: value for key, (value, _) in CONSTANTS.items()})

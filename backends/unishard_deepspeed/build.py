@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.building import allow_fp16, clear_mpu, keep_adagrad
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require_for
 from unishard_deepspeed.patches.reduction import reduce_units_by_parameter
+from unishard_deepspeed.patches.second_copy import drop_second_copies, own_group
 from unishard_deepspeed.patches.updates import average_between_groups
-from unishard_deepspeed.replica_groups import replicas_of
+from unishard_deepspeed.replica_groups import Replicas, replicas_of
+from unishard_deepspeed.second_copy import group_of
 
 __all__ = ["build", "completed"]
 
@@ -52,10 +55,30 @@ def build(
     """
     deepspeed = start.load(topology)
     start.require_files(cfg)
-    device, precision, kind = device_of(topology), cfg.precision, kind_of(cfg)
-    names = [unit.name for unit in units.gathered]
+    device, names = device_of(topology), [unit.name for unit in units.gathered]
     settings, replicas = completed(native, model, names), replicas_of(cfg, topology, device.type)
-    require_for(cfg, device.type, trains=optimizer is not None, units=bool(names), groups=replicas is not None)
+    copies = group_of(settings["zero_optimization"], topology.world_size) is not None
+    require_for(cfg, device.type, trains=optimizer is not None, units=bool(names), groups=replicas is not None, copies=copies)
+    if not copies:
+        settings["zero_optimization"]["zero_hpz_partition_size"] = 1
+        return _build(deepspeed, model, cfg, settings, device, units, optimizer, replicas)
+    with own_group():
+        adapter = _build(deepspeed, model, cfg, settings, device, units, optimizer, replicas)
+    drop_second_copies(model.parameters())  # as after an update
+    return adapter
+
+
+def _build(
+    deepspeed: ModuleType,
+    model: nn.Module,
+    cfg: Config,
+    settings: dict[str, Any],
+    device: torch.device,
+    units: ModelUnits,
+    optimizer: OptimizerBuilder | None,
+    replicas: Replicas | None,
+) -> InferenceAdapter:
+    precision, kind, names = cfg.precision, kind_of(cfg), [unit.name for unit in units.gathered]
     if precision.compute == "fp16":
         allow_fp16()
     if optimizer is None:

@@ -17,6 +17,7 @@ __all__ = [
     "compute",
     "gathering",
     "global_batch",
+    "in_group",
     "master",
     "offload",
     "offload_optimizer",
@@ -79,6 +80,14 @@ def gathering(cfg: Config, topology: Topology) -> dict[str, Any]:
     # Only prefetching reads max_live_parameters; releasing reads max_reuse_distance alone
     # (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py).
     return zero(stage3_max_live_parameters=ahead(cfg), stage3_max_reuse_distance=0)
+
+
+def in_group(cfg: Config, topology: Topology) -> dict[str, Any]:
+    """Ranks that keep a second copy of what forward has gathered; a number that is not smaller than the group means all of it."""
+    group = cfg.sharding.reshard_group
+    if stage(cfg) != 3 or group is None or group >= shard_group_size(cfg, topology):
+        return {}
+    return zero(zero_hpz_partition_size=group)
 
 
 def units(cfg: Config, topology: Topology) -> dict[str, Any]:

@@ -7,6 +7,8 @@ Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks
 - Stages 1 and 2 flatten each parameter group and pad it to 2 x ranks elements; each rank has master weights and state of an equal part,
   also in fp32 (zero/stage_1_and_2.py, `flatten_dense_tensors_aligned`, `nccl_start_alignment_factor`).
 - Stage 1 in bf16 with fp32 accumulation keeps whole fp32 gradients (bf16_optimizer.py, `fp32_groups_gradients_flat`).
+- The second copy of hpZ has its own shard of each parameter, from its first release in a window to the update; that of a frozen one
+  stays (zero/partition_parameters.py, `_partition_param_sec`; zero/stage3.py, `invalidate_secondary_tensor`).
 - Stage 3 pads each parameter to a multiple of the ranks (zero/partition_parameters.py, `_aligned_size`), and keeps all gradient shards
   and one bucket of `reduce_bucket_size` elements (zero/stage3.py, `_setup_for_real_optimizer`).
 - With an offloaded optimizer, fp32 gradients, and at stages 1 and 2 copies of the parameters and one buffer of the largest parameter,
@@ -35,6 +37,7 @@ from unishard.plugins.footprint import (
     optimizer_tensors,
 )
 from unishard_deepspeed import fields
+from unishard_deepspeed.second_copy import group_of
 
 __all__ = ["footprint_of"]
 
@@ -261,14 +264,21 @@ class _BF16Stage1(_Stage12):
 class _Stage3(_StageFootprint):
     """ZeRO-3: shards of each parameter, gathered by unit."""
 
+    @cached_property
+    def group(self) -> int | None:
+        """Ranks that keep a second copy of what was gathered, until the update if it is trainable."""
+        return group_of(self.zero, self.ranks)
+
     def footprint(self) -> Footprint:
         part = sum(parameter.flat(self.ranks) for parameter in self.trainable)
         held = sum(parameter.flat(self.ranks) * self.element(parameter) for parameter in self.shape.parameters)
+        held += sum(map(self._copy, self.shape.frozen))
         numels = [sum(parameter.flat(self.ranks) for parameter in group) for group in self.groups]
         bucket = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel)) * self.reduce
         kept = part * self.accumulate
         copy = part * self.master
         offloads_parameters = self.cfg.offload.params != "none"
+        copies = 0 if offloads_parameters else sum(map(self._copy, self.trainable))
         return Footprint(
             parameters=Bytes(host=held) if offloads_parameters else Bytes(held),
             masters=self.place(part * self.master),
@@ -277,10 +287,10 @@ class _Stage3(_StageFootprint):
             kept_gradients=self.place(kept + (copy if self.offloads else 0)),
             buffers=Bytes(self.model_buffers() + bucket),
             gathered=max(self._gathered()),
-            forward=tuple(map(sum, zip(self._gathered(), self._saved(), strict=True))),
-            backward=tuple(map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))),
-            final=2 * bucket + max(self._sizes(self._full)[-1:]),
-            step=0 if self.offloads else copy,
+            forward=tuple(map(sum, zip(self._gathered(), self._saved(), self._copied(copies), strict=True))),
+            backward=tuple(size + copies for size in map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))),
+            final=2 * bucket + max(self._sizes(self._full)[-1:]) + copies,
+            step=(0 if self.offloads else copy) + copies,
             traffic=tuple(self._traffic()),
             reserved=RESERVED,
         )
@@ -290,6 +300,20 @@ class _Stage3(_StageFootprint):
 
     def _full(self, parameter: ParameterShape) -> int:
         return parameter.flat(self.ranks) * self.ranks * self.element(parameter)
+
+    def _copy(self, parameter: ParameterShape) -> int:
+        """Bytes of this rank's shard of the second copy."""
+        return self._full(parameter) // self.group if self.group else 0
+
+    def _copied(self, copies: int) -> Iterator[int]:
+        """Second copies of trainable parameters while each unit computes in forward: in the first micro-batch those of the units before.
+
+        Args:
+            copies: Bytes of all of them on the device.
+        """
+        sizes = self._sizes(lambda parameter: self._copy(parameter) if parameter.trainable and copies else 0)
+        for index in range(len(sizes)):
+            yield copies if self.micro > 1 else sum(sizes[:index]) + sizes[-1]
 
     def _saved(self, *, backward: bool = False) -> Iterator[int]:
         """Gathered parameters of the forward that autograd keeps for the backward of linear layers, after DeepSpeed has released them.
@@ -318,10 +342,22 @@ class _Stage3(_StageFootprint):
 
     def _traffic(self) -> Iterator[Collective]:
         if self.ranks > 1:
-            full = sum(self._sizes(self._full))
-            yield Collective("all_gather", "parameters", "forward", full * self.micro, self.ranks)
-            if self.cfg.sharding.reshard_after_forward:
-                yield Collective("all_gather", "parameters", "backward", full * self.micro, self.ranks)
+            full, backward = sum(self._sizes(self._full)), bool(self.cfg.sharding.reshard_after_forward)
+            yield from self._gathers(full, backward=backward)
             numel = sum(parameter.flat(self.ranks) for parameter in self.trainable) * self.ranks
             yield Collective("reduce_scatter", "gradients", "backward", numel * self.reduce * self.micro, self.ranks)
         yield from self.between_groups(sum(parameter.flat(self.ranks) for parameter in self.trainable), self.accumulate)
+
+    def _gathers(self, full: int, *, backward: bool) -> Iterator[Collective]:
+        """The all-gathers of a step: with a second copy among all ranks only the first, and only of what is trainable."""
+        if not self.group:
+            yield Collective("all_gather", "parameters", "forward", full * self.micro, self.ranks)
+            if backward:
+                yield Collective("all_gather", "parameters", "backward", full * self.micro, self.ranks)
+            return
+        first = sum(map(self._full, self.trainable))
+        yield Collective("all_gather", "parameters", "forward", first, self.ranks)
+        if near := full * self.micro - first:
+            yield Collective("all_gather", "parameters", "forward", near, self.group)
+        if backward:
+            yield Collective("all_gather", "parameters", "backward", full * self.micro, self.group)

@@ -15,6 +15,7 @@ from unishard.engine.results import Placement
 from unishard_deepspeed.patches import shards
 from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import require
+from unishard_deepspeed.patches.second_copy import drop_second_copies
 from unishard_deepspeed.placement import parameter_bytes, units
 
 __all__ = ["DeepSpeedInferenceAdapter"]
@@ -51,7 +52,14 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Update the partitioned parameter, in `precision.compute`."""
+        self.loaded()
         shards.update_low_precision_copy(parameter, full, "stage-3")
+
+    def loaded(self) -> None:
+        """Forget second copies, which were made of the shards before they were written."""
+        if self._engine.zero_hpz_partition_size() > 1:
+            self._engine.optimizer.partition_all_parameters()  # else what is gathered now would become one
+            drop_second_copies(self.module.parameters())
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unishard.distributed.dtypes import name_of
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind
+from unishard_deepspeed.patches.second_copy import second_shard
 
 __all__ = ["MasterWeights", "parameter_bytes", "units"]
 
@@ -41,7 +42,7 @@ def units(engine: Any) -> tuple[str, ...]:
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of parameters on this rank: gathered ones, and this rank's shard, `ds_tensor` (DeepSpeed's page on ZeRO)."""
+    """Bytes of parameters on this rank: gathered ones, its shard, `ds_tensor` (DeepSpeed's page on ZeRO), and of a second copy."""
     return sum(tensor.numel() * tensor.element_size() for parameter in parameters for tensor in _held(parameter))
 
 
@@ -49,3 +50,5 @@ def _held(parameter: nn.Parameter) -> Iterator[Tensor]:
     yield parameter.data
     if hasattr(parameter, "ds_tensor"):
         yield parameter.ds_tensor
+    if (copy := second_shard(parameter)) is not None:
+        yield copy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unishard.config.nested import merge
 from unishard.mapping.loop_rules import NOT_FP16, complete
 from unishard.mapping.rules import Fit, Rule, When, loop, unless
 from unishard_deepspeed import fields
@@ -18,12 +19,7 @@ _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parame
 # still divides optimizer and gradients between all ranks.
 _BETWEEN = "in each group; averaged over the groups at the end of a window (no MiCS)"
 
-# hpZ has the meaning, but each deepspeed.zero.Init makes its group anew, and DeepSpeed 0.19.8 asserts that there is none yet
-# (utils/groups.py, _create_zero_param_parallel_group); unishard shards a model in several of them, so that no rank needs all of it.
-_NO_SMALLER_GROUP = (
-    "ZeRO-3 keeps parameters in a smaller group only by hpZ, which DeepSpeed 0.19.8 does not set up twice in a process; write true or "
-    "false, or hybrid_shard with group_size"
-)
+_KEPT_IN_GROUP = "hpZ: a second copy in each group, kept until the update; the first forward of a window gathers among all ranks"
 
 _OWN: Mapping[str, Rule] = {
     "sharding.strategy": Rule(
@@ -65,12 +61,24 @@ _OWN: Mapping[str, Rule] = {
     ),
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT,
-        "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters",
+        "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters, zero_hpz_partition_size",
         "each unit is gathered for forward and backward; false: kept until its backward",
-        to=fields.gathering,
+        to=lambda cfg, topology: merge(fields.gathering(cfg, topology), fields.in_group(cfg, topology)),
         when=(
             unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),
-            When("a number", lambda cfg: cfg.sharding.reshard_group is not None, Fit.UNSUPPORTED, _NO_SMALLER_GROUP),
+            When(
+                "a number with hybrid_shard",
+                lambda cfg: cfg.sharding.reshard_group is not None and cfg.sharding.hybrid,
+                Fit.UNSUPPORTED,
+                "hpZ divides all ranks, not those of a group; write true or false, or full_shard",
+            ),
+            When(
+                "a number with offload.params nvme",
+                lambda cfg: cfg.sharding.reshard_group is not None and cfg.offload.params == "nvme",
+                Fit.UNSUPPORTED,
+                "DeepSpeed 0.19.8 keeps no second copy in files; write true or false, or set offload.params to cpu",
+            ),
+            When("a number", lambda cfg: cfg.sharding.reshard_group is not None, Fit.EQUIVALENT, _KEPT_IN_GROUP),
             When(
                 "true with prefetching",
                 lambda cfg: bool(cfg.sharding.reshard_after_forward) and fields.ahead(cfg) > 0,

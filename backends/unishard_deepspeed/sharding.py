@@ -20,6 +20,7 @@ from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import flat_part, materialize
 from unishard_deepspeed import start
 from unishard_deepspeed.patches.building import swapper_of
+from unishard_deepspeed.patches.second_copy import group_of_init
 from unishard_deepspeed.replica_groups import Replicas
 
 __all__ = ["partition"]
@@ -82,7 +83,9 @@ def partition(
                 module=nn.ParameterList(parameters), config_dict_or_path=settings, data_parallel_group=group, mpu=replicas, **shared
             )
         if cfg.offload.params == "nvme":
-            shared = {"param_swapper": swapper_of(init)}
+            shared["param_swapper"] = swapper_of(init)
+        if settings["zero_optimization"]["zero_hpz_partition_size"] > 1:
+            shared["zero_param_parallel_group"] = group_of_init(init)
         for parameter, values in read:  # DeepSpeed has overwritten them with what rank 0 has of the parameter (0.19.8, _zero_init_param)
             parameter.ds_tensor[: values.numel()].copy_(values)
         for parameter, size in zip(parameters, sizes, strict=True):

@@ -28,6 +28,7 @@ from unishard.testing.models import MODELS, batch, llama
 PURE = {"compute": "bf16", "master": "bf16"}
 LOW = {"compute": "bf16", "reduce": "bf16", "accumulate": "bf16"}
 GROUPS = {"name": "adam", "weight_decay": 0.1, "no_decay": ["bias", "norm"], "groups": [{"params": ["head"], "lr": 1e-4}], "amsgrad": True}
+PAIRS = {"strategy": "full_shard", "reshard_after_forward": 2}
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 UNCHECKED = {"communication": {"desync_check": False}}
 
@@ -57,6 +58,8 @@ def _on_four(backend):
         sharding = {"strategy": strategy} | ({"group_size": 2} if strategy in HYBRID else {})
         yield "mlp", {"sharding": sharding, "precision": "bf16"}
     yield "mlp", {}
+    if backend == "deepspeed":
+        yield "lora", {"precision": "bf16", "sharding": PAIRS}
     yield "lora", {"precision": "bf16"}
     yield "mlp", {"precision": "bf16", "offload": "cpu"}
 
@@ -148,17 +151,21 @@ PEAKS = {
             (backend, strategy, other, "full", 1),
         )
     ),
-    4: tuple(
-        (backend, strategy, PRECISIONS[(first + second) % 2], "none", 2)
-        for first, backend in enumerate(BACKENDS)
-        for second, strategy in enumerate(HYBRID)
+    4: (
+        *(
+            (backend, strategy, PRECISIONS[(first + second) % 2], "none", 2)
+            for first, backend in enumerate(BACKENDS)
+            for second, strategy in enumerate(HYBRID)
+        ),
+        ("fsdp", "pairs", "bf16", "full", 1),
+        ("deepspeed", "pairs", "fp32", "none", 2),
     ),
 }
 """By world size: backend, strategy, precision, recomputation, micro-batches of an update."""
 
 
 def _larger(backend, strategy, precision, recomputation, accumulation):
-    sharding = {"strategy": strategy, "group_size": 2} if strategy in HYBRID else strategy
+    sharding = PAIRS if strategy == "pairs" else {"strategy": strategy, "group_size": 2} if strategy in HYBRID else strategy
     training = {"gradient_accumulation_steps": accumulation}
     return config(
         backend, sharding, precision=precision, activation_checkpointing=recomputation, optimizer={"name": "adamw"}, training=training

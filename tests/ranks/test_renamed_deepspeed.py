@@ -131,6 +131,7 @@ MEETING = {
     "closed-engines": (is_used_afterwards, "full_shard"),
     "replica-groups-stages-1-2": (trains, "hybrid_shard_grad_op"),
     "replica-groups-stage-3": (trains, "hybrid_shard"),
+    "second-copies": (trains, "full_shard", {"native": {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}}),
     "conditional-modules-bf16-stage-1": (trains, "shard_optimizer", {"precision": "bf16", "whole": ("Linear",)}),
     "conditional-modules-stages-1-2": (trains, "shard_grad_op", {"whole": ("Linear",)}),
     "conditional-modules-stage-3": (trains, "full_shard", {"whole": ("Linear",)}),
@@ -253,7 +254,7 @@ def call(case):
     return said
 
 
-WORLDS = {case: 4 if case.startswith("replica-groups") else 1 for case in PATCHES}
+WORLDS = {case: 4 if case.startswith(("replica-groups", "second-copies")) else 1 for case in PATCHES}
 RENAMED = [(case, name) for case, patch in PATCHES.items() for name in patch.names]
 
 

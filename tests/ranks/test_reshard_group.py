@@ -2,33 +2,104 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 
 import pytest
 import torch
-from conforming import MICRO_BATCHES, configured
+import torch.distributed as dist
+from conforming import ACCUMULATION, MICRO_BATCHES, configured
 from playing import config, curve, error, own_share, play, train, values
 from recording import BLOCK, PARAMETERS, Countable, Recorder
 
 import unishard
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import batch, mlp
 
 WORLD, GROUP = 4, 2
 KEPT = (True, GROUP, WORLD, False)
-TRAINED = {"fp32": KEPT, "bf16": (True, GROUP)}
+TRAINED = {
+    ("fsdp", "fp32"): KEPT,
+    ("fsdp", "bf16"): (True, GROUP),
+    ("deepspeed", "fp32"): (True, GROUP),
+    ("deepspeed", "bf16"): (True, GROUP),
+}
+"""By backend and precision: values of `sharding.reshard_after_forward`."""
 
 
-def trained(precision, kept):
+def prepared(backend, kept, precision="fp32", frozen=False, **sections):
+    model = mlp()
+    model.blocks[0].requires_grad_(not frozen)
+    model.head.bias.requires_grad_(not frozen)
+    return unishard.prepare(model, configured(backend, {"strategy": "full_shard", "reshard_after_forward": kept}, precision, **sections))
+
+
+def evaluated(engine):
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(**batch("mlp", 500, 4)).logits.float().tolist()
+    engine.train()
+    return logits
+
+
+def trained(backend, precision, kept):
     """The curve, outputs, an evaluation in between, and what is read of a parameter when units hold shards of pairs."""
-    sharding = {"strategy": "full_shard", "reshard_after_forward": kept}
-    with unishard.prepare(mlp(), configured("fsdp", sharding, precision)) as engine:
+    with prepared(backend, kept, precision, frozen=(backend, precision) == ("deepspeed", "bf16")) as engine:
         first = curve(train(engine, own_share(MICRO_BATCHES)))
-        engine.eval()
-        with torch.no_grad():
-            logits = engine(**batch("mlp", 500, 4)).logits.float().tolist()
-        held = engine.parameter_norms()
-        engine.train()
+        logits, held = evaluated(engine), engine.parameter_norms()
         return first, logits, held, curve(train(engine, own_share(MICRO_BATCHES)))
+
+
+def written(kept):
+    """On DeepSpeed, outputs and updates after weights were written in every way, each after a forward that has left shards in pairs."""
+    found = []
+    with prepared("deepspeed", kept, frozen=True) as engine, tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        train(engine, own_share(ACCUMULATION))
+        engine.save(folder[0])
+        for name in ("blocks.1.up.weight", "blocks.0.up.weight"):
+            evaluated(engine)
+            engine.set_parameter(name, torch.full_like(engine.parameter(name), 0.01))
+            found.append(evaluated(engine))
+        train(engine, own_share(ACCUMULATION))
+        evaluated(engine)
+        engine.load(folder[0])
+        found.append(evaluated(engine))
+        return found, curve(train(engine, own_share(ACCUMULATION)))
+
+
+def side_by_side(size):
+    """Updates of two engines at once, of which one has groups by DeepSpeed's own key."""
+    native = {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": size}}}
+    with prepared("deepspeed", True, native=native) as one, prepared("deepspeed", True) as other:
+        return [curve(train(engine, own_share(ACCUMULATION))) for engine in (one, other, one)]
+
+
+def inferred(kept):
+    """Outputs of a model that is only evaluated, twice, and after a parameter was written."""
+    cfg = config("deepspeed", {"strategy": "full_shard", "reshard_after_forward": kept})
+    with unishard.prepare(mlp(), cfg, train=False) as engine, torch.no_grad():
+        found = [engine(**batch("mlp", 500, 4)).logits.tolist() for _ in range(2)]
+        engine.set_parameter("head.bias", torch.ones(11))
+        return [*found, engine(**batch("mlp", 500, 4)).logits.tolist()]
+
+
+def gathered_in_a_window(own):
+    """On DeepSpeed, by micro-batch of the window after the traced one."""
+    own = {"strategy": "full_shard", "reshard_after_forward": own, "units": ["Block"]}
+    sections = {"communication": {"prefetch_bucket_size": 0}, "training": {"gradient_accumulation_steps": 2}}
+    found = []
+    with unishard.prepare(Countable(), config("deepspeed", own, **sections)) as engine:
+        for _ in range(2 * ACCUMULATION):
+            with InGroups() as forward:
+                loss = engine(torch.randn(2, 4), torch.arange(2)).loss
+            with InGroups() as backward:
+                engine.backward(loss)
+            with InGroups() as step:
+                engine.step()
+            found.append([dict(recorder.moved) for recorder in (forward, backward, step)])
+    return found
 
 
 def gathered(kept):
@@ -60,19 +131,18 @@ class InGroups(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def on_deepspeed():
-    unishard.prepare(mlp(), config("deepspeed", {"strategy": "full_shard", "reshard_after_forward": GROUP}))
-
-
-def of_three():
-    unishard.prepare(mlp(), config("fsdp", {"strategy": "full_shard", "reshard_after_forward": 3}))
+def of_three(backend):
+    unishard.prepare(mlp(), config(backend, {"strategy": "full_shard", "reshard_after_forward": 3}))
 
 
 SCENARIOS = (
-    *((trained, (precision, kept)) for precision, some in TRAINED.items() for kept in some),
+    *((trained, (*cell, kept)) for cell, some in TRAINED.items() for kept in some),
+    *((written, (kept,)) for kept in KEPT[:2]),
     *((gathered, (kept,)) for kept in KEPT),
-    (on_deepspeed, ()),
-    (of_three, ()),
+    *((gathered_in_a_window, (kept,)) for kept in KEPT[:2]),
+    *((side_by_side, (size,)) for size in (1, GROUP)),
+    *((inferred, (kept,)) for kept in KEPT[:2]),
+    *((of_three, (backend,)) for backend in BACKENDS),
 )
 
 
@@ -80,11 +150,23 @@ def played(scenario, *arguments):
     return play(SCENARIOS, WORLD)[scenario, arguments]
 
 
-@pytest.mark.parametrize("precision", TRAINED)
-def test_a_smaller_group_after_forward_trains_bit_for_bit_the_same(precision):
-    expected = values(played(trained, precision, True))
-    for kept in TRAINED[precision][1:]:
-        assert values(played(trained, precision, kept)) == expected
+@pytest.mark.parametrize("cell", TRAINED, ids="-".join)
+def test_a_smaller_group_after_forward_trains_bit_for_bit_the_same(cell):
+    first, *others = TRAINED[cell]
+    for kept in others:
+        assert values(played(trained, *cell, kept)) == values(played(trained, *cell, first))
+
+
+def test_what_is_written_between_forwards_is_what_the_next_one_computes_with():
+    assert values(played(written, GROUP)) == values(played(written, True))
+
+
+def test_deepspeeds_own_key_leaves_another_engine_alone():
+    assert values(played(side_by_side, GROUP)) == values(played(side_by_side, 1))
+
+
+def test_a_model_that_is_only_evaluated_is_gathered_in_groups_too():
+    assert values(played(inferred, GROUP)) == values(played(inferred, True))
 
 
 def test_backward_gathers_within_the_smaller_group():
@@ -94,7 +176,14 @@ def test_backward_gathers_within_the_smaller_group():
             assert found == {"forward": whole, "backward": backward}
 
 
-def test_deepspeed_and_a_group_that_does_not_divide_the_ranks_are_refused():
-    assert "sharding.reshard_after_forward" in (found := error(played(on_deepspeed)))
-    assert "write true or false, or hybrid_shard with group_size" in found
-    assert "is 3, which does not divide the 4 ranks that share one copy; write 2, true or false" in error(played(of_three))
+def test_deepspeed_gathers_among_all_ranks_only_in_the_first_forward_of_a_window():
+    whole, near = {WORLD: PARAMETERS}, {GROUP: PARAMETERS}
+    for found in values(played(gathered_in_a_window, True)):
+        assert found == [[whole, whole, {}]] * 4
+    for found in values(played(gathered_in_a_window, GROUP)):
+        assert found == [[whole, near, {}], [near, near, {}]] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_that_does_not_divide_the_ranks_is_refused(backend):
+    assert "is 3, which does not divide the 4 ranks that share one copy; write 2, true or false" in error(played(of_three, backend))

@@ -124,6 +124,39 @@ def test_resharding_is_the_reuse_distance() -> None:
     assert kept["stage3_max_reuse_distance"] == kept["stage3_max_live_parameters"] == 10**15
 
 
+def test_a_number_is_a_second_copy_in_groups_of_so_many_ranks() -> None:
+    sharding = {"reshard_after_forward": 4}
+    translation = translate(8, sharding=sharding).check(strict=True)
+    assert translation.native["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert translation.native["zero_optimization"]["stage3_max_reuse_distance"] == 0
+    assert line(translation, "sharding.reshard_after_forward").fit is Fit.EQUIVALENT
+    assert translate(4, sharding=sharding).native["zero_optimization"]["zero_hpz_partition_size"] == 1
+    for sections, instead in (
+        ({"sharding": sharding | {"strategy": "hybrid_shard", "group_size": 8}}, "write true or false, or full_shard"),
+        ({"sharding": sharding, "offload": {"params": "nvme", "nvme_path": "/local"}, "precision": "bf16"}, "set offload.params to cpu"),
+    ):
+        with pytest.raises(TranslationError, match=rf"sharding\.reshard_after_forward: 4 is not supported by deepspeed: .*{instead}"):
+            translate(8, **sections).check(strict=False)
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "sections", "what"),
+    [
+        (4, 3, {}, "is 3, which does not divide the 4 ranks; write 2 or 1"),
+        (5, 2, {}, "is 2, which does not divide the 5 ranks; write 1"),
+        (4, 2, {"sharding": {"reshard_after_forward": 2}}, "decided by sharding.reshard_after_forward, which is 2; remove one of the two"),
+        (4, 2, {"offload": {"params": "nvme", "nvme_path": "/local"}, "precision": "bf16"}, "remove it, or set offload.params to cpu"),
+    ],
+)
+def test_a_second_copy_that_cannot_be_is_one_clear_error(world: int, size: int, sections: dict[str, Any], what: str) -> None:
+    own = {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": size}}}
+    with pytest.raises(ConfigError) as caught:
+        translate(world, native=own, **sections)
+    (problem,) = caught.value.problems
+    assert problem.path == "native.deepspeed.zero_optimization.zero_hpz_partition_size"
+    assert problem.what.endswith(what)
+
+
 def test_nothing_is_kept_for_backward_without_prefetching() -> None:
     translation = translate(communication={"prefetch_bucket_size": 0})
     zero = translation.native["zero_optimization"]

@@ -33,7 +33,7 @@ def require(case: str, kind: Kind) -> None:
         patch.require()
 
 
-def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: bool) -> None:
+def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: bool, copies: bool = False) -> None:
     """Check the private names that a config is known to need, before anything is changed. Imports DeepSpeed.
 
     Args:
@@ -42,6 +42,7 @@ def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: 
         trains: Whether there is an optimizer.
         units: Whether the model has modules that are gathered together.
         groups: Whether several groups of ranks each hold a copy.
+        copies: Whether smaller groups keep a second copy of the parameters.
 
     Raises:
         BackendError: A private name is missing.
@@ -53,6 +54,8 @@ def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: 
         PATCHES["nvme-parameters"].require()
     if groups:
         require("replica-groups", kind)
+    if copies:
+        PATCHES["second-copies"].require()
     if not trains:
         return
     if kind == "stage-3" and units:

@@ -105,6 +105,17 @@ BUILDING = (
         instead=_NOT_HYBRID,
     ),
     Patch(
+        name="second-copies",
+        case="A number in sharding.reshard_after_forward, or zero_hpz_partition_size,",
+        names=(
+            *of("deepspeed.utils.groups", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"),
+            *of(INIT, "zero_param_process_group", "ds_secondary_tensor"),
+        ),
+        versions=RUN,
+        link=f"{TAG}/utils/groups.py",
+        instead="set sharding.reshard_after_forward to true or false, or install a tested DeepSpeed",
+    ),
+    Patch(
         name="conditional-modules-bf16-stage-1",
         case="sharding.conditional_modules with shard_optimizer in bf16",
         names=of(BF16, "get_grads_for_norm", "bf16_groups", "fp32_groups_has_gradients"),
