@@ -1,10 +1,10 @@
 """What grows with the number of ranks: plays N ranks in this process, with fake process groups and recorded metadata.
 
-    python benchmarks/scale.py --ranks 8 64 1024 16384 --json scale.json --picture docs/scale.svg
+    python benchmarks/scale.py --ranks 8 64 1024 4096 8192 16384 --json scale.json --picture docs/scale.svg
 
 The model is a Llama of 70 billion parameters with AdamW, each tensor sharded over all ranks by rows, as on FSDP2. Times are seconds of CPU
-of one process. Where a number of ranks means more chunks than `--chunks`, only some of the model's tensors are played, and the seconds and
-bytes of the others are taken as the same per chunk.
+of one process. Where a number of ranks means more chunks than `--chunks`, only some of the model's layers are played, and each of the
+others is taken to add as much.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ CONFIG = {f"section.field{number}": "x" * 200 for number in range(150)}
 Row = dict[str, float]
 
 
+@cache
 def parameters() -> dict[str, tuple[int, ...]]:
     """Names and shapes."""
     layers = {f"layers.{layer}.{name}.weight": shape for layer in range(LAYERS) for name, shape in LAYER.items()}
@@ -141,11 +143,21 @@ def shards(rank: int, world: int, names: Iterable[str]) -> dict[str, LazyShard]:
     return held
 
 
+def states(rank: int) -> dict[str, LazyShard]:
+    """Random states of a rank, which are planned in each save."""
+    sizes = {"torch": 5056, "python": 6700 + rank % 50, "cuda": 16}
+    nothing = torch.empty(0)
+    return {
+        f"rng.rank{rank:05d}.{kind}": LazyShard(torch.Size((size,)), torch.uint8, 0, size, lambda begin, end: nothing)
+        for kind, size in sizes.items()
+    }
+
+
 def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
     """What rank 0 spends on the plan and the index of a save, and the number of chunks."""
     cache, plans = PlanCache(), []
     for rank in range(world):
-        planner = writing._Planner(shards(rank, world, names), cache)
+        planner = writing._Planner(shards(rank, world, names) | states(rank), cache)
         plans.append(pickle.dumps(planner.create_local_plan()))
     gathering, received = cpu(lambda: [pickle.loads(plan) for plan in plans])
     planning, (final, metadata) = cpu(lambda: planner.create_global_plan(received))
@@ -164,9 +176,13 @@ def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
     writing_index, _ = cpu(lambda: writer.finish(metadata, everyone))
     planner.masks, planner.lengths = [b"", b""], [None, None]
     planner.remember()
-    again = writing._Planner(shards(0, world, names), cache)
+    again = writing._Planner(shards(0, world, names) | states(0), cache)
     again.reuses = True
-    second = [pickle.dumps(again.create_local_plan())] * world
+    second = [pickle.dumps(again.create_local_plan())]
+    for rank in range(1, world):
+        again = writing._Planner(states(rank), cache)
+        again.reuses = True
+        second.append(pickle.dumps(again.create_local_plan()))
     planning_again, _ = cpu(lambda: again.create_global_plan([pickle.loads(plan) for plan in second]))
     row = {
         "save: gather plans, s": gathering,
@@ -177,7 +193,7 @@ def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
         "save: index, bytes": float(sum(path.stat().st_size for path in folder.iterdir())),
         "save: bytes of plans to and from rank 0": float(sum(map(len, plans)) + sum(map(len, sent))),
         "second save: plan, s": planning_again,
-        "second save: bytes of plans to and from rank 0": float(world * len(second[0])),
+        "second save: bytes of plans to and from rank 0": float(sum(map(len, second))),
     }
     return row, int(sum(records[0]))
 
@@ -203,14 +219,22 @@ def located(world: int, names: list[str], folder: Path) -> Row:
 
 
 def checkpoint(world: int, most: int) -> Row:
-    """A save and a load, of so many tensors as give at most so many chunks."""
+    """A save and a load, of so many layers as give at most so many chunks; each of the others is taken to add the same."""
     names = list(parameters())
-    played = names[: max(1, min(len(names), most // (4 * world)))]
+    layers = max(1, min(LAYERS, most // (4 * world * len(LAYER))))
+    played = names if layers == LAYERS else names[: layers * len(LAYER)]
+    row = saved_and_found(world, played)
+    if len(played) < len(names):
+        fixed = saved_and_found(world, ["layers.0.norm1.weight"])  # what does not grow with the number of tensors
+        row = {name: fixed[name] + max(0.0, value - fixed[name]) * len(names) / len(played) for name, value in row.items()}
+    return {"chunks": round(row.pop("chunks")), "played": len(played) / len(names)} | row
+
+
+def saved_and_found(world: int, names: list[str]) -> Row:
+    """A save and a load of some tensors."""
     with tempfile.TemporaryDirectory() as place:
-        row, chunks = planned(world, played, Path(place) / "saved")
-        row |= located(world, played, Path(place) / "saved")
-    scale = len(names) / len(played)
-    return {"chunks": round(chunks * scale), "played": 1 / scale} | {name: value * scale for name, value in row.items()}
+        row, chunks = planned(world, names, Path(place) / "saved")
+        return row | located(world, names, Path(place) / "saved") | {"chunks": float(chunks)}
 
 
 # -- output ---------------------------------------------------------------------------------------------------------------------
@@ -238,6 +262,8 @@ def picture(rows: dict[str, dict[int, Row]], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = {
+        "save: bytes of plans to and from rank 0": "save: bytes of plans to and from rank 0",
+        "every further save: bytes of plans": "second save: bytes of plans to and from rank 0",
         "load: bytes of index that a rank reads": "load: bytes of index a rank",
         "start: bytes that rank 0 sends": "arrive: bytes of the hub",
         "a check of prepare: bytes a rank": "agree: bytes a rank",
@@ -258,8 +284,8 @@ def picture(rows: dict[str, dict[int, Row]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024, 4096, 16384])
-    parser.add_argument("--chunks", type=int, default=30_000, help="chunks of a checkpoint that are played")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024, 4096, 8192, 16384])
+    parser.add_argument("--chunks", type=int, default=1_200_000, help="chunks of a checkpoint that are played")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--before", type=Path, help="numbers of an earlier version, for the picture")
     parser.add_argument("--picture", type=Path, help="write an SVG here")

@@ -42,7 +42,8 @@ def index_of(entries: Any, paths: Mapping[str, tuple[str, ...]], places: Any) ->
         paths: Where each tensor is in nested dictionaries.
         places: Where each chunk lies.
     """
-    made = metadata.Metadata(entries, dict(paths), places, metadata.StorageMeta())  # without the path that torch would write
+    meta = metadata.StorageMeta()  # without the path that torch would write
+    made = metadata.Metadata(state_dict_metadata=entries, planner_data=dict(paths), storage_data=places, storage_meta=meta)
     if hasattr(made, "version"):
         made.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     return made

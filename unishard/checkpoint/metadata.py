@@ -30,7 +30,7 @@ __all__ = ["FILE", "read"]
 FILE = ".metadata"
 """Its name in the directory."""
 _LARGEST = 2**33
-"""Bytes of an index; one of 70 billion parameters on 1,024 ranks has 400 MB."""
+"""Bytes of an index; one of 70 billion parameters on 1,024 ranks has 240 MB."""
 
 _ADMITTED = {
     "collections": {"OrderedDict"},
