@@ -4,8 +4,8 @@
     python -m benchmarks.peers --model tiny --engine fsdp --seconds 60
     python -m benchmarks.peers --from measured.json --page docs/performance.md --picture docs/peers.svg   # measures nothing
 
-The time is divided among the cells by the size of the model, the largest first, so that what they take too much is taken from the small
-ones, which need little.
+The time is divided among the cells by the size of the model, the smallest first. A cell is left out, and the page says so, where less time
+is left than the last one of its size took.
 """
 
 from __future__ import annotations
@@ -72,16 +72,22 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         os.environ.pop(name, None)
     os.environ |= QUIET
     begun, about = time.monotonic(), machine(given.world)
-    models = sorted(given.model or SIZES, key=lambda name: -SIZES[name].weight)
+    models = sorted(given.model or SIZES, key=lambda name: SIZES[name].weight)
     asked = (given.engine or ENGINES, given.strategy or STRATEGIES, given.precision or PRECISIONS)
     cells = [Cell(engine, strategy, precision, model) for model, engine, strategy, precision in product(models, *asked)]
     results: dict[str, Any] = {"machine": about, "cells": [], "starts": [], "notes": []}
+    took: dict[str, float] = {}
     for at, cell in enumerate(cells):
         share = cell.size.weight / sum(each.size.weight for each in cells[at:])
-        left = (1 - STARTS) * given.seconds - (time.monotonic() - begun)
+        left = (1 - STARTS) * given.seconds - (since := time.monotonic()) + begun
+        if left < took.get(cell.model, 0.0):
+            results["notes"].append(f"{cell} is not measured: the time was over.")
+            continue
         results["cells"].append(turns_of(cell, Turns(share * left, given.least, given.most), given.world, results["notes"]))
         print(line_of(results["cells"][-1]), flush=True)
-    first = sorted({cell._replace(strategy=asked[1][0], precision=asked[2][0]) for cell in cells}, key=cells.index)
+        took[cell.model] = time.monotonic() - since
+    made = {(each["engine"], each["model"]) for each in results["cells"]}
+    first = [cell for cell in cells if (cell.strategy, cell.precision) == (asked[1][0], asked[2][0]) and (cell.engine, cell.model) in made]
     for at, cell in enumerate(first):
         share = cell.size.weight / sum(each.size.weight for each in first[at:])
         left = given.seconds - (time.monotonic() - begun)
