@@ -10,7 +10,7 @@ PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --pict
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash faults parity matrix mistakes versions bench gpu gpu-wheels clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash faults soak parity matrix mistakes versions bench gpu gpu-wheels clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,8 +63,11 @@ corpus: $(READY) ## Translate every config in a folder of yours to every format:
 crash: $(READY) ## Kill ranks at every moment of a save and look at what is left (minutes); N=... for that many moments.
 	$(BIN)/python tests/ranks/crashing.py $(if $(N),--points $(N))
 
-faults: $(READY) ## Play every fault of a rank or a disk on both engines and write what comes of it (minutes).
-	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page docs/reliability.md
+faults: $(READY) ## Play every fault of a rank or a disk on both engines and write what comes of it (minutes); ONLY="kill -9" for some.
+	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page docs/reliability.md $(if $(ONLY),--only '$(ONLY)')
+
+soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; nothing may grow (an hour); N=... for that many updates.
+	PYTHONPATH=tests/ranks $(BIN)/python -m soak.run $(if $(N),--updates $(N)) $(ARGS)
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
 	$(BIN)/python -m unishard.testing.parity docs/parity.md

@@ -48,7 +48,7 @@ class Ending(NamedTuple):
     lines: list[str]
     """What all ranks wrote together, in the order of writing."""
     seconds: float
-    """From the fault to the end of the last rank."""
+    """From the fault until the last rank has ended, or has gone on."""
     codes: dict[int, str]
     """How each rank's process ended."""
     recorded: dict[int, str]
@@ -60,6 +60,11 @@ class Ending(NamedTuple):
 def started(folder: str) -> None:
     """Note when the fault happens."""
     Path(folder, "started").write_text(str(time.time()))
+
+
+def gone_on(folder: str) -> None:
+    """Note that this rank has got over the fault."""
+    Path(folder, f"gone_on{my_rank()}").write_text(str(time.time()))
 
 
 def end(kind: str, folder: str) -> None:
@@ -116,7 +121,7 @@ def run(function: Scenario, *arguments: Any, world: int = 2, env: Mapping[str, s
             run_ranks(world, as_a_script, name, function, *arguments, timeout=60 + LIMIT, grace=LIMIT, env=env)
         except RankFailure as failure:
             codes = {rank: f"{error.type}: {error.message}" for rank, error in failure.errors.items()}
-        ended = time.time()
+        ended = max((float(file.read_text()) for file in folder.glob("gone_on*")), default=time.time())
         output, begun = folder / "output", folder / "started"
         files = {rank: folder / f"error{rank}.json" for rank in range(world)}
         return Ending(
@@ -347,6 +352,8 @@ def not_a_number(folder: str, backend: str, nonfinite: str, scale: float) -> Non
         engine.backward(engine(**batch).loss * (scale if number == BAD and my_rank() == 1 else 1.0))
         if engine.step().skipped != (number == BAD):
             raise AssertionError(f"update {number}")
+        if number == BAD:
+            gone_on(folder)
     engine.save(root)
 
 
@@ -363,6 +370,8 @@ def disk(folder: str, backend: str, kind: str, victim: int = 1) -> None:
         if number in (BAD, BAD + 1):
             engine.save(str(root))
         update(engine, batch)
+        if number == BAD + 1:
+            gone_on(folder)
     if kind == "vanished before":
         engine.load(str(root))
 

@@ -18,15 +18,15 @@ from unishard.testing.cells import BACKENDS
 pytestmark = pytest.mark.ranks
 
 
-ENGINES = WARM + 1
+ENGINES = WARM
 SEGMENT = Segment("full_shard", 1, evaluates=True, in_background=True, beyond=1, goes_back=True)
 FEW = ROOM._replace(objects=20)
 
 
 def come_and_go(backend, root):
-    """Engines of one kind."""
+    """Engines of one kind, for which one is enough to fill caches, and two to be sure."""
     lived = live(backend, root, (SEGMENT,) * ENGINES)
-    return grown(lived.usages, lived.more, FEW), lived.repeated, lived.differ, lived.losses
+    return grown([lived.usages[0], *lived.usages], lived.more, FEW), lived.repeated, lived.differ, lived.losses
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_soak_has_as_many_updates_as_asked_and_every_number_of_ranks():
     lives = draw(2000, 8, 0)
     assert sum(segment.updates for life in lives for segment in life.segments) == 2000
     assert {life.world for life in lives} == {1, 2, 4}
-    assert {segment.strategy for life in lives for segment in life.segments} == {*STRATEGIES}
+    assert all({segment.strategy for segment in life.segments[:WARM]} == {*STRATEGIES} for life in lives)
     assert all(life.segments[0].in_background for life in lives)
     assert lives == draw(2000, 8, 0)
     assert lives != draw(2000, 8, 1)

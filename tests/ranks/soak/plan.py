@@ -37,18 +37,19 @@ class Life(NamedTuple):
 
 
 def draw(updates: int, lives: int, seed: int) -> list[Life]:
-    """Lives with that many updates together, of each number of ranks in turn."""
+    """Lives with that many updates together."""
     dice, found = random.Random(seed), []
     for life in range(lives):
         left = updates * (life + 1) // lives - updates * life // lives
-        segments, strategy = [], dice.choice(STRATEGIES)
+        segments: list[Segment] = []
+        first = dice.sample(STRATEGIES, k=len(STRATEGIES))
         while left:
             length = min(left, dice.randint(LENGTH // 2, 3 * LENGTH // 2))
             left -= length
             in_background = not segments or dice.random() < 0.5  # the first one connects a thread of its own to the other ranks
             told = (dice.random() < 0.5, in_background, dice.choice((0, 2, 3)), dice.random() < 0.5)
+            strategy = first.pop() if first else dice.choice((segments[-1].strategy, *STRATEGIES))
             segments.append(Segment(strategy, length, *told))
-            strategy = dice.choice((strategy, *STRATEGIES))
         found.append(Life(WORLDS[(life + 1) % len(WORLDS)], tuple(segments)))
     return found
 

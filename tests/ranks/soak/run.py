@@ -86,11 +86,11 @@ def main() -> int:
     """Soak both engines and say what was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=UPDATES, help="on each engine")
-    parser.add_argument("--lives", type=int, default=LIVES)
+    parser.add_argument("--lives", type=int, help="one for each number of ranks, or more")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="only this one")
     asked = parser.parse_args()
-    lives = draw(asked.updates, asked.lives, asked.seed)
+    lives = draw(asked.updates, asked.lives or max(len(WORLDS), asked.updates * LIVES // UPDATES), asked.seed)
     wrong = [each for backend in asked.backend or BACKENDS for each in soak(backend, lives)]
     for each in wrong:
         _say(f"WRONG: {each}")

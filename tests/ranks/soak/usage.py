@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 __all__ = ["ROOM", "WARM", "Usage", "grown", "types_of_objects", "usage"]
 
-WARM = 3
-"""Engines of a life until caches are filled; from the last of them on nothing may grow."""
+WARM = 4
+"""Engines of a life until caches are filled, one of each strategy; from the last of them on nothing may grow."""
 
 
 class Usage(NamedTuple):
