@@ -84,10 +84,17 @@ class FSDPBackend:
         Raises:
             BackendError: One needs a newer torch.
         """
-        if translation.native.get("reduce_scatter_unused_params"):
+        native = translation.native
+        if native.get("reduce_scatter_unused_params"):
             from unishard_fsdp.build import require_unused_params
 
             require_unused_params()
+        from unishard_fsdp.options import COLLECTIVE_SETTINGS
+
+        if any(native.get(key) for key in COLLECTIVE_SETTINGS):
+            from unishard_fsdp import collective_settings
+
+            collective_settings.require(native)
 
     def parse(
         self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None

@@ -19,7 +19,7 @@ from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model.units import ModelUnits
 from unishard.errors import BackendError
 from unishard.plugins.backend import OptimizerBuilder
-from unishard_fsdp import options, sharding
+from unishard_fsdp import collective_settings, options, sharding
 from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.ddp import AveragingHook, wrap_ddp
 from unishard_fsdp.ddp_adapter import DDPAdapter
@@ -46,6 +46,8 @@ def build(
     The optimizer is built last: `fully_shard` replaces the parameters by their shards.
     """
     device = process_group.device_of(topology)
+    collective_settings.require(vars(native))
+    collective_settings.require_device(vars(native), device)
     if optimizer is None:
         sharding.apply_fully_shard(model, units.gathered, device, cast(options.FullyShard, native), frozen=cfg.precision)
         return FSDPInferenceAdapter(model, device)

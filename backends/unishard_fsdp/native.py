@@ -47,12 +47,16 @@ SAME_MATHS = frozenset(
         "static_graph",
         "gradient_as_bucket_view",
         "zero_redundancy_optimizer",
+        "separate_reduce_scatter_group",
+        "allocate_memory_from_process_group_for_comm",
+        "symm_mem_for_comm",
     }
 )
 """Keys that affect only time, memory or collectives; any other may change the maths."""
 
 _ACCUMULATES = ("requires_gradient_sync", "requires_all_reduce")
 _ZERO_REDUNDANCY = "zero_redundancy_optimizer"
+_ALLOCATED, _SYMMETRIC = "allocate_memory_from_process_group_for_comm", "symm_mem_for_comm"
 
 
 def check(cfg: Config, written: Native) -> dict[str, Any]:
@@ -102,6 +106,8 @@ def _refusal(key: str, value: Any, written: Native, cfg: Config) -> str | None:
         return "needs sharding.strategy shard_optimizer and precision.compute fp32; set both or remove it"
     if key == "requires_all_reduce" and written.get(key) is None and key in _keys(form):
         return "is only for hybrid strategies; set sharding.strategy to hybrid_shard or remove it"
+    if key == _SYMMETRIC and value is True and cfg.native.get("fsdp", {}).get(_ALLOCATED) is True:
+        return f"cannot be on with {_ALLOCATED}: each says where buffers come from; remove one of the two"
     if key in _keys(form):
         return None
     others = [other for other in FORMS if key in _keys(other)]

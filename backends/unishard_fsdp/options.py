@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from unishard.config.nested import Native
 
 __all__ = [
+    "COLLECTIVE_SETTINGS",
     "CONSTANTS",
     "FORMS",
     "CPUOffload",
@@ -98,6 +99,14 @@ class FullyShard(_Arguments):
     offload_policy: CPUOffload | None
     host_optimizer: HostOptimizer | None
     """Set if only the optimizer is offloaded and parameters are gathered unit by unit; otherwise null."""
+    separate_reduce_scatter_group: bool
+    """`set_separate_reduce_scatter_group`: gradients are reduced in a process group of their own, so that NCCL runs these collectives
+    beside all-gathers in backward. One communicator more on each rank. torch 2.13."""
+    allocate_memory_from_process_group_for_comm: bool
+    """`set_allocate_memory_from_process_group_for_comm`: buffers of collectives come from NCCL's allocator, which spares copies over NVLink
+    and SHARP. CUDA only."""
+    symm_mem_for_comm: bool
+    """`set_symm_mem_for_comm`: buffers of all-gathers lie in NCCL's symmetric memory, over which it has faster kernels. CUDA only."""
     reduce_scatter_unused_params: bool
     """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different parameters."""
 
@@ -141,6 +150,9 @@ class DistributedDataParallel(_Arguments):
 
 Options = FullyShard | Replicate | DistributedDataParallel
 
+COLLECTIVE_SETTINGS = ("separate_reduce_scatter_group", "allocate_memory_from_process_group_for_comm", "symm_mem_for_comm")
+"""Methods of FSDPModule, without `set_`, that not every torch or device has."""
+
 FORMS: Mapping[str, type[Options]] = {
     "fully_shard": FullyShard,
     "replicate": Replicate,
@@ -152,6 +164,9 @@ CONSTANTS: Mapping[str, tuple[Any, str]] = {
     "mp_policy.cast_forward_inputs": (True, "inputs of a unit must have its parameters' dtype; torch's default"),
     "mp_policy.output_dtype": (None, "outputs stay in the compute dtype, as in other engines"),
     "reduce_scatter_unused_params": (False, "a parameter that no rank used is not updated, as in plain torch"),
+    "separate_reduce_scatter_group": (False, "one communicator fewer on each rank; torch's default"),
+    "allocate_memory_from_process_group_for_comm": (False, "buffers from torch's allocator; torch's default"),
+    "symm_mem_for_comm": (False, "buffers from torch's allocator; torch's default"),
     "find_unused_parameters": (False, "DDP then raises for unused parameters; finding them traverses the graph each step"),
     "static_graph": (False, "the set of used parameters may change"),
     "gradient_as_bucket_view": (True, "same maths, and one copy of the gradients fewer"),

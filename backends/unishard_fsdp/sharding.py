@@ -19,6 +19,7 @@ from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard.engine.model.units import Unit
 from unishard.errors import ModelError
+from unishard_fsdp import collective_settings
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 
 __all__ = ["apply_fully_shard", "apply_replicate", "load"]
@@ -119,6 +120,7 @@ def apply_fully_shard(
 
     shards = mesh["shard"]
     load(model, units, device, apply, frozen=frozen, part=row_part(shards.get_local_rank(), shards.size()))
+    collective_settings.apply(model, options)
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
     if options.prefetch_numel:

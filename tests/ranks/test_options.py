@@ -40,7 +40,10 @@ SHARED = {
     "offload, shard_grad_op": ("shard_grad_op", {"offload": {"optimizer": "cpu"}} | ADAMW),
 }
 OWN = {
-    "fsdp": {"zero redundancy": ("shard_optimizer", {"native": {"fsdp": {"zero_redundancy_optimizer": True}}} | ADAMW)},
+    "fsdp": {
+        "separate group": ("full_shard", {"native": {"fsdp": {"separate_reduce_scatter_group": True}}}),
+        "zero redundancy": ("shard_optimizer", {"native": {"fsdp": {"zero_redundancy_optimizer": True}}} | ADAMW),
+    },
     "deepspeed": {
         "offload parameters": ("full_shard", {"offload": {"params": "cpu"}} | ADAMW),
         "offload optimizer": ("full_shard", {"offload": {"optimizer": "cpu"}} | ADAMW),
@@ -81,7 +84,10 @@ def seen_in_fsdp(engine):
     ]
     on_host = {parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params}
     inner = getattr(engine._adapter.optimizer, "optim", engine._adapter.optimizer)
-    return {"on host": {"params", "optimizer"} if on_host == {True} else set(on_host - {False})} | stepping(inner)
+    return {
+        "on host": {"params", "optimizer"} if on_host == {True} else set(on_host - {False}),
+        "reduces in": {group._reduce_scatter_process_group.group_desc for group in groups},
+    } | stepping(inner)
 
 
 def seen_in_deepspeed(engine):
@@ -181,6 +187,11 @@ def test_a_native_setting_reaches_deepspeed():
         assert len(plain["sub groups"]) == 1
         assert len(divided["sub groups"]) == 4
         assert sum(divided["sub groups"]) == sum(plain["sub groups"])
+
+
+def test_gradients_are_reduced_in_a_group_of_their_own():
+    assert [found["reduces in"] for found in ran("fsdp", "separate group")] == [{"fsdp_reduce_scatter"}] * 2
+    assert [found["reduces in"] & {"fsdp_reduce_scatter"} for found in ran("fsdp", "kept after forward")] == [set()] * 2
 
 
 def test_zero_redundancy_divides_the_state_of_the_optimizer_by_whole_parameters():

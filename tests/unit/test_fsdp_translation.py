@@ -247,6 +247,8 @@ def test_a_native_setting_that_may_train_something_else_is_approximate(sections:
         ({}, {"requires_gradient_sync": "last_micro_batch", "reshard_after_backward": "last_micro_batch"}),
         ({"precision": "bf16"}, {"requires_gradient_sync": "last_micro_batch"}),
         ({"precision": {"compute": "bf16", "reduce": "bf16"}}, {"requires_gradient_sync": "every_micro_batch"}),
+        ({}, {"separate_reduce_scatter_group": True, "symm_mem_for_comm": True}),
+        ({"sharding": "shard_grad_op"}, {"allocate_memory_from_process_group_for_comm": True}),
         ({"sharding": "no_shard"}, {"gradient_as_bucket_view": False, "static_graph": True, "find_unused_parameters": True}),
     ],
 )
@@ -270,6 +272,12 @@ def test_zero_redundancy_optimizer_is_ddp() -> None:
 def test_zero_redundancy_optimizer_elsewhere_is_refused(strategy: str, precision: str) -> None:
     found = problems(sharding=strategy, precision=precision, native={"fsdp": {"zero_redundancy_optimizer": True}})
     assert "shard_optimizer and precision.compute fp32" in found["native.fsdp.zero_redundancy_optimizer"]
+
+
+def test_buffers_of_collectives_come_from_one_place() -> None:
+    found = problems(native={"fsdp": {"symm_mem_for_comm": True, "allocate_memory_from_process_group_for_comm": True}})
+    assert list(found) == ["native.fsdp.symm_mem_for_comm"]
+    assert found["native.fsdp.symm_mem_for_comm"].endswith("remove one of the two")
 
 
 def test_all_problems_of_native_settings_are_told_at_once() -> None:
