@@ -157,6 +157,13 @@ def test_a_second_copy_that_cannot_be_is_one_clear_error(world: int, size: int, 
     assert problem.what.endswith(what)
 
 
+def test_deepcompile_is_refused_on_every_device_and_the_reason_is_said() -> None:
+    found = problems({"compile": {"deepcompile": True}})
+    assert list(found) == ["compile"]
+    assert "managed_gradient_accumulation: false" in found["compile"]
+    assert found["compile"].endswith("remove it, and set compile.mode to per_block for torch.compile")
+
+
 def test_nothing_is_kept_for_backward_without_prefetching() -> None:
     translation = translate(communication={"prefetch_bucket_size": 0})
     zero = translation.native["zero_optimization"]

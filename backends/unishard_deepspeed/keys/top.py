@@ -124,7 +124,13 @@ _SECTIONS: dict[str, Row] = {
     "use_data_before_expert_parallelism": refused(_PARALLEL, ignored=_NO_PARALLEL),
     "pipeline": refused("needs a PipelineModule; remove it", v.MAPPING, ignored="only used for a PipelineModule"),
     "hybrid_engine": refused("replaces the engine by one for generation; remove it", v.HYBRID),
-    "compile": refused("DeepCompile needs managed gradient accumulation; remove it, and set compile for torch.compile", v.COMPILED),
+    # runtime/engine.py, _do_sanity_check asserts this on every device. DeepCompile itself needs CUDA (compile/util.py,
+    # is_deepcompile_supported) and an op that a CUDA compiler builds (ops/op_builder/dc.py).
+    "compile": refused(
+        "configures DeepCompile, which DeepSpeed 0.19.8 refuses where the loop ends accumulation windows itself, as unishard's does "
+        "(managed_gradient_accumulation: false); remove it, and set compile.mode to per_block for torch.compile",
+        v.COMPILED,
+    ),
     "autotuning": refused("belongs to the deepspeed launcher; remove it", v.MAPPING, ignored="only used by deepspeed --autotuning"),
     "weight_quantization": refused("belongs to inference; remove it", ignored="only used for inference"),
     "checkpoint": refused(OWN_CHECKPOINTS, v.TAG, ignored=CHECKPOINTS),
