@@ -41,7 +41,7 @@ _STAGES: dict[str, Row] = {
     ),
     "ignore_unused_parameters": same(v.SWITCH, True, "unishard leaves parameters without gradient out of the update"),
     "stage3_param_persistence_threshold": same(v.count(0), 0, "stage 3 shards small parameters too"),
-    "memory_efficient_linear": same(v.SWITCH, False, "replaces torch's linear by one that rounds otherwise in bf16"),
+    "memory_efficient_linear": same(v.SWITCH, False, "replaces the process's F.linear by one that adds a bias after rounding"),
     "zero_hpz_partition_size": same(v.count(0), 1, "no second copy of the parameters in smaller groups"),
     "parameter_alignment": same(v.SWITCH),
     "override_module_apply": same(v.SWITCH),
