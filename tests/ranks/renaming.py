@@ -16,6 +16,7 @@ __all__ = ["renamed"]
 
 _ASKED = {"getattr", "hasattr", "setattr", "delattr"}
 """A string in a function that calls one of these may be the name of an attribute."""
+_NEW = "_of_the_next_release"
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def renamed(package: str, attribute: str) -> Iterator[int]:
     Yields:
         How many functions, classes and modules were changed: 0 where the package has no such attribute.
     """
-    new = f"{attribute}_of_the_next_release"
+    new = attribute + _NEW
     with ExitStack() as stack:
         stack.callback(patches._assigned.cache_clear)
         modules = _modules(package)
@@ -60,6 +61,8 @@ def _within(name: Any, package: str) -> bool:
 def _found(package: str, modules: int) -> tuple[dict[str, list[FunctionType]], dict[str, list[type]]]:
     """Functions by the names in their code, wherever they are kept (in classes, under decorators, in closures), and classes by theirs.
 
+    The names are those before any renaming: an import may happen within a block.
+
     Args:
         package: That they belong to.
         modules: How many are loaded: looked for once, until there are more.
@@ -72,10 +75,10 @@ def _found(package: str, modules: int) -> tuple[dict[str, list[FunctionType]], d
     for each in objects:
         if issubclass(type(each), type):  # `isinstance` would ask deprecated objects for their __class__
             for name in {*vars(each), *vars(each).get("__annotations__", ())} if _within(each.__module__, package) else ():
-                classes.setdefault(name, []).append(each)
+                classes.setdefault(name.removesuffix(_NEW), []).append(each)
         elif type(each) is FunctionType and _within(each.__globals__.get("__name__"), package):
             for name in _names(each.__code__):
-                functions.setdefault(name, []).append(each)
+                functions.setdefault(name.removesuffix(_NEW), []).append(each)
     return functions, classes
 
 
