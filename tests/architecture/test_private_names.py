@@ -26,6 +26,10 @@ ALLOWED = {
     "_asdict": "of a named tuple",
     "_current_frames": "of Python's sys, which documents it",
     "_exit": "of Python's os, which documents it",
+    "cache_clear": "of Python's functools.lru_cache, which documents it",
+    "getclosurevars": "of Python's inspect, which documents it",
+    "isfunction": "as above",
+    "nonlocals": "as above",
 }
 """Names that need no Patch, and why."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def _forget_released() -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    inside = [cell.cell_contents for cell in method.__closure__ or ()]  # it is wrapped, for NVTX
+    inside = inspect.getclosurevars(method).nonlocals.values() if inspect.isfunction(method) else ()  # it is wrapped, for NVTX
     for found in (method, *inside):
         if hasattr(found, "cache_clear"):
             found.cache_clear()
