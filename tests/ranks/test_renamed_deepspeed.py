@@ -120,6 +120,12 @@ def does_not_compile(strategy):
     PATCHES["no-compiler"].require()
 
 
+def frees(strategy):
+    """Nothing is refused: training is served, and the model stays in the memory of the process."""
+    trains(strategy)
+    PATCHES["freed-models"].require()
+
+
 OFFLOAD = {"offload": {"optimizer": "cpu"}}
 IGNORE = {"training": {"nonfinite": "ignore"}}
 MEETING = {
@@ -129,6 +135,7 @@ MEETING = {
     "second-process-group": (starts_again, "no_shard"),
     "no-compiler": (does_not_compile, "no_shard"),
     "closed-engines": (is_used_afterwards, "full_shard"),
+    "freed-models": (frees, "full_shard"),
     "replica-groups-stages-1-2": (trains, "hybrid_shard_grad_op"),
     "replica-groups-stage-3": (trains, "hybrid_shard"),
     "second-copies": (trains, "full_shard", {"native": {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}}),
