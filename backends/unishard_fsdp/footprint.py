@@ -140,10 +140,13 @@ class _Sharded:
             before = [sum(units[: index + 1]) + root for index in range(len(units))]
             freed = self._cfg.training.gradient_accumulation_steps == 1  # else only the last micro-batch reshards
             return [*before, sum(full)], [*(before if freed else [sum(full)] * len(units)), sum(full)]
-        kept = [self._post_forward(sum(units[:index])) for index in range(len(units) + 1)]
+        last = units[-1:] if self._native["keep_last_unit"] else []
+        resharded = units[: len(units) - len(last)]
+        kept = [self._post_forward(sum(resharded[:index])) for index in range(len(units) + 1)]
         forward = [root + size + kept[index] + self._ahead(units[index + 1 :]) for index, size in enumerate(units)]
         backward = [root + size + kept[index] + self._ahead(units[:index][::-1]) for index, size in enumerate(units)]
-        return [*forward, root + self._ahead(units)], [*backward, root + kept[-1] + self._ahead(units[::-1])]
+        at_loss = root + kept[-1] + max(sum(last), self._ahead(units[::-1]))
+        return [*forward, max(at_loss, root + self._ahead(units))], [*backward, at_loss]
 
     def _post_forward(self, gathered: int) -> int:
         """Bytes that stay of gathered parameters until backward: nothing, or a shard in a smaller group."""
@@ -198,7 +201,8 @@ class _Sharded:
             yield Collective("all_gather", "parameters", "forward", sum(full) * (1 if once else micro), ranks)
             if not kept:
                 group = ranks if native["reshard_after_forward"] is True else native["reshard_after_forward"]
-                yield Collective("all_gather", "parameters", "backward", sum(full[:-1]) * micro, group)
+                again = full[:-2] if native["keep_last_unit"] else full[:-1]
+                yield Collective("all_gather", "parameters", "backward", sum(again) * micro, group)
         padded = sum(parameter.rows(ranks) for parameter in self._shape.trainable) * self._reduce
         times = 1 if self._waits else micro
         if ranks > 1:

@@ -27,6 +27,7 @@ DECIDED: Mapping[str, str] = {
     "min_unit_params": "sharding.min_unit_params",
     "conditional_modules": "sharding.conditional_modules",
     "reshard_after_forward": "sharding.reshard_after_forward",
+    "keep_last_unit": "sharding.reshard_after_forward and communication.prefetch_bucket_size",
     "mp_policy.param_dtype": "precision.compute",
     "mp_policy.reduce_dtype": "precision.reduce",
     "offload_policy": "offload.params and offload.optimizer",

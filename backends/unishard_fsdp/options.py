@@ -86,6 +86,8 @@ class FullyShard(_Arguments):
     reshard_after_forward: bool | int
     """For units; a number leaves a shard of what was gathered on each of so many ranks. The root is never resharded after forward, because
     backward needs it first (torch's default)."""
+    keep_last_unit: bool
+    """The last unit is not resharded after forward either: backward needs it next."""
     reshard_after_backward: Timing
     """`set_reshard_after_backward`."""
     requires_gradient_sync: Timing

@@ -93,6 +93,12 @@ def _resharding(cfg: Config, topology: Topology) -> bool | int:
     return cfg.sharding.reshard_after_forward if kept is None or kept < shard_group_size(cfg, topology) else True
 
 
+def _gathering(cfg: Config, topology: Topology) -> Native:
+    """When units are resharded after forward. Backward gathers the last one next, so that prefetching means to keep it."""
+    resharding = _resharding(cfg, topology)
+    return {"reshard_after_forward": resharding, "keep_last_unit": bool(resharding) and cfg.communication.prefetch_bucket_size != 0}
+
+
 def _compute(cfg: Config) -> Native:
     return {"mp_policy": {"param_dtype": None if cfg.precision.compute == "fp32" else DTYPES[cfg.precision.compute]}}
 
@@ -188,8 +194,8 @@ _OWN: Mapping[str, Rule] = {
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT,
         "fully_shard(reshard_after_forward=...)",
-        "of the units; the root is kept from forward to backward, torch's own default",
-        lambda cfg, topology: {"reshard_after_forward": _resharding(cfg, topology)} if form_of(cfg) == "fully_shard" else {},
+        "of the units; the root and, with prefetching, the last unit are kept from forward to backward",
+        lambda cfg, topology: _gathering(cfg, topology) if form_of(cfg) == "fully_shard" else {},
         (unless("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers twice"),),
     ),
     "sharding.units": Rule(

@@ -108,12 +108,15 @@ def apply_fully_shard(
     if options.offload_policy is not None:
         offload = CPUOffloadPolicy(pin_memory=options.offload_policy.pin_memory and device.type == "cuda")
 
+    keeps = options.keep_last_unit and frozen is None
+    kept = [model, *(unit.module for unit in units[-1:] if keeps)]
+
     def apply(module: nn.Module) -> None:
         root = module is model
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=False if root else options.reshard_after_forward,
+            reshard_after_forward=False if any(module is each for each in kept) else options.reshard_after_forward,
             mp_policy=_policy(options.mp_policy, root=root),
             offload_policy=offload,
         )

@@ -42,6 +42,8 @@ NORM = {"all_reduce": 1}
 """Of the norm, which is one number."""
 AGAIN = {"all_gather": 3 * BLOCK} | SCATTER
 """FSDP2 keeps the root from forward to backward."""
+LAST_KEPT = {"all_gather": 2 * BLOCK} | SCATTER
+"""With prefetching the last unit, too."""
 
 TABLE = {
     ("fsdp", "no_shard", "default"): {"backward 1": REDUCE},
@@ -50,12 +52,12 @@ TABLE = {
     **{
         ("fsdp", "full_shard", option): {
             "forward 0": GATHER,
-            "backward 0": AGAIN,
+            "backward 0": again,
             "forward 1": GATHER,
-            "backward 1": AGAIN,
+            "backward 1": again,
             "step 1": NORM,
         }
-        for option in ("default", "no prefetch", "one unit ahead", "all ahead")
+        for option, again in (("default", LAST_KEPT), ("no prefetch", AGAIN), ("one unit ahead", LAST_KEPT), ("all ahead", LAST_KEPT))
     },
     ("fsdp", "shard_optimizer", "zero redundancy"): {"backward 1": REDUCE, "step 1": {"broadcast": P}},
     # Where the end of the window cannot be waited for, since FSDP2 would add up in bf16 what it has not reduced yet.
@@ -201,8 +203,8 @@ def test_as_much_is_gathered_ahead_as_the_prefetch_bucket_holds(backend, option,
 
 
 def test_where_fsdp_prefetches_all_of_backward_it_does_so_at_once():
-    assert ahead(events_of("fsdp", "full_shard", "all ahead"), "backward 1", 0) == [2 * BLOCK, BLOCK, 0]
-    assert ahead(events_of("fsdp", "full_shard", "default"), "backward 1", 0) == [BLOCK, BLOCK, 0]
+    assert ahead(events_of("fsdp", "full_shard", "all ahead"), "backward 1", -BLOCK) == [2 * BLOCK, BLOCK, 0]  # the last is there
+    assert ahead(events_of("fsdp", "full_shard", "default"), "backward 1", -BLOCK) == [BLOCK, BLOCK, 0]
     # torch's own prefetch: one unit ahead, after the first
     assert ahead(events_of("fsdp", "full_shard", "no prefetch"), "backward 1", 0) == [BLOCK, BLOCK, 0]
 

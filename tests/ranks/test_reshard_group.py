@@ -170,7 +170,7 @@ def test_a_model_that_is_only_evaluated_is_gathered_in_groups_too():
 
 
 def test_backward_gathers_within_the_smaller_group():
-    units, whole = 3 * BLOCK, {WORLD: PARAMETERS}
+    units, whole = 2 * BLOCK, {WORLD: PARAMETERS}  # the last unit is kept
     for kept, backward in ((True, {WORLD: units}), (GROUP, {GROUP: units}), (WORLD, {WORLD: units}), (False, {})):
         for found in values(played(gathered, kept)):
             assert found == {"forward": whole, "backward": backward}
