@@ -53,8 +53,8 @@ audit: ## Look up known vulnerabilities of the pinned requirements (pip-audit; n
 	grep -v '^#' $(or $(FILE),constraints.txt) > .audit/pinned.txt
 	.audit/bin/pip-audit --requirement .audit/pinned.txt --no-deps --disable-pip --strict --progress-spinner off $(ARGS)
 
-fuzz: $(READY) ## Translate 10,000 broken configs of every format (minutes); N=... for another number.
-	$(BIN)/python -m pytest tests/formats/test_every_format.py --examples $(or $(N),10000) -s
+fuzz: $(READY) ## Translate 10,000 broken configs of every format, and damage the file of every reader (minutes); N=... for another number.
+	$(BIN)/python -m pytest tests/formats/test_every_format.py tests/security --examples $(or $(N),10000) -s
 
 corpus: $(READY) ## Translate every config in a folder of yours to every format: make corpus CORPUS=DIR.
 	@test -d "$(CORPUS)" || { echo "name a folder of configs: make corpus CORPUS=DIR" >&2; exit 1; }

@@ -129,13 +129,15 @@ def _problem(folder: Path, name: str, facts: FileFacts | None, advance: Advance)
     path = folder / name
     if facts is None:
         return "is not in the manifest"
-    if not path.resolve().is_relative_to(folder.resolve()):
-        return "lies outside the directory; do not trust this checkpoint"
     try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return "lies outside the directory; do not trust this checkpoint"
         size = path.stat().st_size
         if size != facts.bytes:
             return f"has {size} bytes instead of {facts.bytes}"
         crc = _crc32(path, advance)
+    except RuntimeError:  # Path.resolve, until Python 3.13
+        return "is a link in a circle"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if crc == facts.crc32 else f"has CRC-32 {crc} instead of {facts.crc32}"

@@ -57,7 +57,11 @@ def read_golden(path: Path) -> ComparedRun:
     Raises:
         ConfigError: It has no losses.
     """
-    if path.stat().st_size > _LARGEST or not path.is_file():
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ConfigError([Problem("", f"cannot be opened ({error.strerror}); name a golden file, or a log.jsonl", str(path))]) from None
+    if size > _LARGEST or not path.is_file():
         raise ConfigError([Problem("", f"is no file of at most {_LARGEST} bytes; name a golden file, or a log.jsonl", str(path))])
     text = path.read_text(encoding="utf-8", errors="replace")
     records = records_in(text)

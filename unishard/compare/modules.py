@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from unishard.compare.distance import relative
+from unishard.compare.json_lines import lines_in
 from unishard.plugins.tolerances import Tolerance
 
 __all__ = ["FILE", "FirstModule", "Located", "MeasuredModules", "first_module", "lines_of", "module_lines", "modules_in"]
@@ -59,15 +59,10 @@ class Located(NamedTuple):
 def modules_in(text: str) -> dict[int, MeasuredModules]:
     """The steps of `modules.jsonl` or of a golden file; lines of other kinds are left out."""
     steps: dict[int, MeasuredModules] = {}
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            for kind, known in (("module", "modules"), ("parameter", "parameters")):
-                if isinstance(row.get(kind), str):
-                    getattr(steps.setdefault(row["step"], MeasuredModules()), known)[row[kind]] = row
+    for row in lines_in(text):
+        for kind, known in (("module", "modules"), ("parameter", "parameters")):
+            if kind in row:
+                getattr(steps.setdefault(row["step"], MeasuredModules()), known)[row[kind]] = row
     return steps
 
 

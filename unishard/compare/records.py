@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from unishard.compare.json_lines import lines_in
 
 __all__ = ["Course", "Record", "middle", "read_records", "records_in"]
 
@@ -17,28 +19,15 @@ Record = Mapping[str, Any]
 def records_in(text: str) -> list[Record]:
     """The records of a file's text, in order of their steps; lines that are no record, such as a last half one, are left out."""
     by_step: dict[int, dict[str, Any]] = {}
-    for record in _objects(text):
-        if isinstance(record.get("step"), int) and not record.keys() & {"module", "parameter"}:
+    for record in lines_in(text):
+        if not record.keys() & {"module", "parameter"}:
             by_step.setdefault(record["step"], {}).update(record)
     return [by_step[step] for step in sorted(by_step) if "loss" in by_step[step]]
 
 
 def read_records(path: Path) -> list[Record]:
     """The records of a file; none if it is not there yet."""
-    try:
-        return records_in(path.read_text(encoding="utf-8", errors="replace"))
-    except FileNotFoundError:
-        return []
-
-
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            yield found
+    return records_in(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
 
 
 def middle(records: Sequence[Record], name: str) -> float | None:
@@ -72,4 +61,4 @@ def _samples(record: Record) -> int | None:
     """The samples of a step: given in a golden file, else what was measured."""
     rate, seconds = record.get("samples_per_second"), record.get("step_seconds")
     known = record.get("samples")
-    return known if known is not None or not rate or not seconds else round(rate * seconds)
+    return known if known is not None or not rate or not seconds or not math.isfinite(rate * seconds) else round(rate * seconds)

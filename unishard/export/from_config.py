@@ -38,10 +38,10 @@ def assets_of(folder: Path, stretches: Mapping[str, LazyShard]) -> Assets:
         with torch.device("meta"):
             model = getattr(transformers, name)(config)
         model.tie_weights()
+        if (folder / "generation_config.json").is_file() and model.can_generate():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers can raise anything for an unsuitable file
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise CheckpointError(f"{path}: transformers cannot build a model from it ({reason}); give the model's config.json") from error
-    if (folder / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     model.config._name_or_path = str(folder)
     return pretrained.assets_of(model, stretches)

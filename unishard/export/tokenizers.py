@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
+from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
 __all__ = ["beside", "files_of"]
@@ -27,14 +29,29 @@ _NAMES = (
     "*processor_config.json",
 )
 """Files that tokenizers and processors of transformers 5.23 write."""
+_LARGEST = 2**30
+"""Bytes of one of them; the largest vocabularies have some 50 MB."""
 
 
 def beside(folder: Path) -> dict[str, bytes]:
-    """The tokenizer files in the folder of a model; none if it is not a folder."""
+    """The tokenizer files in the folder of a model; none if it is not a folder.
+
+    Raises:
+        CheckpointError: A file cannot be read, or is a link to one outside the folder.
+    """
     if not folder.is_dir():
         return {}
     found = (path for path in sorted(folder.iterdir()) if path.is_file() and any(fnmatchcase(path.name, name) for name in _NAMES))
-    return {path.name: path.read_bytes() for path in found}
+    return {path.name: _content(path) for path in found}
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_bytes(file_inside(path.parent, path.name), _LARGEST)
+    except OutsideFolderError as error:
+        raise CheckpointError(f"{path.parent}: {error}; do not trust this folder, or put the file into it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a folder that tokenizer.save_pretrained wrote") from error
 
 
 def files_of(tokenizer: Any) -> dict[str, bytes]:

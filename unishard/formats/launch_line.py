@@ -63,22 +63,28 @@ class LaunchLine(NamedTuple):
 
 def launch_lines(text: str) -> list[LaunchLine]:
     """Those that a shell script has, in its order; plain `python` lines only where no other launcher is there."""
-    found = [line for words in commands(text) if (line := _launch(words)) is not None]
+    found = [line for words in commands(text) if len(words) <= _MOST_WORDS and (line := _launch(words)) is not None]
     launched = [line for line in found if line.launcher != "python" or _STARTS & line.options.keys()]
     return launched or found
 
 
+_MOST_WORDS = 2000
+"""Of a command that can start a training."""
+_MOST_HANDED = 8
+"""Times that a command hands the rest of its words on with `--`."""
 _STARTS = frozenset(("ntasks", "n", "np", "ntasks_per_node"))
 
 
 def _launch(words: list[Word]) -> LaunchLine | None:
+    """What a command starts, or the innermost one that it hands its words on to with `--`."""
+    handed_on = [at + 1 for at, word in enumerate(words) if word.text == "--"]
+    begins = [0, *handed_on[-_MOST_HANDED:]]
+    return next((found for begin in reversed(begins) if (found := _launch_itself(words[begin:]))), None)
+
+
+def _launch_itself(words: list[Word]) -> LaunchLine | None:
     settings, rest = _settings(words)
-    if not rest:
-        return None
     around: dict[str, Word] = {}
-    handed_on = next((at for at, word in enumerate(rest) if word.text == "--"), None)
-    if handed_on is not None and (found := _launch(rest[handed_on + 1 :])):
-        return found
     for at, word in enumerate(rest):
         name = PurePath(word.text).name
         following = rest[at + 1 :]

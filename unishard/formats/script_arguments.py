@@ -54,7 +54,7 @@ def value_of_word(text: str) -> Any:
     if text.lstrip().startswith("{") and not text.startswith("{{"):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
     for number in (int, float):
         try:

@@ -6,11 +6,13 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from errno import EINVAL
 from itertools import count
 from pathlib import Path
 from typing import TextIO
 
 from unishard.config import Config
+from unishard.errors import ConfigError, Problem
 from unishard.integrations.writer import Values
 
 __all__ = ["FILE", "JsonLines"]
@@ -34,7 +36,7 @@ class JsonLines:
         """Append a line; numbers that JSON does not have (infinite, NaN) are null."""
         if self._file is None:
             self._set_aside()
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._opened()
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
@@ -49,7 +51,16 @@ class JsonLines:
                 file.flush()
                 os.fsync(file.fileno())
             kept.replace(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._opened()
+
+    def _opened(self) -> TextIO:
+        try:
+            if self._path.exists() and not self._path.is_file():  # opening a pipe would wait for its reader
+                raise OSError(EINVAL, "not a file")
+            return self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            what = f"cannot be written ({error.strerror}); remove it, or choose another logging.dir"
+            raise ConfigError([Problem("logging.dir", what, str(self._path))]) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -61,9 +72,9 @@ class JsonLines:
             for line in file:
                 try:
                     record = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
-                if isinstance(record, dict) and record.get("step", 0) <= step:
+                if isinstance(record, dict) and isinstance(at := record.get("step", 0), int | float) and at <= step:
                     yield f"{line.rstrip()}\n"
 
     def _set_aside(self) -> None:

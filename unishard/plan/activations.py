@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 __all__ = ["Activations", "Segment"]
 
@@ -39,20 +39,6 @@ class Activations:
     def peak(self) -> int:
         """The most bytes alive at once."""
         return max((segment.nbytes for segment in self.segments), default=0)
-
-    def as_json(self) -> dict[str, Any]:
-        """For the cache."""
-        return {
-            "micro_batch_size": self.micro_batch_size,
-            "seq_len": self.seq_len,
-            "recomputation": self.recomputation,
-            "segments": [list(segment) for segment in self.segments],
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """The inverse."""
-        return cls(**(data | {"segments": tuple(Segment(*segment) for segment in data["segments"])}))
 
     def map(self, measure: Callable[[Sequence[int]], int], *others: Self, **changes: int) -> Self:
         """The same segments with other bytes.

@@ -98,8 +98,9 @@ class BuiltModel:
                 model = getattr(transformers, names[0])._from_config(config, dtype=torch.float32)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (OSError, ValueError, KeyError) as error:
-            raise _refuse(f"{folder} cannot be read by transformers ({str(error).splitlines()[0]})") from error
+        except Exception as error:  # transformers can raise anything for an unsuitable file
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise _refuse(f"{folder} cannot be read by transformers ({reason})") from error
         return model, _batch_of(model)
 
     def _from_factory(self) -> tuple[nn.Module, Batch | None]:

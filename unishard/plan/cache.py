@@ -7,17 +7,22 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
+from unishard.loading.document import text_of
 from unishard.plan.activations import Activations
-from unishard.plugins.footprint import ModelShape, ParameterShape, TensorShape
+from unishard.plugins.footprint import ModelShape
 
 __all__ = ["activations", "folder", "shape"]
 
-_VERSION = 2
-"""Raised when what is computed changes."""
+_VERSION = 3
+"""Raised when what is computed, or its file, changes."""
+_LARGEST = 2**28
+"""Bytes of a file; the shape of a model of 100,000 parameters has 10 MB."""
+Planned = TypeVar("Planned", ModelShape, Activations)
 
 
 def folder() -> Path:
@@ -27,51 +32,32 @@ def folder() -> Path:
 
 def shape(key: Sequence[Any], make: Callable[[], ModelShape]) -> ModelShape:
     """The cached shape of a key, made if it is missing."""
-    found = _load(key)
-    if found is None:
-        made = make()
-        _store(
-            key,
-            {
-                "parameters": [astuple(each) for each in made.parameters],
-                "buffers": [astuple(each) for each in made.buffers],
-                "units": made.units,
-            },
-        )
-        return made
-    return ModelShape(
-        tuple(ParameterShape(name, tuple(size), *rest) for name, size, *rest in found["parameters"]),
-        tuple(TensorShape(name, tuple(size), dtype) for name, size, dtype in found["buffers"]),
-        tuple(found["units"]),
-    )
+    return _cached(key, TypeAdapter(ModelShape), make)
 
 
 def activations(key: Sequence[Any], make: Callable[[], Activations]) -> Activations:
     """The cached activations of a key, made if they are missing."""
-    found = _load(key)
-    if found is None:
-        made = make()
-        _store(key, made.as_json())
-        return made
-    return Activations.from_json(found)
+    return _cached(key, TypeAdapter(Activations), make)
 
 
-def _path(key: Sequence[Any]) -> Path:
+def _cached(key: Sequence[Any], kind: TypeAdapter[Planned], make: Callable[[], Planned]) -> Planned:
+    """What the file of a key holds; made and stored where there is none, or something else is in it."""
     digest = hashlib.sha256(json.dumps([_VERSION, *key], default=str).encode()).hexdigest()
-    return folder() / f"{digest[:32]}.json"
+    path = folder() / f"{digest[:32]}.json"
+    with contextlib.suppress(ValueError):  # also a ConfigError and a ValidationError
+        return kind.validate_json(text_of(path, _LARGEST))
+    made = make()
+    _store(path, kind.dump_json(made))
+    return made
 
 
-def _load(key: Sequence[Any]) -> Any:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(_path(key).read_text())
-    return None
-
-
-def _store(key: Sequence[Any], value: Any) -> None:
+def _store(path: Path, content: bytes) -> None:
     """Write a file, completely or not at all; a cache that cannot be written is no error."""
-    path = _path(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(value))
-        part.replace(path)
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)

@@ -13,12 +13,16 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
+from unishard.loading.document import text_of
 from unishard.plan import cache
 from unishard.plan.activations import Activations
 from unishard.plugins.footprint import ModelShape
 from unishard.version import __version__
 
 __all__ = ["PlannedModel"]
+
+_LARGEST = 2**24
+"""Bytes of the config of a model; those of transformers have a few kB."""
 
 
 class PlannedModel:
@@ -37,7 +41,7 @@ class PlannedModel:
         self.name = name
         self.cfg = cfg
         self._folder = None if ":" in name and not Path(name).exists() else _folder(name)
-        said = _source(name) if self._folder is None else (self._folder / "config.json").read_text(encoding="utf-8")
+        said = _source(name) if self._folder is None else text_of(self._folder / "config.json", _LARGEST)
         sharding = cfg.sharding
         self._key = [str(self._folder or name), said, sharding.units, sharding.min_unit_params, sharding.conditional_modules]
         self._key += [__version__, *map(_version, ("torch", "transformers"))]

@@ -51,7 +51,10 @@ def folder_of(source: Path) -> Path | None:
     except (OSError, UnicodeDecodeError):
         inside = sorted({path.parent for path in source.glob(f"*/{_MODEL}")})
         return inside[0] if len(inside) == 1 else None
-    return named if any(named.glob(_MODEL)) else None
+    try:
+        return named if any(named.glob(_MODEL)) else None
+    except OSError as error:  # such as a name that is too long
+        raise CheckpointError(f"{latest}: names no folder ({error.strerror}); write the name of one, such as global_step7") from None
 
 
 def files_of(source: Path) -> Files:

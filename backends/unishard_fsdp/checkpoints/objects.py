@@ -42,7 +42,7 @@ def read(folder: Path, prefix: str) -> tuple[dict[str, Any], list[str]]:
             values[name.removeprefix(prefix)] = _value(folder, place)
         except CheckpointError:
             raise
-        except (OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError):
+        except Exception:  # a damaged or malicious pickle can raise anything
             skipped.append(name)
     return values, skipped
 

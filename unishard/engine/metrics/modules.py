@@ -111,7 +111,7 @@ class ModuleRecorder:
 def _step_of(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

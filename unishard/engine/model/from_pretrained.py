@@ -17,7 +17,7 @@ from unishard.config.topology import Topology
 from unishard.distributed import process_group
 from unishard.engine.model.init import without_data
 from unishard.engine.model.materialization import set_reader
-from unishard.engine.model.weight_files import facts_of, files_of
+from unishard.engine.model.weight_files import facts_of, files_of, opened, shapes_of
 from unishard.errors import ModelError
 
 __all__ = ["from_pretrained"]
@@ -52,7 +52,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
     folder = Path(path)
     model = _empty(cls, folder, kwargs)
     files = files_of(folder)
-    tensors = _shapes(folder, files)
+    tensors = shapes_of(folder, files)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     sources = _sources(model, tensors, folder)
@@ -62,7 +62,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
     ]
     _refuse_gaps(model, folder, missing, sorted(sources.keys() - parameters.keys() - buffers.keys()))
     for name, key in sources.items():
-        read = partial(_read, folder / files[key], key)
+        read = partial(_read, folder, files[key], key)
         target = parameters.get(name, buffers.get(name))
         if target is not None and tensors[key] != tuple(target.shape):
             raise ModelError(
@@ -92,7 +92,11 @@ def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: config.json not found; pass a directory written by save_pretrained")
     built: Any = cls
-    config = built.config_class.from_pretrained(folder, **kwargs)
+    try:
+        config = built.config_class.from_pretrained(folder, **kwargs)
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # transformers and json have no error of their own for a damaged file
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"{folder / 'config.json'}: transformers cannot read it ({reason:.200}); give a model's config.json") from error
     named = config.dtype
     # Built in fp32, whatever dtype (that of the files) the config names, so buffers are as in training from scratch.
     with without_data(), no_init_weights():
@@ -102,16 +106,6 @@ def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
     model.config._name_or_path = model.name_or_path = str(folder)
     model.tie_weights()
     return model  # type: ignore[no-any-return]
-
-
-def _shapes(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in sorted(set(files.values())):
-        with safe_open(folder / name, framework="pt") as file:
-            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-    return shapes
 
 
 def _sources(model: Any, keys: Iterable[str], folder: Path) -> dict[str, str]:
@@ -162,15 +156,13 @@ def _refuse_gaps(model: nn.Module, folder: Path, missing: list[str], unexpected:
         )
 
 
-def _read(file: Path, key: str, begin: int, end: int) -> Tensor:
+def _read(folder: Path, name: str, key: str, begin: int, end: int) -> Tensor:
     """The elements between two offsets of a flattened tensor. Reads only the rows that they are in."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        found = opened.get_slice(key)
+    with opened(folder, name) as file:
+        found = file.get_slice(key)
         shape = found.get_shape()
         if not shape:
-            return opened.get_tensor(key).reshape(-1)[begin:end]  # type: ignore[no-any-return]
+            return file.get_tensor(key).reshape(-1)[begin:end]  # type: ignore[no-any-return]
         row = math.prod(shape[1:])
         first, last = begin // row, -(-end // row)
         return found[first:last].reshape(-1)[begin - first * row : end - first * row]  # type: ignore[no-any-return]

@@ -1,10 +1,11 @@
-"""The safetensors files of a model's folder, from an index that is not trusted."""
+"""The safetensors files of a model's folder, which are not trusted."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import open_file, read_bytes
 from unishard.errors import ModelError
 
-__all__ = ["INDEX", "SINGLE", "facts_of", "files_of"]
+__all__ = ["INDEX", "SINGLE", "facts_of", "files_of", "opened", "shapes_of"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LARGEST = 2**28
@@ -26,12 +27,10 @@ def files_of(folder: Path) -> dict[str, str]:
     Raises:
         ModelError: There are no safetensors, or the index is damaged or names a file that is missing or lies outside the folder.
     """
-    from safetensors import safe_open
-
     if (folder / INDEX).is_file():
         return _indexed(folder)
     if (folder / SINGLE).is_file():
-        with safe_open(folder / SINGLE, framework="pt") as file:
+        with opened(folder, SINGLE) as file:
             return dict.fromkeys(file.keys(), SINGLE)
     pickles = sorted(found.name for found in folder.glob("*.bin"))
     if pickles:
@@ -57,6 +56,49 @@ def facts_of(folder: Path, files: Mapping[str, str]) -> dict[str, str]:
     return facts
 
 
+def shapes_of(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in the files.
+
+    Args:
+        folder: The folder.
+        files: From `files_of`.
+
+    Raises:
+        ModelError: A file is damaged, or lacks a tensor that the index says it has.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in sorted(set(files.values())):
+        with opened(folder, name) as file:
+            keys = [key for key in file.keys() if files.get(key) == name]  # noqa: SIM118 (not a mapping)
+            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+    absent = sorted(files.keys() - shapes.keys())
+    if absent:
+        raise ModelError(f"{folder}: {', '.join(absent[:8])} is not in the file that the index names; copy the whole directory again")
+    return shapes
+
+
+@contextmanager
+def opened(folder: Path, name: str) -> Iterator[Any]:
+    """A safetensors file of a folder, for reading.
+
+    Raises:
+        ModelError: It is damaged, or a link to a file outside the folder.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / name
+    try:
+        open_file(file_inside(folder, name)).close()
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except OutsideFolderError as error:
+        raise ModelError(f"{folder}: {error}; do not trust this model, or put the file into the folder") from None
+    except (OSError, MemoryError) as error:  # the latter where the file is too large to be mapped
+        raise ModelError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); copy the whole directory again") from error
+    except SafetensorError as error:
+        raise ModelError(f"{path}: is damaged ({str(error)[:200]}); copy it again") from error
+
+
 def _indexed(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     try:
@@ -73,6 +115,8 @@ def _indexed(folder: Path) -> dict[str, str]:
         absent = [name for name in names if not file_inside(folder, name).is_file()]
     except OutsideFolderError as error:
         raise ModelError(f"{path}: {error}; do not trust this model, or put the file into the folder") from None
+    except OSError as error:  # such as a name that is too long
+        raise ModelError(f"{path}: names what is no file ({error.strerror}); it is damaged, copy the whole directory again") from None
     if absent:
         raise ModelError(f"{folder}: {', '.join(absent)} is in the index but missing; copy the whole directory")
     return files

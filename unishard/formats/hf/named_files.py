@@ -17,11 +17,11 @@ def opened(text: str, source: Source) -> Mapping[str, Any] | str:
     try:
         if text.strip().startswith("{"):
             found: Mapping[str, Any] = json.loads(text)
-            return found
+            return found if isinstance(found, dict) else "is no mapping; write {...}, or name a file"
         named = open_named(text, source.folder)
     except ConfigError as error:
         return str(error)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"is not JSON ({error}); fix it, or name a file"
     if named:
         return named.data

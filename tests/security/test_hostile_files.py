@@ -1,0 +1,89 @@
+"""Whatever a file from outside holds, reading it ends in one error of unishard or in a result, soon, and writes nothing elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from damage import PLACES, WHOLE, bounded, damaged, truncated, with_odd_values
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from readers import READERS, Reader
+
+from unishard.errors import UnishardError
+
+JSON = ("a manifest", "the names of an export", "the index of weights", "a cached shape", "a golden file")
+
+
+@pytest.fixture(params=READERS)
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reader:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return READERS[request.param]
+
+
+def ends_well(reader: Reader, path: Path, folder: Path) -> None:
+    """Read a file; only unishard's own errors may come of it, in one message."""
+    told = "nothing"
+    with bounded(folder):
+        try:
+            reader.read(path)
+        except UnishardError as error:
+            told = str(error)
+    assert told.strip(), "an error without a message"
+    assert len(told) < 20_000, "an error that nobody reads"
+
+
+def test_a_good_file_is_read(reader: Reader, tmp_path: Path) -> None:
+    path = reader.lay_out(tmp_path)
+    with bounded(tmp_path):
+        reader.read(path)
+
+
+def test_another_thing_in_place_of_a_file(reader: Reader, tmp_path: Path) -> None:
+    path = reader.lay_out(tmp_path)
+    for place, put in PLACES.items():
+        if not (reader.own and place in ("a file without an end", "a link to a device")):
+            path.rename(tmp_path / "good")
+            put(path)
+            ends_well(reader, path, tmp_path)
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+            (tmp_path / "good").rename(path)
+
+
+def test_another_content(reader: Reader, tmp_path: Path) -> None:
+    path = reader.lay_out(tmp_path)
+    valid = path.read_bytes()
+    for content in (*WHOLE, *truncated(valid, 8 if reader.slow else 16)):
+        path.write_bytes(content)
+        ends_well(reader, path, tmp_path)
+
+
+def test_a_damaged_content(reader: Reader, tmp_path: Path, examples: int) -> None:
+    path = reader.lay_out(tmp_path)
+    valid = path.read_bytes()
+
+    @settings(max_examples=max(examples // 40, 1), derandomize=examples < 1000, suppress_health_check=list(HealthCheck))
+    @given(damaged(valid))
+    def holds(content: bytes) -> None:
+        path.write_bytes(content)
+        ends_well(reader, path, tmp_path)
+
+    holds()
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_another_type_at_any_place(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, examples: int) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = READERS[name].lay_out(tmp_path)
+    contents = [*with_odd_values(path.read_bytes().splitlines()[0] if name == "a golden file" else path.read_bytes())]
+
+    @settings(max_examples=max(examples // 10, 1), derandomize=examples < 1000, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(contents))
+    def holds(content: bytes) -> None:
+        path.write_bytes(content)
+        ends_well(READERS[name], path, tmp_path)
+
+    holds()
