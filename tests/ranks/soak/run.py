@@ -29,7 +29,7 @@ perhaps trains on, perhaps goes back to what it has saved, and is closed. Strate
 from a seed (`N=...` for another number of updates). It asserts of every life, from its engine {WARM} on:
 
 - open files and sockets, threads and mappings of shared memory do not grow, and no file of a rank is left in /dev/shm;
-- resident memory grows by {ROOM.memory:.0f} MiB at most, and the number of Python objects by {ROOM.objects} at most;
+- resident memory grows by {ROOM.memory:.0f} MiB at most (MALLOC_ARENA_MAX=2), and the number of objects by {ROOM.objects} at most;
 - a closed engine and its model are freed;
 - an update that is trained again, with the same strategy and number of ranks, has the same loss to the last bit;
 - the loss of every update is that of a run that nobody interrupted, within the bound of [resuming.md](resuming.md) for fp32
