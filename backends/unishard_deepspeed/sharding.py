@@ -17,7 +17,7 @@ from unishard.config import Config
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.materialization import flat_part, materialize
+from unishard.engine.model.materialization import Reader, flat_part, materialize, take_reader
 from unishard_deepspeed import start
 from unishard_deepspeed.patches.building import swapper_of
 from unishard_deepspeed.patches.second_copy import group_of_init
@@ -59,23 +59,28 @@ def partition(
     part = flat_part(rank, ranks) if _keeps_one_part(cfg, settings) else None
     shared: dict[str, Any] = {}
     originals = []
+
+    def master_differs(parameter: nn.Parameter) -> bool:
+        return train and parameter.requires_grad and cfg.precision.compute != cfg.precision.master
+
     for parameters in _batches(list(model.parameters())):
-        read: list[tuple[Any, Tensor]] = []
+        unread: list[tuple[Any, Reader, torch.dtype, tuple[int, int]]] = []
         for parameter in parameters:
-            pending = materialize([parameter], device, part)
-            broadcast(pending)
+            reader = None if part is None else take_reader(parameter)
+            materialize([parameter], device)
+            if reader is None:
+                broadcast([parameter])
             make_dense([parameter])  # DeepSpeed sends its bytes; a placeholder is expanded
             if not train:
                 cast_to_compute([parameter], cfg.precision)
+            if part is not None and reader is not None:
+                unread.append((parameter, reader, parameter.dtype, part(parameter)))
             full = parameter.data.view(-1)
             if low and parameter.is_floating_point():
                 parameter.data = parameter.data.to(DTYPES[cfg.precision.compute])
-            if train and parameter.requires_grad and cfg.precision.compute != cfg.precision.master:
+            if reader is None and master_differs(parameter):
                 size = -(-full.numel() // ranks)
                 originals.append((parameter, full[size * rank :][:size].clone()))
-            if part is not None and not pending:
-                begin, end = part(parameter)
-                read.append((parameter, parameter.data.view(-1)[begin:end].clone()))
             del full
         sizes = [parameter.numel() for parameter in parameters]
         with start.quiet():
@@ -86,8 +91,11 @@ def partition(
             shared["param_swapper"] = swapper_of(init)
         if settings["zero_optimization"]["zero_hpz_partition_size"] > 1:
             shared["zero_param_parallel_group"] = group_of_init(init)
-        for parameter, values in read:  # DeepSpeed has overwritten them with what rank 0 has of the parameter (0.19.8, _zero_init_param)
+        for parameter, reader, dtype, (begin, end) in unread:  # now: a buffer that is freed between two shards leaves a hole in the heap
+            values = reader(begin, end).to(dtype) if begin < end else torch.empty(0, dtype=dtype)
             parameter.ds_tensor[: values.numel()].copy_(values)
+            if master_differs(parameter):
+                originals.append((parameter, values.clone()))
         for parameter, size in zip(parameters, sizes, strict=True):
             _clear_padding(parameter, size, rank)
     buffers = list(model.buffers())

@@ -301,7 +301,8 @@ class Expert(torch.nn.Module):
 
 def branch(folder: str, backend: str, first: int, wider: bool) -> None:
     """Rank 1 takes the other branch from an update on."""
-    cfg = config(backend, {"strategy": "full_shard", "units": ["Expert"]}, communication={"desync_timeout": TIMEOUT})
+    ahead = {"prefetch_bucket_size": 0} if wider else {}  # else the wider branch, which is the last unit, is gathered once
+    cfg = config(backend, {"strategy": "full_shard", "units": ["Expert"]}, communication={"desync_timeout": TIMEOUT} | ahead)
     model = Branches(wider)
     engine = unishard.prepare(model, cfg)
     for number, batch in enumerate(own_share(30), start=1):

@@ -17,7 +17,18 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unishard.errors import ModelError
 
-__all__ = ["Part", "Reader", "check", "flat_part", "materialize", "replace_data", "row_part", "set_reader", "use_placeholders"]
+__all__ = [
+    "Part",
+    "Reader",
+    "check",
+    "flat_part",
+    "materialize",
+    "replace_data",
+    "row_part",
+    "set_reader",
+    "take_reader",
+    "use_placeholders",
+]
 
 Reader = Callable[[int, int], Tensor]
 """Reads the elements between two offsets of the flattened parameter: flat, on the CPU."""
@@ -38,6 +49,12 @@ def set_reader(parameter: nn.Parameter, read: Reader) -> None:
         read: Called once, on rank 0 with all elements, or on every rank with those that it keeps.
     """
     setattr(parameter, _READER, read)
+
+
+def take_reader(parameter: Tensor) -> Reader | None:
+    """The function that was set, for the caller to use instead of `materialize`; None if there is none."""
+    reader: Reader | None = vars(parameter).pop(_READER, None)
+    return reader
 
 
 def row_part(rank: int, ranks: int) -> Part:
@@ -100,7 +117,7 @@ def materialize(tensors: Iterable[Tensor], device: torch.device, part: Part | No
     """
     pending = []
     for tensor in tensors:
-        read: Reader | None = vars(tensor).pop(_READER, None)
+        read = take_reader(tensor)
         if read is None or part is None:
             pending.append(tensor)
         if read is None and not tensor.is_meta:
