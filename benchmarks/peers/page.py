@@ -27,7 +27,8 @@ def section(results: Json, picture: str | None = None) -> str:
         lines += ["", f"![Steps of unishard relative to the same training by hand and through Accelerate]({picture})"]
     lines += [
         "",
-        "Milliseconds of an optimizer step, and the median of paired ratios with its 95 % interval:",
+        "Milliseconds of an optimizer step, and the median of paired ratios with its 95 % interval; of fewer than 6 pairs the whole range,",
+        "which holds the median less often than that:",
         "",
         *times(results["cells"]),
     ]

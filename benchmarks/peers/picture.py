@@ -41,7 +41,7 @@ def draw(results: Json, path: Path) -> None:
         panel.tick_params(labelsize=8)
     labels = [" ".join(cell[name] for name in ("engine", "strategy", "precision", "model")) for cell in cells]
     panels[0].set_yticks(range(len(cells)), labels, fontsize=8)
-    figure.suptitle("Lower is better; dashed: the goal; bars: 95 % interval", fontsize=9)
+    figure.suptitle("Lower is better; dashed: the goal; bars: 95 % interval, of few pairs the range", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
