@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.gpu.pieces import PIECES
 from benchmarks.gpu.report import read
+from benchmarks.marked import replace
 
 __all__ = ["BEGIN", "END", "NOT_RUN", "figures", "main", "write"]
 
@@ -79,14 +80,7 @@ def write(folder: Path, page: Path) -> str:
     Raises:
         ValueError: The page has no marks.
     """
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN} and {END}")
-    written = f"{before}{BEGIN}\n{figures(read(folder))}\n{END}{after}"
-    page.write_text(written, encoding="utf-8")
-    return written
+    return replace(page, BEGIN, END, figures(read(folder)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked import replace
+
 __all__ = ["BEGIN", "END", "NOT_RUN", "line_of", "section", "write"]
 
 BEGIN, END = "<!-- peers: written by benchmarks/peers -->", "<!-- end of peers -->"
@@ -153,9 +155,4 @@ def write(results: Json, page: Path, picture: Path | None) -> None:
     Raises:
         ValueError: The page has no marks.
     """
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{section(results, picture.name if picture else None)}\n{END}{after}", encoding="utf-8")
+    replace(page, BEGIN, END, section(results, picture.name if picture else None))

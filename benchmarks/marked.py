@@ -1,0 +1,22 @@
+"""The part of a page that a benchmark writes, between two marks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["replace"]
+
+
+def replace(page: Path, begin: str, end: str, text: str) -> str:
+    """Replace what stands between the marks of a page, and return the page.
+
+    Raises:
+        ValueError: The page has no marks.
+    """
+    before, first, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"{page} has no lines {begin} and {end}")
+    written = f"{before}{begin}\n{text}\n{end}{after}"
+    page.write_text(written, encoding="utf-8")
+    return written
