@@ -8,6 +8,8 @@ end together.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +41,15 @@ def examples(request: pytest.FixtureRequest) -> int:
     """How many broken documents the formats are given; from 1000 on they are others in each run."""
     number: int = request.config.getoption("--examples")
     return number
+
+
+@pytest.fixture(autouse=True)
+def _process_group_ends_with_the_test() -> Iterator[None]:
+    """`unishard.from_pretrained` and `prepare` start one, which would be that of a later test in the same process."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
