@@ -140,13 +140,19 @@ class _Sharded:
             before = [sum(units[: index + 1]) + root for index in range(len(units))]
             freed = self._cfg.training.gradient_accumulation_steps == 1  # else only the last micro-batch reshards
             return [*before, sum(full)], [*(before if freed else [sum(full)] * len(units)), sum(full)]
+        needed = self._in_backward(full)[:-1]
         last = units[-1:] if self._native["keep_last_unit"] else []
         resharded = units[: len(units) - len(last)]
         kept = [self._post_forward(sum(resharded[:index])) for index in range(len(units) + 1)]
         forward = [root + size + kept[index] + self._ahead(units[index + 1 :]) for index, size in enumerate(units)]
-        backward = [root + size + kept[index] + self._ahead(units[:index][::-1]) for index, size in enumerate(units)]
-        at_loss = root + kept[-1] + max(sum(last), self._ahead(units[::-1]))
+        backward = [root + size + kept[index] + self._ahead(needed[:index][::-1]) for index, size in enumerate(needed)]
+        at_loss = root + kept[-1] + max(sum(last), self._ahead(needed[::-1]))
         return [*forward, max(at_loss, root + self._ahead(units))], [*backward, at_loss]
+
+    def _in_backward(self, sizes: Sequence[int]) -> list[int]:
+        """Of what is gathered of each unit and the root, what backward gathers again."""
+        skipped = frozenset() if self._native.get("unshard_embeddings_in_backward", True) else self._shape.embeddings
+        return [0 if index in skipped else size for index, size in enumerate(sizes)]
 
     def _post_forward(self, gathered: int) -> int:
         """Bytes that stay of gathered parameters until backward: nothing, or a shard in a smaller group."""
@@ -176,6 +182,7 @@ class _Sharded:
         wholes, inputs = self._sizes(self._whole), self._sizes(self._reduced)
         shards = self._sizes(lambda parameter: parameter.rows(self._ranks) * grad if parameter.trainable else 0)
         count, accumulates = len(wholes) - 1, self._cfg.training.gradient_accumulation_steps > 1
+        needed = self._in_backward(full)
         computing, reducing = [], []
         for index in range(count):
             done = sum(shards[index + 1 : count])
@@ -185,7 +192,7 @@ class _Sharded:
                 done = sum(shards)
             before = inputs[index + 1] if index + 1 < count else 0
             computing.append(gathered[index] + wholes[-1] + before + done)
-            reducing.append(gathered[index] - full[index] + wholes[-1] + wholes[index] + inputs[index] + done)
+            reducing.append(gathered[index] - needed[index] + wholes[-1] + wholes[index] + inputs[index] + done)
         waiting = sum(inputs) if accumulates and self._waits else sum(shards) if accumulates else 0
         final = wholes[-1] + inputs[-1] + (inputs[0] if count else 0) + sum(shards)
         return [*computing, gathered[-1] + waiting], [*reducing, 0], final
@@ -201,7 +208,7 @@ class _Sharded:
             yield Collective("all_gather", "parameters", "forward", sum(full) * (1 if once else micro), ranks)
             if not kept:
                 group = ranks if native["reshard_after_forward"] is True else native["reshard_after_forward"]
-                again = full[:-2] if native["keep_last_unit"] else full[:-1]
+                again = self._in_backward(full)[: -2 if native["keep_last_unit"] else -1]
                 yield Collective("all_gather", "parameters", "backward", sum(again) * micro, group)
         padded = sum(parameter.rows(ranks) for parameter in self._shape.trainable) * self._reduce
         times = 1 if self._waits else micro

@@ -44,6 +44,7 @@ SAME_MATHS = frozenset(
         "requires_gradient_sync",
         "requires_all_reduce",
         "reshard_after_backward",
+        "unshard_embeddings_in_backward",
         "find_unused_parameters",
         "static_graph",
         "gradient_as_bucket_view",

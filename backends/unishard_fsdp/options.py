@@ -88,6 +88,8 @@ class FullyShard(_Arguments):
     backward needs it first (torch's default)."""
     keep_last_unit: bool
     """The last unit is not resharded after forward either: backward needs it next."""
+    unshard_embeddings_in_backward: bool
+    """`set_unshard_in_backward` of units that are a `torch.nn.Embedding`: backward needs none of their weights."""
     reshard_after_backward: Timing
     """`set_reshard_after_backward`."""
     requires_gradient_sync: Timing

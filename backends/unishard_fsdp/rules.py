@@ -96,7 +96,11 @@ def _resharding(cfg: Config, topology: Topology) -> bool | int:
 def _gathering(cfg: Config, topology: Topology) -> Native:
     """When units are resharded after forward. Backward gathers the last one next, so that prefetching means to keep it."""
     resharding = _resharding(cfg, topology)
-    return {"reshard_after_forward": resharding, "keep_last_unit": bool(resharding) and cfg.communication.prefetch_bucket_size != 0}
+    return {
+        "reshard_after_forward": resharding,
+        "keep_last_unit": bool(resharding) and cfg.communication.prefetch_bucket_size != 0,
+        "unshard_embeddings_in_backward": not resharding,
+    }
 
 
 def _compute(cfg: Config) -> Native:

@@ -110,6 +110,7 @@ def apply_fully_shard(
 
     keeps = options.keep_last_unit and frozen is None
     kept = [model, *(unit.module for unit in units[-1:] if keeps)]
+    embeddings = [unit.module for unit in units if unit.is_embedding]
 
     def apply(module: nn.Module) -> None:
         root = module is model
@@ -120,6 +121,9 @@ def apply_fully_shard(
             mp_policy=_policy(options.mp_policy, root=root),
             offload_policy=offload,
         )
+
+        if not options.unshard_embeddings_in_backward and any(module is each for each in embeddings):
+            cast(FSDPModule, module).set_unshard_in_backward(False)
 
     shards = mesh["shard"]
     load(model, units, device, apply, frozen=frozen, part=row_part(shards.get_local_rank(), shards.size()))

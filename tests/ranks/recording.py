@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -95,11 +96,32 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(cfg: Any) -> list[Event]:
-    """The third window of training the countable model. Collective."""
+class Indexed(nn.Module):
+    """The same behind a table of 12 x 4 elements, which is a unit, and of whose weights backward needs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 4)
+        self.rest = Countable()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> MlpOutput:
+        return self.rest(x + self.table(labels), labels)
+
+
+TABLE = 48
+
+
+def record(cfg: Any, build: Callable[[], nn.Module] = Countable) -> list[Event]:
+    """The third window of training the countable model, or another one that takes the same. Collective."""
+    return record_and_train(cfg, build)[0]
+
+
+def record_and_train(cfg: Any, build: Callable[[], nn.Module]) -> tuple[list[Event], list[tuple[float, float | None]]]:
+    """As `record`, and this rank's loss and the gradient norm of each micro-batch. Collective."""
     torch.manual_seed(0)
     rank = unishard.Topology.from_environment().rank
-    with unishard.prepare(Countable(), cfg) as engine:
+    trained = []
+    with unishard.prepare(build(), cfg) as engine:
         for window in range(WINDOWS):
             recorder = Recorder()
             with recorder:
@@ -112,9 +134,10 @@ def record(cfg: Any) -> list[Event]:
                     recorder.phase = f"backward {turn}"
                     engine.backward(loss)
                     recorder.phase = f"step {turn}"
-                    updated = engine.step().updated
-                    assert updated == (turn + 1 == ACCUMULATION)
-        return recorder.events
+                    step = engine.step()
+                    assert step.updated == (turn + 1 == ACCUMULATION)
+                    trained.append((loss.item(), step.grad_norm))
+        return recorder.events, trained
 
 
 def moved(events: list[Event]) -> dict[str, dict[str, int]]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from playing import STRATEGIES, play, values
 from playing import checked as config
-from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, moved, record, sizes
+from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, Indexed, moved, record, record_and_train, sizes
+from recording import TABLE as TABLE_OF_EMBEDDINGS
 
+from unishard import Topology
+from unishard.engine.model.shape import shape_of
+from unishard.plugins import registry
 from unishard.testing.cells import BACKENDS
 
 NO_PREFETCH = {"communication": {"prefetch_bucket_size": 0}}
@@ -215,6 +219,40 @@ def test_what_deepspeed_prefetched_for_backward_when_forward_ends_is_not_gathere
     for turn in range(ACCUMULATION):
         both = by_phase[f"forward {turn}"]["all_gather"] + by_phase[f"backward {turn}"]["all_gather"]
         assert both == 2 * P - BLOCK - HEAD
+
+
+EMBEDDED = {
+    "again": {"native": {"fsdp": {"unshard_embeddings_in_backward": True}}},
+    "once": {},
+    "recomputed": {"activation_checkpointing": ["Embedding"]},
+}
+
+
+def embedded(option):
+    cfg = config("fsdp", {"units": ["Block", "Embedding"]}, training={"gradient_accumulation_steps": ACCUMULATION}, **EMBEDDED[option])
+    return record_and_train(cfg, Indexed)
+
+
+def test_backward_gathers_no_table_of_embeddings_and_trains_the_same_without():
+    """Its gradient depends on the indices only."""
+    played = play(tuple((embedded, (option,)) for option in EMBEDDED))
+    trained = {option: values(played[embedded, (option,)]) for option in EMBEDDED}
+    gathered = {}
+    for option, ranks in trained.items():
+        by_phase = moved(ranks[0][0])
+        assert by_phase["forward 1"]["all_gather"] == P + TABLE_OF_EMBEDDINGS
+        gathered[option] = by_phase["backward 1"]["all_gather"]
+        assert [curve for _, curve in ranks] == [curve for _, curve in trained["again"]]
+    assert gathered == {"again": 2 * BLOCK + TABLE_OF_EMBEDDINGS, "once": 2 * BLOCK, "recomputed": 2 * BLOCK}
+
+
+@pytest.mark.parametrize("option", ["again", "once"])
+def test_the_plan_knows_which_units_backward_gathers(option):
+    cfg = config("fsdp", {"units": ["Block", "Embedding"]}, **EMBEDDED[option])
+    planned = registry.get("fsdp").footprint(shape_of(Indexed(), cfg.sharding), cfg, Topology(2, 2)).traffic
+    gathers = {each.phase: each.nbytes // 4 for each in planned if each.kind == "all_gather"}
+    again = TABLE_OF_EMBEDDINGS if option == "again" else 0
+    assert gathers == {"forward": P + TABLE_OF_EMBEDDINGS, "backward": 2 * BLOCK + again}
 
 
 # -- reduction ----------------------------------------------------------------------------------------------------------------------

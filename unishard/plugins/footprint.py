@@ -82,6 +82,8 @@ class ModelShape:
     buffers: tuple[TensorShape, ...] = ()
     units: tuple[str, ...] = ()
     """Names of the modules that are gathered together, in module order, without the root."""
+    embeddings: frozenset[int] = frozenset()
+    """Indices in `units` of tables of embeddings, of which a backward needs no weights."""
 
     @cached_property
     def trainable(self) -> tuple[ParameterShape, ...]:

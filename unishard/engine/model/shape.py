@@ -34,4 +34,5 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
         ),
         buffers=tuple(TensorShape(name, tuple(each.shape), name_of(each.dtype)) for name, each in model.named_buffers()),
         units=tuple(unit.name for unit in found),
+        embeddings=frozenset(index for index, unit in enumerate(found) if unit.is_embedding),
     )

@@ -37,6 +37,11 @@ class Unit:
         """Elements of all its parameters."""
         return _numel(self.module)
 
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is torch's table of embeddings, whose gradient depends on the indices and not on the weights."""
+        return type(self.module) is nn.Embedding
+
 
 class ModelUnits(NamedTuple):
     """The units that `prepare` found in a model."""
