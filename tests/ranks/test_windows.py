@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from playing import STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
+from recording import Recorder
 
 import unishard
 from unishard.testing.cells import BACKENDS
@@ -50,7 +51,24 @@ def no_item(backend):
 
 COUNTS = ((2, 2), (1, 3), (torch.tensor([0]), torch.tensor(4)))
 BAD = {"some": (1, None), "others": (None, 1), "negative": (-1, 1), "fraction": (1.5, 1), "several": (torch.ones(2, dtype=torch.int64), 1)}
+
+
+def phases(backend, items):
+    """Sums of int64 by the phase in which they are started."""
+    with prepare(config(backend, "full_shard")) as engine:
+        (batch,) = own_share(1)
+        loss = engine(**batch).loss
+        recorder = Recorder()
+        with recorder:
+            recorder.phase = "backward"
+            engine.backward(loss, num_items=items)
+            recorder.phase = "step"
+            engine.step()
+    return [event.phase for event in recorder.events if (event.kind, event.dtype) == ("all_reduce", "int64")]
+
+
 ITEMS = (
+    *((phases, (backend, items)) for backend in BACKENDS for items in (None, 4)),
     *((counted, (backend, counts)) for backend in BACKENDS for counts in COUNTS),
     *((mixed, (backend, *pair)) for backend in BACKENDS for pair in BAD.values()),
     *((no_item, (backend,)) for backend in BACKENDS),
@@ -80,6 +98,12 @@ def test_only_the_number_of_items_of_all_ranks_counts(backend, counts):
 )
 def test_counts_that_mean_nothing_are_refused(backend, pair, said):
     assert said in error(play(ITEMS)[mixed, (backend, *BAD[pair])])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_items_are_added_up_while_backward_runs(backend):
+    assert values(play(ITEMS)[phases, (backend, None)]) == [[], []]
+    assert values(play(ITEMS)[phases, (backend, 4)]) == [["backward"], ["backward"]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

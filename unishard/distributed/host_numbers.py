@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from unishard.distributed.process_group import device_of_numbers, host_group
 
-__all__ = ["largest", "total"]
+__all__ = ["largest", "start_total", "total"]
 
 
 def total(number: int) -> int:
     """The sum over all ranks. Collective."""
-    return _reduced([number], dist.ReduceOp.SUM)[0]
+    return start_total(number)()
+
+
+def start_total(number: int) -> Callable[[], int]:
+    """Start to add up a number over all ranks; what is returned waits for the sum. Collective, and the second call is not."""
+    wait = _start([number], dist.ReduceOp.SUM)
+    return lambda: wait()[0]
 
 
 def largest(numbers: Sequence[int]) -> list[int]:
     """The largest of each number over all ranks. Collective."""
-    return _reduced(numbers, dist.ReduceOp.MAX)
+    return _start(numbers, dist.ReduceOp.MAX)()
 
 
-def _reduced(numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
+def _start(numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> Callable[[], list[int]]:
     if dist.get_world_size() == 1:
-        return list(numbers)
+        return lambda: list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    dist.all_reduce(tensor, operation, group=None if device_of_numbers().type == "cpu" else host_group())
-    reduced: list[int] = tensor.tolist()
-    return reduced
+    group = None if device_of_numbers().type == "cpu" else host_group()
+    work = dist.all_reduce(tensor, operation, group=group, async_op=True)
+
+    def wait() -> list[int]:
+        work.wait()
+        reduced: list[int] = tensor.tolist()
+        return reduced
+
+    return wait

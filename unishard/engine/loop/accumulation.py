@@ -126,7 +126,7 @@ class Accumulation:
         """Run the backward of one micro-batch."""
         order = self._order
         _require_backward(order, loss, training=self.adapter.module.training)
-        order.enter("backward", "" if num_items is None else ", with num_items")
+        order.enter("backward", _DETAILS[num_items is None, isinstance(num_items, Tensor)])
         self._items.add(num_items, last=order.last)
         if order.progress is not None:
             order.progress.record_loss(loss.detach() / _at_least_1(num_items))
@@ -250,6 +250,14 @@ class Accumulation:
     def _needs_outcome(self) -> bool:
         """Whether something must know at once if the update was made: it cannot take it back, or raises."""
         return self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing
+
+
+_DETAILS = {
+    (True, False): "",
+    (False, False): ", with num_items",
+    (False, True): ", with num_items in a tensor",
+}
+"""Of a backward: the ranks add up numbers of Python before it, and those in tensors behind it."""
 
 
 def _nothing() -> None:

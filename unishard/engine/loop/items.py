@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import index
 
 import torch
@@ -25,15 +26,18 @@ class Items:
         self._total: Tensor | None = None
         """Those counted on a device."""
         self._read: HostRead | None = None
+        self._everyones: Callable[[], int] | None = None
+        """Waits for the sum over all ranks, once that is on its way."""
         self._losses = 0
 
     def add(self, count: int | Tensor | None, *, last: bool) -> None:
-        """Add one micro-batch's items on this rank, before its backward is queued; does not wait for the device.
+        """Add one micro-batch's items on this rank, before its backward is queued; waits for nothing. Collective for the last one.
 
         Args:
             count: None if its loss is already a mean.
-            last: Whether the micro-batch is the last of its window. The total then travels to the host, behind the forward; the update
-                waits for it while the device still has the backward to do.
+            last: Whether the micro-batch is the last of its window. What was counted in Python is then added up over the ranks during the
+                backward; what was counted in tensors travels to the host, behind the forward, and the update waits for it while the
+                device still has the backward to do.
 
         Raises:
             ContractError: `count` is not a whole number of at least 0, or the window has losses of the other kind.
@@ -52,6 +56,8 @@ class Items:
                 self._number += _whole(count)
         if last and self._total is not None:
             self._read = HostRead(self._total)
+        elif last and self._counts:
+            self._everyones = host_numbers.start_total(self._number)
         self._losses += 1
 
     def divisor(self) -> float:
@@ -62,8 +68,10 @@ class Items:
         """
         if not self._counts:
             return 1.0
-        counted = self._read if self._read is not None or self._total is None else HostRead(self._total)
-        number = host_numbers.total(self._number + (0 if counted is None else int(counted.get())))
+        if self._everyones is None:
+            counted = self._read if self._read is not None or self._total is None else HostRead(self._total)
+            self._everyones = host_numbers.start_total(self._number + (0 if counted is None else int(counted.get())))
+        number = self._everyones()
         if number < 1:
             raise ContractError(f"num_items add up to {number} over the accumulation window and all ranks; skip batches without items")
         return number / dist.get_world_size()
@@ -71,7 +79,7 @@ class Items:
     def clear(self) -> None:
         """Reset at the end of a window."""
         self._counts, self._number, self._losses = False, 0, 0
-        self._total = self._read = None
+        self._total = self._read = self._everyones = None
 
 
 def _whole(count: object) -> int:
