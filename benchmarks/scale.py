@@ -153,15 +153,17 @@ def states(rank: int) -> dict[str, LazyShard]:
     }
 
 
-def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
-    """What rank 0 spends on the plan and the index of a save, and the number of chunks."""
-    cache, plans = PlanCache(), []
+def local_plans(world: int, names: list[str], cache: PlanCache) -> tuple[writing._Planner, list[bytes]]:
+    """The planner of the last rank, and what each rank sends to rank 0 before a save."""
+    plans = []
     for rank in range(world):
         planner = writing._Planner(shards(rank, world, names) | states(rank), cache)
         plans.append(pickle.dumps(planner.create_local_plan()))
-    gathering, received = cpu(lambda: [pickle.loads(plan) for plan in plans])
-    planning, (final, metadata) = cpu(lambda: planner.create_global_plan(received))
-    scattering, sent = cpu(lambda: [pickle.dumps(plan) for plan in final])
+    return planner, plans
+
+
+def local_results(world: int, names: list[str], planner: writing._Planner) -> list[bytes]:
+    """What each rank sends to rank 0 after it has written."""
     records = [plan._records for plan in planner.assignments]
     each = sum(torch.Size(parameters()[name]).numel() for name in names) * 12 // sum(records[0]) + 1000
     results = []
@@ -170,6 +172,16 @@ def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
         tensors = [len(plan.numbers[rank]) for plan in planner.assignments]
         sums = [[np.zeros(count, kind) for count in tensors] for kind in (np.uint64, np.float64)]
         results.append(pickle.dumps([writing._Result(f"__{rank}_0.distcp", sum(lengths[0]), 0, lengths, *sums)]))
+    return results
+
+
+def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
+    """What rank 0 spends on the plan and the index of a save, and the number of chunks."""
+    planner, plans = local_plans(world, names, cache := PlanCache())
+    gathering, received = cpu(lambda: [pickle.loads(plan) for plan in plans])
+    planning, (final, metadata) = cpu(lambda: planner.create_global_plan(received))
+    scattering, sent = cpu(lambda: [pickle.dumps(plan) for plan in final])
+    results = local_results(world, names, planner)
     folder.mkdir()
     reading, everyone = cpu(lambda: [pickle.loads(result) for result in results])
     writer = writing._Writer(folder, {}, lambda written: None, planner, own_index=True)
@@ -195,7 +207,7 @@ def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
         "second save: plan, s": planning_again,
         "second save: bytes of plans to and from rank 0": float(sum(map(len, second))),
     }
-    return row, int(sum(records[0]))
+    return row, int(sum(planner.assignments[0]._records))
 
 
 def located(world: int, names: list[str], folder: Path) -> Row:

@@ -3,7 +3,8 @@
 Each loop is a generator that gives the mean loss of this rank's micro-batches after each optimizer step. They follow the tutorials, with
 what the strategy means (docs/architecture.md) set where the engine's default is another: DeepSpeed's stage 3 would keep up to 1e9
 parameters from forward to backward, and replicate small ones; its reduction would allocate buckets of 5e8 elements whatever the model's
-size. Where micro-batches are accumulated under `shard_grad_op`, FSDP2 keeps gathered parameters until the last one.
+size. Where micro-batches are accumulated under `shard_grad_op`, FSDP2 keeps gathered parameters until the last one. The units of FSDP2 are
+those of torchtitan's Llama: the embedding, each layer, and norm and head together, which are not resharded after forward.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fsdp(cell: Cell) -> Iterator[Tensor]:
-    """FSDP2 as torch's tutorial writes it."""
+    """FSDP2 as torch's tutorial writes it, with the units of torchtitan (0.2, models/llama3/infra/parallelize.py, `apply_fsdp`)."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     start_process_group()
@@ -47,9 +48,10 @@ def fsdp(cell: Cell) -> Iterator[Tensor]:
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cell.precision == "bf16" else MixedPrecisionPolicy()
     )
     once = cell.strategy == "shard_grad_op"
-    for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=not once)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+    for unit in (model.model.embed_tokens, *model.model.layers):
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=not once)
+    fully_shard([model.model.norm, model.lm_head], mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mp_policy=policy)
     optimizer = adamw(model)
     batches = cell.micro_batches(dist.get_rank())
     while True:

@@ -18,8 +18,9 @@ from benchmarks.peers.loops import loop_of
 
 __all__ = ["Side", "Turns", "take_turns"]
 
-WARM_UP = 1
-"""Steps that are not timed, after the first one, in which DeepSpeed's stage 3 learns the order of modules."""
+WARM_UP = 10
+"""Steps that are not timed, after the first one: in that DeepSpeed's stage 3 learns the order of modules, and in the first ten unishard
+compares each call of the ranks before its collectives, later in every tenth."""
 
 
 class Side(NamedTuple):

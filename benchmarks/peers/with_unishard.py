@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 import unishard
-from benchmarks.peers.cell import BETAS, CLIP, DECAY, EPS, LR, Cell
+from benchmarks.peers.cell import BETAS, CLIP, DECAY, EPS, LR, Batch, Cell
 
 __all__ = ["config", "train"]
+
+
+class Loader:
+    """A loader that says its length, as most do. Without one, unishard compares the ranks' numbers of batches before each window."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
 
 
 def config(cell: Cell) -> unishard.Config:
@@ -35,7 +49,7 @@ def train(cell: Cell) -> Iterator[Tensor]:
     """The loop of the README."""
     engine = unishard.prepare(cell.build(), config(cell))
     losses = []
-    for batch in engine.batches(cell.micro_batches(engine.rank)):
+    for batch in engine.batches(Loader(cell.micro_batches(engine.rank))):
         loss = engine(**batch).loss
         engine.backward(loss)
         losses.append(loss.detach())
