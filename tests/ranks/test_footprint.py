@@ -142,14 +142,11 @@ LARGER = {
 PEAKS = {
     2: tuple(
         cell
-        for backend, strategy, precision in SPANNING
+        for number, (backend, strategy, precision) in enumerate(SPANNING)
         for other in PRECISIONS
         if other != precision
-        for cell in (
-            (backend, strategy, precision, "none", 1),
-            (backend, strategy, other, "none", 2),
-            (backend, strategy, other, "full", 1),
-        )
+        for first in (1 + number // 2 % 2,)
+        for cell in ((backend, strategy, precision, "none", first), (backend, strategy, other, "full", 3 - first))
     ),
     4: (
         *(
