@@ -9,6 +9,9 @@ PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --pict
 # Three processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and two leave 2 cores idle.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+# Where it is set, each of the three processes would compile all tests anew, a third of the time they take to collect them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash faults soak parity matrix mistakes versions bench gpu gpu-wheels clean
 
