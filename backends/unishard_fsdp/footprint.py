@@ -7,6 +7,9 @@ Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks
 - The gradients of a unit are views of one output of its reduce-scatter, padded in the same way (`_fsdp_collectives.py`, `foreach_reduce`).
 - A unit is gathered in the compute dtype, padded, and its all-gather's output is copied out (`foreach_all_gather_copy_out`). The output
   is kept until the next unit has been copied out in forward (`_fsdp_param_group.py`, `wait_for_unshard`).
+- With a smaller group after forward, a unit's shard there is freed by its gather in backward, and kept instead if there is none: nothing
+  before the first trainable parameter has a backward. The unit's next forward replaces it (`_fsdp_param.py`, `to_sharded_post_forward`,
+  `to_unsharded`, which frees nothing once `to_sharded` has been called).
 - One input of a reduce-scatter is kept until that of the next unit is made (`reduce_scatter_max_input_buffers`, 1).
 - DistributedDataParallel with `gradient_as_bucket_view` keeps all gradients in its buckets, which stay between steps (csrc/distributed/
   c10d/reducer.cpp, `initialize_buckets`).
@@ -17,7 +20,7 @@ Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from unishard.config import Config
 from unishard.config.nested import Native
@@ -106,7 +109,7 @@ class _Sharded:
             optimizer=Bytes(host=state) if on_host else place(state),
             gradients=place(gradients),
             kept_gradients=Bytes(),
-            buffers=Bytes(_buffers(shape, cfg)),
+            buffers=Bytes(_buffers(shape, cfg) + self._post_forward(sum(self._sizes(self._full)[: self._without_backward()]))),
             gathered=max(map(max, self._gathered())) + max(self._sizes(self._reduced)),
             forward=tuple(self._gathered()[0]),
             backward=tuple(computing),
@@ -143,7 +146,8 @@ class _Sharded:
         needed = self._in_backward(full)[:-1]
         last = units[-1:] if self._native["keep_last_unit"] else []
         resharded = units[: len(units) - len(last)]
-        kept = [self._post_forward(sum(resharded[:index])) for index in range(len(units) + 1)]
+        first = self._without_backward()  # what these keep is persistent
+        kept = [self._post_forward(sum(resharded[first:index])) for index in range(len(units) + 1)]
         forward = [root + size + kept[index] + self._ahead(units[index + 1 :]) for index, size in enumerate(units)]
         backward = [root + size + kept[index] + self._ahead(needed[:index][::-1]) for index, size in enumerate(needed)]
         at_loss = root + kept[-1] + max(sum(last), self._ahead(needed[::-1]))
@@ -158,6 +162,15 @@ class _Sharded:
         """Bytes that stay of gathered parameters until backward: nothing, or a shard in a smaller group."""
         group = self._native.get("reshard_after_forward")
         return 0 if isinstance(group, bool) or not group else gathered // group
+
+    def _without_backward(self) -> int:
+        """The first so many units, before which and in which nothing is trainable: their outputs need no gradient.
+
+        Parameters are in the order of their modules, those of the root among them.
+        """
+        frozen = [parameter.unit for parameter in takewhile(lambda parameter: not parameter.trainable, self._shape.parameters)]
+        trained = min((parameter.unit for parameter in self._shape.trainable if parameter.unit >= 0), default=len(self._shape.units))
+        return min(max(frozen, default=-1) + 1, trained, len(self._shape.units) - bool(self._native.get("keep_last_unit")))
 
     def _ahead(self, units: Sequence[int]) -> int:
         """Bytes of the next units that are gathered before they are used: those within the limit, else the next one (torch's prefetch)."""

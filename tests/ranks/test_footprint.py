@@ -58,8 +58,9 @@ def _on_four(backend):
         sharding = {"strategy": strategy} | ({"group_size": 2} if strategy in HYBRID else {})
         yield "mlp", {"sharding": sharding, "precision": "bf16"}
     yield "mlp", {}
+    yield "lora", {"precision": "bf16", "sharding": PAIRS}
     if backend == "deepspeed":
-        yield "lora", {"precision": "bf16", "sharding": PAIRS}
+        yield "lora", {"precision": "bf16", "sharding": PAIRS, "offload": {"params": "cpu"}}
     yield "lora", {"precision": "bf16"}
     yield "mlp", {"precision": "bf16", "offload": "cpu"}
 
