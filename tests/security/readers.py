@@ -17,7 +17,6 @@ from test_hostile import plain
 
 import unishard
 from unishard.checkpoint import finding, manifest, verifying
-from unishard.checkpoint.converting import convert
 from unishard.checkpoint.manifest import FileFacts, GroupRecord, OptimizerFacts
 from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of
 from unishard.compare.golden import read_golden
@@ -33,6 +32,7 @@ from unishard.integrations.jsonl import JsonLines
 from unishard.loading.hostfile import hosts_of
 from unishard.plan import cache
 from unishard.plan.model import PlannedModel
+from unishard.plugins.convert import convert
 from unishard.plugins.footprint import ModelShape, ParameterShape
 
 __all__ = ["READERS", "Reader"]

@@ -30,7 +30,7 @@ def convert(
 
     Example: unishard checkpoint convert ds_checkpoint runs/step-00000100
     """
-    from unishard.checkpoint.converting import convert as run
+    from unishard.plugins.convert import convert as run
 
     with ExitStack() as stack:
         notes = run(source, destination, from_=from_, to=to, progress=lambda total: stack.enter_context(bar("converting", total)))

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 from unishard.checkpoint import manifest
-from unishard.checkpoint.converting import convert, formats
 from unishard.checkpoint.hashing import hash_of, hexadecimal
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.cli import app
 from unishard.cli import convert as cli_convert
 from unishard.errors import CheckpointError
+from unishard.plugins.convert import convert, formats
 
 GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"0.bias": (7,)}]
 
