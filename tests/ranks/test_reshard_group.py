@@ -23,8 +23,11 @@ TRAINED = {
     ("fsdp", "bf16"): (True, GROUP),
     ("deepspeed", "fp32"): (True, GROUP),
     ("deepspeed", "bf16"): (True, GROUP),
+    ("deepspeed", "fp32", "params"): (True, GROUP),
+    ("deepspeed", "bf16", "both"): (True, GROUP),
 }
-"""By backend and precision: values of `sharding.reshard_after_forward`."""
+"""By backend, precision and what is in host memory: values of `sharding.reshard_after_forward`."""
+OFFLOAD = {"": None, "params": {"params": "cpu"}, "both": "cpu"}
 
 
 def prepared(backend, kept, precision="fp32", frozen=False, **sections):
@@ -42,9 +45,9 @@ def evaluated(engine):
     return logits
 
 
-def trained(backend, precision, kept):
+def trained(kept, backend, precision, place=""):
     """The curve, outputs, an evaluation in between, and what is read of a parameter when units hold shards of pairs."""
-    with prepared(backend, kept, precision, frozen=(backend, precision) == ("deepspeed", "bf16")) as engine:
+    with prepared(backend, kept, precision, frozen=(backend, precision) == ("deepspeed", "bf16"), offload=OFFLOAD[place]) as engine:
         first = curve(train(engine, own_share(MICRO_BATCHES)))
         logits, held = evaluated(engine), engine.parameter_norms()
         return first, logits, held, curve(train(engine, own_share(MICRO_BATCHES)))
@@ -136,7 +139,7 @@ def of_three(backend):
 
 
 SCENARIOS = (
-    *((trained, (*cell, kept)) for cell, some in TRAINED.items() for kept in some),
+    *((trained, (kept, *cell)) for cell, some in TRAINED.items() for kept in some),
     *((written, (kept,)) for kept in KEPT[:2]),
     *((gathered, (kept,)) for kept in KEPT),
     *((gathered_in_a_window, (kept,)) for kept in KEPT[:2]),
@@ -154,7 +157,7 @@ def played(scenario, *arguments):
 def test_a_smaller_group_after_forward_trains_bit_for_bit_the_same(cell):
     first, *others = TRAINED[cell]
     for kept in others:
-        assert values(played(trained, *cell, kept)) == values(played(trained, *cell, first))
+        assert values(played(trained, kept, *cell)) == values(played(trained, first, *cell))
 
 
 def test_what_is_written_between_forwards_is_what_the_next_one_computes_with():
