@@ -14,9 +14,12 @@ from recording import BLOCK, PARAMETERS, Countable, Recorder
 
 import unishard
 from unishard.testing.cells import BACKENDS
+from unishard.testing.conformance import compare
 from unishard.testing.models import batch, mlp
 
 WORLD, GROUP = 4, 2
+REST = 3 * ACCUMULATION
+"""Micro-batches after a checkpoint."""
 KEPT = (True, GROUP, WORLD, False)
 TRAINED = {
     ("fsdp", "fp32"): KEPT,
@@ -30,11 +33,16 @@ TRAINED = {
 OFFLOAD = {"": None, "params": {"params": "cpu"}, "both": "cpu"}
 
 
-def prepared(backend, kept, precision="fp32", frozen=False, **sections):
+def built(frozen):
     model = mlp()
     model.blocks[0].requires_grad_(not frozen)
     model.head.bias.requires_grad_(not frozen)
-    return unishard.prepare(model, configured(backend, {"strategy": "full_shard", "reshard_after_forward": kept}, precision, **sections))
+    return model
+
+
+def prepared(backend, kept, precision="fp32", frozen=False, **sections):
+    cfg = configured(backend, {"strategy": "full_shard", "reshard_after_forward": kept}, precision, **sections)
+    return unishard.prepare(built(frozen), cfg)
 
 
 def evaluated(engine):
@@ -70,6 +78,32 @@ def written(kept):
         engine.load(folder[0])
         found.append(evaluated(engine))
         return found, curve(train(engine, own_share(ACCUMULATION)))
+
+
+def saved(folder):
+    """On DeepSpeed, saves where every unit has a shard in pairs; the rest of that run."""
+    with prepared("deepspeed", GROUP, frozen=True) as engine:
+        train(engine, own_share(ACCUMULATION))
+        evaluated(engine)
+        engine.save(folder)
+        return curve(train(engine, own_share(REST)))
+
+
+def resumed(folder, kept):
+    """The same rest from the checkpoint, in an engine whose units have shards of other weights."""
+    with prepared("deepspeed", kept, frozen=True) as engine:
+        engine.set_parameter("blocks.0.up.weight", torch.zeros_like(engine.parameter("blocks.0.up.weight")))
+        evaluated(engine)
+        engine.load(folder, verify="bits")
+        return curve(train(engine, own_share(REST)))
+
+
+def resumed_by_half(folder):
+    """The same rest on half as many ranks with twice the micro-batches each."""
+    training = {"gradient_accumulation_steps": 2 * ACCUMULATION, "gradient_clipping": 0.5}
+    with unishard.prepare(built(frozen=True), config("deepspeed", training=training)) as engine:
+        engine.load(folder, verify="bits")
+        return curve(train(engine, own_share(2 * REST)))
 
 
 def side_by_side(size):
@@ -149,37 +183,56 @@ SCENARIOS = (
 )
 
 
-def played(scenario, *arguments):
-    return play(SCENARIOS, WORLD)[scenario, arguments]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("reshard_group"))
+
+
+@pytest.fixture(scope="module")
+def played(folder):
+    """Outcomes of a scenario; all of them are played in the same ranks."""
+    scenarios = (*SCENARIOS, (saved, (folder,)), *((resumed, (folder, kept)) for kept in KEPT[:2]))
+    return lambda scenario, *arguments: play(scenarios, WORLD)[scenario, arguments]
 
 
 @pytest.mark.parametrize("cell", TRAINED, ids="-".join)
-def test_a_smaller_group_after_forward_trains_bit_for_bit_the_same(cell):
+def test_a_smaller_group_after_forward_trains_bit_for_bit_the_same(played, cell):
     first, *others = TRAINED[cell]
     for kept in others:
         assert values(played(trained, kept, *cell)) == values(played(trained, first, *cell))
 
 
-def test_what_is_written_between_forwards_is_what_the_next_one_computes_with():
+def test_what_is_written_between_forwards_is_what_the_next_one_computes_with(played):
     assert values(played(written, GROUP)) == values(played(written, True))
 
 
-def test_deepspeeds_own_key_leaves_another_engine_alone():
+@pytest.mark.parametrize("kept", KEPT[:2])
+def test_a_run_that_is_resumed_goes_on_as_the_one_that_did_not_stop(played, folder, kept):
+    assert values(played(resumed, folder, kept)) == values(played(saved, folder))
+
+
+def test_a_run_that_is_resumed_on_fewer_ranks_goes_on_as_the_one_that_did_not_stop(played, folder):
+    expected = values(played(saved, folder))[0]
+    for found in values(play(((resumed_by_half, (folder,)),), WORLD // 2)[resumed_by_half, (folder,)]):
+        assert max(compare(found, expected)) < 1e-5
+
+
+def test_deepspeeds_own_key_leaves_another_engine_alone(played):
     assert values(played(side_by_side, GROUP)) == values(played(side_by_side, 1))
 
 
-def test_a_model_that_is_only_evaluated_is_gathered_in_groups_too():
+def test_a_model_that_is_only_evaluated_is_gathered_in_groups_too(played):
     assert values(played(inferred, GROUP)) == values(played(inferred, True))
 
 
-def test_backward_gathers_within_the_smaller_group():
+def test_backward_gathers_within_the_smaller_group(played):
     units, whole = 2 * BLOCK, {WORLD: PARAMETERS}  # the last unit is kept
     for kept, backward in ((True, {WORLD: units}), (GROUP, {GROUP: units}), (WORLD, {WORLD: units}), (False, {})):
         for found in values(played(gathered, kept)):
             assert found == {"forward": whole, "backward": backward}
 
 
-def test_deepspeed_gathers_among_all_ranks_only_in_the_first_forward_of_a_window():
+def test_deepspeed_gathers_among_all_ranks_only_in_the_first_forward_of_a_window(played):
     whole, near = {WORLD: PARAMETERS}, {GROUP: PARAMETERS}
     for found in values(played(gathered_in_a_window, True)):
         assert found == [[whole, whole, {}]] * 4
@@ -188,5 +241,5 @@ def test_deepspeed_gathers_among_all_ranks_only_in_the_first_forward_of_a_window
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_group_that_does_not_divide_the_ranks_is_refused(backend):
+def test_a_group_that_does_not_divide_the_ranks_is_refused(played, backend):
     assert "is 3, which does not divide the 4 ranks that share one copy; write 2, true or false" in error(played(of_three, backend))
