@@ -342,22 +342,30 @@ class _Stage3(_StageFootprint):
 
     def _traffic(self) -> Iterator[Collective]:
         if self.ranks > 1:
-            full, backward = sum(self._sizes(self._full)), bool(self.cfg.sharding.reshard_after_forward)
-            yield from self._gathers(full, backward=backward)
+            yield from self._gathers(sum(self._sizes(self._full)), again=bool(self.cfg.sharding.reshard_after_forward))
             numel = sum(parameter.flat(self.ranks) for parameter in self.trainable) * self.ranks
             yield Collective("reduce_scatter", "gradients", "backward", numel * self.reduce * self.micro, self.ranks)
         yield from self.between_groups(sum(parameter.flat(self.ranks) for parameter in self.trainable), self.accumulate)
 
-    def _gathers(self, full: int, *, backward: bool) -> Iterator[Collective]:
+    def _prefetched(self) -> int:
+        """Bytes that are gathered ahead for backward when forward ends, and kept: of the last unit, and of what follows it."""
+        limit, last = int(self.zero["stage3_prefetch_bucket_size"]), len(self.shape.units) - 1
+        unit = [place for place, parameter in enumerate(self.shape.parameters) if parameter.unit == last]
+        if last < 0 or not unit or limit < sum(self.shape.parameters[place].numel for place in unit):
+            return 0
+        return sum(self._full(parameter) for place, parameter in enumerate(self.shape.parameters) if place >= unit[0])
+
+    def _gathers(self, full: int, *, again: bool) -> Iterator[Collective]:
         """The all-gathers of a step: with a second copy among all ranks only the first, and only of what is trainable."""
+        backward = full - self._prefetched() if again else 0
         if not self.group:
             yield Collective("all_gather", "parameters", "forward", full * self.micro, self.ranks)
             if backward:
-                yield Collective("all_gather", "parameters", "backward", full * self.micro, self.ranks)
+                yield Collective("all_gather", "parameters", "backward", backward * self.micro, self.ranks)
             return
         first = sum(map(self._full, self.trainable))
         yield Collective("all_gather", "parameters", "forward", first, self.ranks)
         if near := full * self.micro - first:
             yield Collective("all_gather", "parameters", "forward", near, self.group)
         if backward:
-            yield Collective("all_gather", "parameters", "backward", full * self.micro, self.group)
+            yield Collective("all_gather", "parameters", "backward", backward * self.micro, self.group)

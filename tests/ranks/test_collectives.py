@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playing import STRATEGIES, play, values
 from playing import checked as config
-from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, Indexed, moved, record, record_and_train, sizes
+from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, Countable, Indexed, moved, record, record_and_train, sizes
 from recording import TABLE as TABLE_OF_EMBEDDINGS
 
 from unishard import Topology
@@ -219,6 +219,9 @@ def test_what_deepspeed_prefetched_for_backward_when_forward_ends_is_not_gathere
     for turn in range(ACCUMULATION):
         both = by_phase[f"forward {turn}"]["all_gather"] + by_phase[f"backward {turn}"]["all_gather"]
         assert both == 2 * P - BLOCK - HEAD
+    cfg = config("deepspeed", {"units": ["Block"]}, training={"gradient_accumulation_steps": ACCUMULATION}, **OPTIONS[option])
+    planned = registry.get("deepspeed").footprint(shape_of(Countable(), cfg.sharding), cfg, Topology(2, 2)).traffic
+    assert sum(each.nbytes for each in planned if each.kind == "all_gather") == 4 * ACCUMULATION * (2 * P - BLOCK - HEAD)
 
 
 EMBEDDED = {
