@@ -94,12 +94,15 @@ def _resharding(cfg: Config, topology: Topology) -> bool | int:
 
 
 def _gathering(cfg: Config, topology: Topology) -> Native:
-    """When units are resharded after forward. Backward gathers the last one next, so that prefetching means to keep it."""
+    """When units are resharded after forward. Backward gathers the last one next, so that prefetching means to keep it.
+
+    With a smaller group, embeddings are gathered too: nothing else frees what they keep there (torch 2.13, `_fsdp_param.py`, `to_sharded`).
+    """
     resharding = _resharding(cfg, topology)
     return {
         "reshard_after_forward": resharding,
         "keep_last_unit": bool(resharding) and cfg.communication.prefetch_bucket_size != 0,
-        "unshard_embeddings_in_backward": not resharding,
+        "unshard_embeddings_in_backward": resharding is not True,
     }
 
 
