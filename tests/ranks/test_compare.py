@@ -79,10 +79,10 @@ def build():
 
 
 def test_tune_measures_what_fits_and_writes_the_best(tmp_path):
-    """The config as it is accumulates; the plan drops a micro-batch of all samples, which does not fit."""
+    """The config as it is accumulates; the plan drops a micro-batch of all samples, which does not fit. One rank: above there are two."""
     (tmp_path / "c.yaml").write_text("backend: fsdp  # ours\nsharding: no_shard\ntraining: {gradient_accumulation_steps: 8}\n")
     (tmp_path / "factories.py").write_text(MODEL)
-    words = "tune c.yaml --model factories:build --seq-len 1024 --memory 700KiB --processes-per-node 2 --steps 3 --most 2 --write --json"
+    words = "tune c.yaml --model factories:build --seq-len 1024 --memory 700KiB --processes-per-node 1 --steps 3 --most 2 --write --json"
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, "-m", "unishard", *words.split(), "--backends", "fsdp", "--strategies", "no_shard"],

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from rich.console import Console
@@ -29,7 +29,26 @@ from unishard.testing import run_ranks
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
 
-def test_both_engines_draw_the_same_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def stream_of_forked_ranks(
+    command: list[str], world_size: int, show: Callable[[str, str | None], None], log: TextIO
+) -> tuple[int, list[str]]:
+    """What `training._stream` does, without a launcher and ranks that import everything."""
+    printed = run_ranks(world_size, run_script, tuple(command[command.index(str(SCRIPT)) + 1 :]))[0][0]
+    log.write(printed)
+    for line in printed.splitlines():
+        if progress := training._PROGRESS.match(line):
+            show(line, progress["step"])
+    return 0, printed.splitlines()
+
+
+def test_both_engines_draw_the_same_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine by way of torchrun, as a user has it; the other in forked ranks."""
+    launched = training._stream
+
+    def stream(command: list[str], *arguments: Any) -> tuple[int, list[str]]:
+        return (stream_of_forked_ranks if "backend=fsdp" in command else launched)(command, *arguments)
+
+    monkeypatch.setattr(training, "_stream", stream)
     run_demo(out=tmp_path, world_size=2, steps=8)
     one, other = (TrainingCurve.read(tmp_path / f"{backend}.json") for backend in ("fsdp", "deepspeed"))
     assert (one.ranks, other.ranks, len(one.losses), len(other.losses)) == (2, 2, 8, 8)
