@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from conforming import ACCUMULATION, MICRO_BATCHES, configured
+from conforming import ACCUMULATION, configured
 from playing import config, curve, error, own_share, play, train, values
 from recording import BLOCK, PARAMETERS, Countable, Recorder
 
@@ -56,9 +56,9 @@ def evaluated(engine):
 def trained(kept, backend, precision, place=""):
     """The curve, outputs, an evaluation in between, and what is read of a parameter when units hold shards of pairs."""
     with prepared(backend, kept, precision, frozen=(backend, precision) == ("deepspeed", "bf16"), offload=OFFLOAD[place]) as engine:
-        first = curve(train(engine, own_share(MICRO_BATCHES)))
+        first = curve(train(engine, own_share(2 * ACCUMULATION)))
         logits, held = evaluated(engine), engine.parameter_norms()
-        return first, logits, held, curve(train(engine, own_share(MICRO_BATCHES)))
+        return first, logits, held, curve(train(engine, own_share(2 * ACCUMULATION)))
 
 
 def written(kept):
