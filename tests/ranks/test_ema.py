@@ -14,7 +14,7 @@ from unishard.testing.cells import BACKENDS
 from unishard.testing.models import mlp
 
 DECAY = 0.8
-UPDATES = 3
+UPDATES = 2
 ADAMW = {"name": "adamw", "lr": 1e-2}
 MIXED, PURE = "bf16", "pure bf16"
 SPANNING = (
@@ -52,11 +52,12 @@ def averaged(backend, strategy, how):
     batches = own_share(UPDATES + 2)
     with prepare(configured(backend, strategy, how)) as engine:
         ema = engine.ema(DECAY)
-        wanted = torch.tensor(masters(engine))
+        wanted = torch.tensor(flat(parameter.bfloat16() if how == PURE else parameter for parameter in mlp().parameters()))
         for batch in batches[:UPDATES]:
             train(engine, [batch])
-            wanted = wanted.lerp(torch.tensor(masters(engine)), 1 - DECAY)
-        before, own = read(engine, ema), masters(engine)
+            own = masters(engine)
+            wanted = wanted.lerp(torch.tensor(own), 1 - DECAY)
+        before = read(engine, ema)
         with ema.weights():
             inside = masters(engine), engine.mean(engine.eval()(**batches[0]).loss)
         untouched = masters(engine) == own and read(engine, ema) == before
