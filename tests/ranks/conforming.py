@@ -11,7 +11,7 @@ from unishard.testing import conformance
 from unishard.testing.conformance import Cell, Tolerance
 from unishard.testing.oracle import Curve
 
-ACCUMULATION, UPDATES = 2, 4
+ACCUMULATION, UPDATES = 2, 3
 MICRO_BATCHES = ACCUMULATION * UPDATES
 
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from conforming import assert_conforms, configured, windows
+from conforming import MICRO_BATCHES, assert_conforms, configured, windows
 from playing import curve, own_share, play, refused, train, values
 from renaming import renamed
 from torch import nn
@@ -59,7 +59,7 @@ def ordinary():
         assert not any(patch.works for patch in PATCHES.values() if patch.needed)
         for cell in ORDINARY:
             with unishard.prepare(mlp(), configured("fsdp", *cell)) as engine:
-                found[cell] = curve(train(engine, own_share(8)))
+                found[cell] = curve(train(engine, own_share(MICRO_BATCHES)))
     return found
 
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from conforming import MICRO_BATCHES, UPDATES, assert_conforms, configured, tolerance, windows
+from conforming import ACCUMULATION, MICRO_BATCHES, UPDATES, assert_conforms, configured, tolerance, windows
 from playing import SPANNING, curve, own_share, play, prepare, train, values
 from torch.distributed.tensor import DTensor
 
@@ -189,17 +189,19 @@ PAIRS = {
 ORDERS = ("in turns", "crossed")
 COUPLES = tuple((pair, order) for pair in PAIRS for order in ORDERS)
 SEEDS = (7, 8)
+TOGETHER = 2
+"""Updates of both, before the first is closed."""
 
 
 def two_engines(pair, order):
-    """Both train half of the micro-batches; then the first is closed, and the second goes on.
+    """Both train; then the first is closed, and the second goes on.
 
     `crossed`: both forwards, both backwards, both steps.
     """
     engines = [unishard.prepare(mlp(seed), configured(*cell)) for seed, cell in zip(SEEDS, PAIRS[pair], strict=True)]
-    share, half = own_share(MICRO_BATCHES), MICRO_BATCHES // 2
+    share, first_ones = own_share(MICRO_BATCHES), TOGETHER * ACCUMULATION
     done = ([], [])
-    for batches in zip(*(engine.batches(share[:half]) for engine in engines), strict=True):
+    for batches in zip(*(engine.batches(share[:first_ones]) for engine in engines), strict=True):
         losses = []
         for engine, batch in zip(engines, batches, strict=True):
             losses.append(engine(**batch).loss)
@@ -212,7 +214,7 @@ def two_engines(pair, order):
             log.append((engine.mean(loss), engine.step()))
     first, second = engines
     first.close()
-    done[1].extend(train(second, share[half:]))
+    done[1].extend(train(second, share[first_ones:]))
     second.close()
     return [curve(log) for log in done]
 
@@ -220,5 +222,5 @@ def two_engines(pair, order):
 @pytest.mark.parametrize("couple", COUPLES, ids="-".join)
 def test_two_engines_train_side_by_side_and_one_outlives_the_other(couple):
     for curves in played(two_engines, couple, COUPLES):
-        for cell, seed, updates, trained in zip(PAIRS[couple[0]], SEEDS, (UPDATES // 2, UPDATES), curves, strict=True):
+        for cell, seed, updates, trained in zip(PAIRS[couple[0]], SEEDS, (TOGETHER, UPDATES), curves, strict=True):
             assert_conforms(trained, plain(cell[2], seed, updates), tolerance(*cell))
