@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -87,6 +87,33 @@ class Tensors:
         stretch = self.stretch(name)
         return stretch.read(0, stretch.end).view(stretch.shape)
 
+    def require(self, name: str, shape: Sequence[int], begin: int, end: int) -> None:
+        """Check that a part of a tensor can be read, by the index and the sizes of the files; reads no element.
+
+        Args:
+            name: The tensor.
+            shape: The shape that it must have.
+            begin: The first element, in the flattened tensor.
+            end: Behind the last one.
+
+        Raises:
+            CheckpointError: It does not exist, has another shape, or is incomplete.
+        """
+        self._require(name)
+        if tuple(shape) != tuple(self.shapes[name]):
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {tuple(self.shapes[name])} in the index, not {tuple(shape)}; the checkpoint is damaged"
+            )
+        target = ReadRequest(name, begin, torch.empty(end - begin, device="meta"))
+        found = 0
+        for chunk in self._table.chunks(name, begin, end):
+            if chunk.file not in self._sizes:
+                self._open(chunk).close()
+            self._require_room(chunk)
+            found += sum(length for *_, length in _common(chunk, target))
+        if found != end - begin:
+            raise CheckpointError(f"{self.folder}: {name} is incomplete; use another checkpoint")
+
     @torch.no_grad()
     def read(self, targets: Iterable[ReadRequest], progress: Callable[[int], None] = lambda read: None) -> None:
         """Read into memory. Each chunk that is needed is read once, in file order.
@@ -156,7 +183,7 @@ class Tensors:
             path = self.folder / chunk.file
             self._sizes[chunk.file] = path.stat().st_size if path.is_file() else sys.maxsize
         size = math.prod(chunk.sizes) * self.dtypes[chunk.name].itemsize
-        if size > min(chunk.length, self._sizes[chunk.file]):
+        if size > chunk.length or chunk.at + chunk.length > self._sizes[chunk.file]:
             raise CheckpointError(f"{self.folder / chunk.file}: holds less than the {size} bytes of {chunk.name}; it is damaged")
 
     def _open(self, chunk: Chunk) -> IO[bytes]:

@@ -71,6 +71,9 @@ class Schedule:
         """State for a checkpoint: the number of updates, and each group's peak learning rate."""
         return {"updates": self._updates, "peaks": self._peaks}
 
+    def require(self, facts: ScheduleFacts) -> None:
+        """Do nothing: every schedule of a checkpoint can be resumed."""
+
     def resume(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
         """Resume at the update of a checkpoint, on the schedule of the current config.
 

@@ -124,6 +124,30 @@ class TorchSchedule:
             raise CheckpointError(f"the state of {type(self._scheduler).__name__} contains tensors, which unishard does not save")
         return {"updates": self._updates, "torch": {"class_name": type(self._scheduler).__name__, "state": state}}
 
+    def require(self, facts: ScheduleFacts) -> None:
+        """Check that `resume` can resume.
+
+        Raises:
+            CheckpointError: The checkpoint has another schedule, and this one is at a later update; or its state is damaged.
+        """
+        self._state_of(facts)
+
+    def _state_of(self, facts: ScheduleFacts) -> dict[str, Any] | None:
+        """The state of a scheduler of the same class; None after another schedule."""
+        if facts.torch is None or facts.torch.class_name != type(self._scheduler).__name__:
+            if self._updates > facts.updates:
+                raise CheckpointError(
+                    f"{type(self._scheduler).__name__} is at update {self._updates} and cannot go back to {facts.updates}, because the "
+                    "checkpoint has another schedule; prepare a new model and load before the first update"
+                )
+            return None
+        state = unpack(facts.torch.state, _no_tensor)
+        if not isinstance(state, dict) or not all(
+            alike(state[key], now) for key, now in self._scheduler.state_dict().items() if key in state
+        ):
+            raise CheckpointError(f"schedule.torch.state in the manifest is not what {facts.torch.class_name}.state_dict() returned")
+        return state
+
     def resume(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
         """Load the state of a scheduler of the same class; after another schedule, advance to the same number of updates.
 
@@ -132,24 +156,15 @@ class TorchSchedule:
             then: The group options in the checkpoint; empty if the groups differ.
 
         Raises:
-            CheckpointError: The checkpoint has another schedule, and this one is at a later update.
+            CheckpointError: See `require`.
         """
-        if facts.torch is None or facts.torch.class_name != type(self._scheduler).__name__:
-            if self._updates > facts.updates:
-                raise CheckpointError(
-                    f"{type(self._scheduler).__name__} is at update {self._updates} and cannot go back to {facts.updates}, because the "
-                    "checkpoint has another schedule; prepare a new model and load before the first update"
-                )
+        state = self._state_of(facts)
+        if state is None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about scheduler steps without optimizer steps
                 for _ in range(facts.updates - self._updates):
                     self.advance()
             return
-        state = unpack(facts.torch.state, _no_tensor)
-        if not isinstance(state, dict) or not all(
-            alike(state[key], now) for key, now in self._scheduler.state_dict().items() if key in state
-        ):
-            raise CheckpointError(f"schedule.torch.state in the manifest is not what {facts.torch.class_name}.state_dict() returned")
         self._updates = facts.updates
         self._scheduler.load_state_dict(state)
         written = ("lr", *(_CYCLED if _cycles(self._scheduler) else ()))

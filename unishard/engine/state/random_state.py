@@ -14,7 +14,7 @@ from torch import Tensor
 from unishard.data.seeds import seed_of
 from unishard.errors import CheckpointError
 
-__all__ = ["capture", "reseed", "restore"]
+__all__ = ["capture", "require", "reseed", "restore"]
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
@@ -57,6 +57,19 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
                 f"the checkpoint's {kind} random state does not fit this version of {kind} ({problem}); resume with the versions "
                 "in its manifest"
             ) from problem
+
+
+def require(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Check that `restore` can restore the states. The generators do not change.
+
+    Raises:
+        CheckpointError: A state does not fit its generator.
+    """
+    now = capture(device)
+    try:
+        restore(states, device)
+    finally:
+        restore(now, device)
 
 
 def reseed(seed: int, step: int, rank: int) -> None:

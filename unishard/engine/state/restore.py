@@ -26,7 +26,7 @@ from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.optim.optimizer_state import StateSpec, keys_of
 from unishard.engine.results import Resumed
 from unishard.engine.state.average_shards import resume_average
-from unishard.engine.state.resume import resume
+from unishard.engine.state.resume import random_states, resume
 from unishard.engine.state.run import Run
 from unishard.engine.state.sense import require_sense
 from unishard.errors import CheckpointError
@@ -55,13 +55,19 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     tensors = on_all(group, lambda: Tensors(folder))
     positions = on_all(group, lambda: [unpack(each, tensors.full) for each in manifest.data]) if data else []
     on_all(group, lambda: require_sense(manifest, positions, run.param_groups if run.accumulation is not None else []))
+    state = on_all(group, lambda: unpack(manifest.state, tensors.full))
+    states = on_all(group, lambda: random_states(run, manifest, tensors))
+    on_all(group, lambda: _require_schedule(run, manifest))
     run.adapter.settle()
     reader = on_all(group, lambda: CheckpointReader(run, folder, manifest, tensors, strict=strict))
     if run.accumulation is not None:
         run.accumulation.adapter.make_optimizer_state(reader.specs)
-    on_all(group, reader.fill)
+    try:
+        on_all(group, reader.fill)
+    except CheckpointError as error:  # content that nobody has looked at before
+        raise CheckpointError(f"{error}; some weights are loaded already: load another checkpoint before you train on") from error
     run.adapter.loaded()
-    notes = [*reader.notes, *resume(run, manifest, tensors, group)]
+    notes = [*reader.notes, *resume(run, manifest, states, group)]
     if run.accumulation is not None:
         notes += on_all(group, lambda: [*resume_average(run.tensors.average, tensors)])
     run.batching.resume(positions, manifest.world_size)
@@ -74,7 +80,7 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
         for note in notes:
             _logger.warning("%s: %s", folder, note)
     epoch = next((position.epoch_of(each) for each in positions if each is not None), None)
-    return Resumed(folder, manifest.step, epoch or 0, unpack(manifest.state, tensors.full), tuple(notes))
+    return Resumed(folder, manifest.step, epoch or 0, state, tuple(notes))
 
 
 class CheckpointReader:
@@ -96,6 +102,7 @@ class CheckpointReader:
         """What did not match."""
         self.specs: Mapping[nn.Parameter, StateSpec] = dict(self._specs())
         """The optimizer state to create before it is read."""
+        self._require()
 
     def _wanted(self) -> dict[str, Wanted]:
         wanted: dict[str, Wanted] = {}
@@ -121,6 +128,19 @@ class CheckpointReader:
             master = self._run.adapter.master_shard(trained[name]).values
             kept = keys_of(optimizer, options[name], torch.empty(1, dtype=master.dtype, device=master.device))
             yield trained[name], StateSpec(kept.tensors, {key: numbers[name, key].item() for key in needs.numbers})
+
+    def _require(self) -> None:
+        """Check that the checkpoint has this rank's shards of what matches, in files that are there."""
+        shards, trained = self._run.tensors.model_shards(), self._run.tensors.trained()
+        wanted = {name: shards[name] for name in self._match.model}
+        for name, needs in self._match.optimizer.items():
+            place = self._run.adapter.master_shard(trained[name])
+            wanted |= {keys.of_optimizer(name, key): place for key in needs.tensors}
+        averages = self._run.tensors.average_shards()
+        wanted |= {name: shard for name, shard in averages.items() if name in self._tensors}
+        for name, shard in wanted.items():
+            begin = 0 if shard.group is None else shard.start
+            self._tensors.require(name, shard.shape, begin, begin + shard.values.numel())
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -191,6 +211,12 @@ class CheckpointReader:
                 elif place.group is not None:
                     held[keys.of_optimizer(name, key)] = place._replace(values=place.values[:0].to(self.specs[parameter].tensors[key]))
         return held
+
+
+def _require_schedule(run: Run, manifest: Manifest) -> None:
+    """Check that the schedule can resume where it would be resumed."""
+    if run.accumulation is not None and manifest.optimizer is not None and manifest.schedule is not None:
+        run.accumulation.schedule.require(manifest.schedule)
 
 
 def _verify_files(folder: Path, manifest: Manifest, *, all_of_them: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import GroupRecord, Manifest
@@ -19,13 +20,33 @@ from unishard.engine.state import random_state
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import options_of
 
-__all__ = ["resume"]
+__all__ = ["random_states", "resume"]
 
 _BY_SCHEDULE = {"lr", "initial_lr"}
 
 
-def resume(run: Run, manifest: Manifest, tensors: Tensors, group: dist.ProcessGroup) -> Iterator[str]:
+def random_states(run: Run, manifest: Manifest, tensors: Tensors) -> dict[str, Tensor]:
+    """The states of this rank's random generators in a checkpoint; none where another number of ranks or a run of inference saved it.
+
+    Raises:
+        CheckpointError: One cannot be read, or does not fit its generator.
+    """
+    if run.accumulation is None or manifest.world_size != dist.get_world_size():
+        return {}
+    prefix = f"{keys.RANDOM}rank{dist.get_rank():05d}."
+    states = {name.removeprefix(prefix): tensors.full(name) for name in tensors if name.startswith(prefix)}
+    random_state.require(states, run.adapter.device)
+    return states
+
+
+def resume(run: Run, manifest: Manifest, states: Mapping[str, Tensor], group: dist.ProcessGroup) -> Iterator[str]:
     """Resume everything except the tensors of the model and the optimizer. Collective.
+
+    Args:
+        run: The run.
+        manifest: Of the checkpoint.
+        states: From `random_states`.
+        group: All ranks, on the host.
 
     Yields:
         Notes about what differs from the checkpoint.
@@ -36,7 +57,7 @@ def resume(run: Run, manifest: Manifest, tensors: Tensors, group: dist.ProcessGr
         return
     yield from _global_batch(run, manifest)
     yield from _resume_optimizer(run, run.accumulation, manifest)
-    yield from on_all(group, lambda: _resume_random_numbers(run, manifest, tensors))
+    yield from on_all(group, lambda: _resume_random_numbers(run, manifest, states))
 
 
 def _casts(run: Run, manifest: Manifest) -> Iterator[str]:
@@ -112,13 +133,10 @@ def _freeze_as_saved(run: Run, accumulation: Accumulation, frozen: Sequence[str]
         accumulation.adapter.set_trainable(thaw, True)
 
 
-def _resume_random_numbers(run: Run, manifest: Manifest, tensors: Tensors) -> list[str]:
-    rank = dist.get_rank()
-    prefix = f"{keys.RANDOM}rank{rank:05d}."
-    saved = {name.removeprefix(prefix): tensors.full(name) for name in tensors if name.startswith(prefix)}
-    if saved and manifest.world_size == dist.get_world_size():
-        random_state.restore(saved, run.adapter.device)
+def _resume_random_numbers(run: Run, manifest: Manifest, states: Mapping[str, Tensor]) -> list[str]:
+    if states:
+        random_state.restore(states, run.adapter.device)
         return []
-    random_state.reseed(run.cfg.training.seed, manifest.step, rank)
+    random_state.reseed(run.cfg.training.seed, manifest.step, dist.get_rank())
     why = f"saved by {manifest.world_size} ranks" if manifest.world_size != dist.get_world_size() else "no random state was saved"
     return [f"{why}, so random generators (dropout and others) are seeded from training.seed, step and rank"]
