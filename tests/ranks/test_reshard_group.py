@@ -26,11 +26,10 @@ TRAINED = {
     ("fsdp", "bf16"): (True, GROUP),
     ("deepspeed", "fp32"): (True, GROUP),
     ("deepspeed", "bf16"): (True, GROUP),
-    ("deepspeed", "fp32", "params"): (True, GROUP),
-    ("deepspeed", "bf16", "both"): (True, GROUP),
+    ("deepspeed", "bf16", "params"): (True, GROUP),
 }
 """By backend, precision and what is in host memory: values of `sharding.reshard_after_forward`."""
-OFFLOAD = {"": None, "params": {"params": "cpu"}, "both": "cpu"}
+OFFLOAD = {"": None, "params": {"params": "cpu"}}
 
 
 def built(frozen):
