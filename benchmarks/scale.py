@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.plan_cache import PlanCache
+from unishard.checkpoint.planning import Planning, Result
 from unishard.distributed import collective_check, process_group
 from unishard.distributed.hub import Hub, _Link
 from unishard.distributed.verdict import Judgement
@@ -162,16 +163,16 @@ def local_plans(world: int, names: list[str], cache: PlanCache) -> tuple[writing
     return planner, plans
 
 
-def local_results(world: int, names: list[str], planner: writing._Planner) -> list[bytes]:
+def local_results(world: int, names: list[str], planned: Planning) -> list[bytes]:
     """What each rank sends to rank 0 after it has written."""
-    records = [plan._records for plan in planner.assignments]
+    records = [plan._records for plan in planned.assignments]
     each = sum(torch.Size(parameters()[name]).numel() for name in names) * 12 // sum(records[0]) + 1000
     results = []
     for rank in range(world):
         lengths = [np.full(count[rank], each) for count in records]
-        tensors = [len(plan.numbers[rank]) for plan in planner.assignments]
+        tensors = [len(plan.numbers[rank]) for plan in planned.assignments]
         sums = [[np.zeros(count, kind) for count in tensors] for kind in (np.uint64, np.float64)]
-        results.append(pickle.dumps([writing._Result(f"__{rank}_0.distcp", sum(lengths[0]), 0, lengths, *sums)]))
+        results.append(pickle.dumps([Result(f"__{rank}_0.distcp", sum(lengths[0]), 0, lengths, *sums)]))
     return results
 
 
@@ -181,7 +182,8 @@ def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
     gathering, received = cpu(lambda: [pickle.loads(plan) for plan in plans])
     planning, (final, metadata) = cpu(lambda: planner.create_global_plan(received))
     scattering, sent = cpu(lambda: [pickle.dumps(plan) for plan in final])
-    results = local_results(world, names, planner)
+    assert isinstance(cache.planning, Planning)
+    results = local_results(world, names, cache.planning)
     folder.mkdir()
     reading, everyone = cpu(lambda: [pickle.loads(result) for result in results])
     writer = writing._Writer(folder, {}, lambda written: None, planner, own_index=True)
@@ -207,7 +209,7 @@ def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
         "second save: plan, s": planning_again,
         "second save: bytes of plans to and from rank 0": float(sum(map(len, second))),
     }
-    return row, int(sum(planner.assignments[0]._records))
+    return row, int(sum(cache.planning.assignments[0]._records))
 
 
 def located(world: int, names: list[str], folder: Path) -> Row:

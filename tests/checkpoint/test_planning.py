@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from unishard.checkpoint import dcp, index_file, metadata, writing
+from unishard.checkpoint import dcp, index_file, metadata, planning, writing
 from unishard.checkpoint.assignment import Assignment
 from unishard.checkpoint.box_tables import box_table
 from unishard.checkpoint.held import held_of, packed
@@ -161,7 +161,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             super().__init__(*arguments)
             made.append([tensor.name for tensor in self.tensors])
 
-    monkeypatch.setattr(writing, "Assignment", Counted)
+    monkeypatch.setattr(planning, "Assignment", Counted)
     monkeypatch.setattr(writing, "CHUNK", 64)
     return made
 

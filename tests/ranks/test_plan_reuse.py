@@ -8,21 +8,21 @@ import pytest
 import torch
 from playing import config, own_share, play, prepare, train, values
 
-from unishard.checkpoint import writing
+from unishard.checkpoint import planning
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.testing.cells import BACKENDS
 
 
 def saved(backend, where, background):
     """For each save: how often rank 0 planned the model, and whether the checkpoint holds the weights of that moment."""
-    planned, found, made = [], [], writing.Assignment
+    planned, found, made = [], [], planning.Assignment
 
     def plan(everyone, chunk):
         done = made(everyone, chunk)
         planned.append(any(tensor.name.startswith("model.") for tensor in done.tensors))
         return done
 
-    writing.Assignment = plan
+    planning.Assignment = plan
     try:
         with prepare(config(backend, checkpoint={"async_save": background}, optimizer={"lr": 0.1})) as engine:
             for step in range(4):
@@ -37,7 +37,7 @@ def saved(backend, where, background):
                 train(engine, own_share(1) if step < 2 else [])
             assert engine.load(folder, verify="bits").step == 2
     finally:
-        writing.Assignment = made
+        planning.Assignment = made
     return found
 
 

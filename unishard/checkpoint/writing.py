@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,18 +24,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
-from unishard.checkpoint import index_file, keys, shard_index
-from unishard.checkpoint.assignment import Assignment, Places
+from unishard.checkpoint import keys
 from unishard.checkpoint.direct_file import BUFFER, DirectFile
-from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.held import Held, cut, divided, held_of, packed
 from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.lazy_shards import LazyShard
-from unishard.checkpoint.metadata import FILE
 from unishard.checkpoint.plan_cache import PlanCache
+from unishard.checkpoint.planning import Result, Written
 from unishard.checkpoint.records import envelope_of
-from unishard.distributed.dtypes import name_of
 from unishard.distributed.interrupts import share
 from unishard.distributed.shards import norm_of
 from unishard.errors import CheckpointError
@@ -48,19 +44,6 @@ CHUNK = 1 << 24
 
 Advance = Callable[[int], None]
 """Called with the number of further bytes written."""
-
-
-class Written(NamedTuple):
-    """What all ranks have written."""
-
-    files: dict[str, tuple[int, int]]
-    """Size and CRC-32 of each file."""
-    hashes: dict[str, int]
-    """Hash of each tensor."""
-    squares: dict[str, float]
-    """Sum of squares of each floating-point tensor, computed in fp32, or in fp64 of fp64."""
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]
 
 
 def write(
@@ -92,6 +75,8 @@ def write(
     """
     single = not dist.is_initialized()
     planner = _Planner(stretches, cache or PlanCache())
+    if single or dist.get_rank(group) == 0:
+        planner.cache.choose(planner.cuts * (1 if single else dist.get_world_size(group)))
     planner.reuses = cache is not None and cache.fits(planner.key, group)
     writer = _Writer(folder, ties or {}, advance, planner, own_index=own_index)
     try:
@@ -124,19 +109,6 @@ def _cause(error: BaseException) -> str:
     return f"rank {rank} could not write its shards: {str(cause) or type(cause).__name__}"  # a KeyboardInterrupt has no message
 
 
-class _Result(NamedTuple):
-    """What a rank has written, in two parts: what is alike in each save, and the rest."""
-
-    file: str
-    size: int
-    crc: int
-    lengths: list[Any]
-    """Of the records of each part; None if they are those of the save before."""
-    hashes: list[Any]
-    """What this rank adds to the hash of each tensor that it holds."""
-    squares: list[Any]
-
-
 class _Planner(DefaultSavePlanner):
     """Plans the intervals that ranks hold, and not each chunk of them, unless the save before has planned the same."""
 
@@ -150,21 +122,20 @@ class _Planner(DefaultSavePlanner):
         self.cache = cache
         self.masks: list[bytes] = []
         self.lengths: list[Any] = []
-        self.assignments: list[Assignment] = []
-        """On rank 0: of each part."""
-        self.everyones: list[list[Any]] = []
+        """Of this rank's records of each part."""
+
+    @property
+    def cuts(self) -> int:
+        """How many chunks this rank holds."""
+        return sum(len(cut(held, CHUNK).tensor) for held in self.held)
 
     def create_local_plan(self) -> SavePlan:
         lasting, changing = self._packed
         return SavePlan([], planner_data=(None if self.reuses else lasting, changing))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        lasting, changing = zip(*(plan.planner_data for plan in all_plans), strict=True)
-        known = self.cache.assignment if self.reuses else None
-        self.assignments = [known or Assignment(lasting, CHUNK), Assignment(changing, CHUNK)]
-        masks = [[None] * len(all_plans) if known else self.assignments[0].masks, self.assignments[1].masks]
-        plans = [dataclasses.replace(plan, planner_data=own) for plan, own in zip(all_plans, zip(*masks, strict=True), strict=True)]
-        return plans, Metadata({})
+        masks = self.cache.planning.plan(CHUNK, [plan.planner_data for plan in all_plans])
+        return [dataclasses.replace(plan, planner_data=own) for plan, own in zip(all_plans, masks, strict=True)], Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         lasting, changing = new_plan.planner_data
@@ -174,16 +145,7 @@ class _Planner(DefaultSavePlanner):
     def remember(self) -> None:
         """Keep the plan for the next save."""
         if not self.reuses:
-            first = self.assignments[0] if self.assignments else None
-            self.cache.remember(self.key, self.masks[0], self.lengths[0], first, self.everyones[0] if self.everyones else [])
-
-
-def _path(name: str) -> tuple[str, ...]:
-    """Its path where torch rebuilds nested dictionaries from the directory: names of parameters contain dots themselves."""
-    if part := keys.optimizer_part(name):
-        return (*keys.OPTIMIZER.rstrip(".").split("."), *part)
-    head, _, rest = name.partition(".")
-    return (head, rest)
+            self.cache.remember(self.key, self.masks[0], self.lengths[0])
 
 
 class _Writer(FileSystemWriter):
@@ -209,7 +171,7 @@ class _Writer(FileSystemWriter):
         if planner.reuses and np.array_equal(lengths[0], planner.cache.lengths):
             lengths = [None, lengths[1]]
         future: Future[Any] = Future()
-        future.set_result([_Result(name, file.size, file.crc, lengths, [part[1] for part in parts], [part[2] for part in parts])])
+        future.set_result([Result(name, file.size, file.crc, lengths, [part[1] for part in parts], [part[2] for part in parts])])
         return future
 
     def _put_part(self, file: DirectFile, held: Held, mask: bytes) -> tuple[Any, Any, Any]:
@@ -241,50 +203,5 @@ class _Writer(FileSystemWriter):
         file.write(after)
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        ranks: list[_Result] = [own for (own,) in results]
-        lasting, changing = ([each.lengths[part] for each in ranks] for part in (0, 1))
-        known = self._planner.cache.everyones
-        lasting = [known[rank] if own is None else own for rank, own in enumerate(lasting)]
-        self._planner.everyones = [lasting, changing]
-        first, second = self._planner.assignments
-        tables = [first.places(lasting, [0] * len(ranks)), second.places(changing, [int(own.sum()) for own in lasting])]
-        entries = [(tensor.name, number, places) for places in tables for number, tensor in enumerate(places.tensors)]
-        stored = {name: (number, places) for name, number, places in entries}
-        entries += [(alias, *stored[name]) for alias, name in self._ties.items()]
-        files = {each.file: (each.size, each.crc) for each in ranks}
-        files |= self._put_indexes(entries, [*files])
-        hashes, squares = _sums(self._planner.assignments, ranks)
-        hashes |= {alias: hashes[name] for alias, name in self._ties.items()}
-        kinds = {name: places.tensors[number] for name, number, places in entries}
-        shapes, dtypes = ({name: each.shape for name, each in kinds.items()}, {name: name_of(each.dtype) for name, each in kinds.items()})
-        self.written = Written(files, hashes, squares, shapes, dtypes)
-
-    def _put_indexes(self, entries: list[tuple[str, int, Places]], files: list[str]) -> dict[str, tuple[int, int]]:
-        """Write torch's index and our own: size and CRC-32 of each."""
-        folder, paths = Path(self.path), {name: _path(name) for name, *_ in entries}
-        with DirectFile(folder / f"{FILE}.tmp") as file:
-            for piece in index_file.pieces(entries, files, paths):
-                file.write(piece)
-        (folder / f"{FILE}.tmp").rename(folder / FILE)
-        put = {FILE: (file.size, file.crc)}
-        if self._own_index:
-            tensors = {name: (places.tensors[number].dtype, places.tensors[number].shape) for name, number, places in entries}
-            rows = {name: np.column_stack([first, *rest]) for name, number, places in entries for first, _, *rest in [places.of(number)]}
-            table = shard_index.bytes_of(tensors, rows, files, file.size)
-            (folder / shard_index.FILE).write_bytes(table)
-            fsync(folder / shard_index.FILE)
-            put[shard_index.FILE] = (len(table), zlib.crc32(table))
-        fsync(folder)
-        return put
-
-
-def _sums(assignments: list[Assignment], ranks: list[_Result]) -> tuple[dict[str, int], dict[str, float]]:
-    """The hash of each tensor, and the sum of squares of each of floating-point numbers, from those of the ranks' shards."""
-    hashes: dict[str, int] = {}
-    squares: dict[str, float] = {}
-    for part, assignment in enumerate(assignments):
-        tensors = assignment.tensors
-        both = assignment.added([each.hashes[part] for each in ranks]), assignment.added([each.squares[part] for each in ranks])
-        hashes |= {each.name: value for each, value in zip(tensors, both[0], strict=True)}
-        squares |= {each.name: value for each, value in zip(tensors, both[1], strict=True) if each.dtype.is_floating_point}
-    return hashes, squares
+        planning = self._planner.cache.planning
+        self.written = planning.finish(Path(self.path), self._ties, [own for (own,) in results], own_index=self._own_index)

@@ -42,7 +42,7 @@ class SaveAndLoad:
         """Set up background and automatic saves. Collective."""
         self._run = run
         self._cfg = run.cfg.checkpoint
-        self._plans = PlanCache()
+        self._plans = PlanCache(background=self._cfg.async_save)
         self._background = Background(ready=self._cfg.async_save)
         self._autosave = Autosave(self._cfg) if run.accumulation is not None else None
         self._state_to_save: Callable[[], Any] | None = None
@@ -175,7 +175,10 @@ class SaveAndLoad:
             self._autosave.close()
         for root in [root for root, saver in _savers.items() if saver is self]:
             del _savers[root]
-        self._background.close()
+        try:
+            self._background.close()
+        finally:
+            self._plans.close()
 
     def _claim(self, root: Path) -> None:
         """Reserve a directory: two engines, such as those of a GAN, would replace each other's checkpoints of the same step."""

@@ -1,0 +1,151 @@
+"""What the first rank does in a save beside writing its own shards: it plans who writes what, and writes the indexes.
+
+It may do so in a child process: see `planning_process.py`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unishard.checkpoint import index_file, keys, shard_index
+from unishard.checkpoint.assignment import Assignment, Places
+from unishard.checkpoint.direct_file import DirectFile
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.metadata import FILE
+from unishard.distributed.dtypes import name_of
+
+__all__ = ["Planning", "Result", "Written"]
+
+Packed = tuple[bytes, bytes]
+"""What a rank holds, as `held.packed` makes it."""
+
+
+class Result(NamedTuple):
+    """What a rank has written, in two parts: what is alike in each save, and the rest."""
+
+    file: str
+    size: int
+    crc: int
+    lengths: list[Any]
+    """Of the records of each part; None if they are those of the save before."""
+    hashes: list[Any]
+    """What this rank adds to the hash of each tensor that it holds."""
+    squares: list[Any]
+
+
+class Written(NamedTuple):
+    """What all ranks have written."""
+
+    files: dict[str, tuple[int, int]]
+    """Size and CRC-32 of each file."""
+    hashes: dict[str, int]
+    """Hash of each tensor."""
+    squares: dict[str, float]
+    """Sum of squares of each floating-point tensor, computed in fp32, or in fp64 of fp64."""
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+
+class Planning:
+    """Plans a save, writes its indexes, and keeps the plan and the lengths of all records for the next save of the same tensors."""
+
+    def __init__(self) -> None:
+        self.assignments: list[Assignment] = []
+        """Of each part."""
+        self._lengths: list[Any] = []
+        """Of the records of the first part, by rank, from the save that was planned."""
+
+    def plan(self, chunk: int, everyone: Sequence[tuple[Packed | None, Packed]]) -> list[tuple[bytes | None, bytes]]:
+        """Plan a save.
+
+        Args:
+            chunk: Bytes of the intervals that are written as one.
+            everyone: What each rank holds of the two parts; None of the first one on all ranks if the last plan of it holds.
+
+        Returns:
+            For each rank, which of its cuts of each part it writes, in bits; None where the last plan holds.
+
+        Raises:
+            ValueError: The shards do not cover the tensors, or overlap.
+        """
+        lasting, changing = zip(*everyone, strict=True)
+        if lasting[0] is not None:
+            self.assignments, self._lengths = [Assignment(lasting, chunk)], []
+            first: Sequence[bytes | None] = self.assignments[0].masks
+        else:
+            first = [None] * len(everyone)
+        self.assignments[1:] = [Assignment(changing, chunk)]
+        return list(zip(first, self.assignments[1].masks, strict=True))
+
+    def finish(self, folder: Path, ties: Mapping[str, str], ranks: Sequence[Result], *, own_index: bool) -> Written:
+        """Write the indexes of a save, once all ranks have written their shards.
+
+        Args:
+            folder: The checkpoint.
+            ties: Other names of tensors, to those under which they are stored.
+            ranks: What each rank has written.
+            own_index: Whether to write our own index beside torch's.
+
+        Raises:
+            OSError: An index could not be written.
+            ValueError: A rank has written another number of records.
+        """
+        lasting, changing = ([each.lengths[part] for each in ranks] for part in (0, 1))
+        lasting = [self._lengths[rank] if own is None else own for rank, own in enumerate(lasting)]
+        first, second = self.assignments
+        tables = [first.places(lasting, [0] * len(ranks)), second.places(changing, [int(own.sum()) for own in lasting])]
+        self._lengths = self._lengths or lasting
+        entries = [(tensor.name, number, places) for places in tables for number, tensor in enumerate(places.tensors)]
+        stored = {name: (number, places) for name, number, places in entries}
+        entries += [(alias, *stored[name]) for alias, name in ties.items()]
+        files = {each.file: (each.size, each.crc) for each in ranks}
+        files |= _put_indexes(folder, entries, [*files], own_index=own_index)
+        hashes, squares = _sums(self.assignments, ranks)
+        hashes |= {alias: hashes[name] for alias, name in ties.items()}
+        kinds = {name: places.tensors[number] for name, number, places in entries}
+        shapes, dtypes = ({name: each.shape for name, each in kinds.items()}, {name: name_of(each.dtype) for name, each in kinds.items()})
+        return Written(files, hashes, squares, shapes, dtypes)
+
+
+def _put_indexes(folder: Path, entries: list[tuple[str, int, Places]], files: list[str], *, own_index: bool) -> dict[str, tuple[int, int]]:
+    """Write torch's index and our own: size and CRC-32 of each."""
+    paths = {name: _path(name) for name, *_ in entries}
+    with DirectFile(folder / f"{FILE}.tmp") as file:
+        for piece in index_file.pieces(entries, files, paths):
+            file.write(piece)
+    (folder / f"{FILE}.tmp").rename(folder / FILE)
+    put = {FILE: (file.size, file.crc)}
+    if own_index:
+        tensors = {name: (places.tensors[number].dtype, places.tensors[number].shape) for name, number, places in entries}
+        rows = {name: np.column_stack([first, *rest]) for name, number, places in entries for first, _, *rest in [places.of(number)]}
+        table = shard_index.bytes_of(tensors, rows, files, file.size)
+        (folder / shard_index.FILE).write_bytes(table)
+        fsync(folder / shard_index.FILE)
+        put[shard_index.FILE] = (len(table), zlib.crc32(table))
+    fsync(folder)
+    return put
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Its path where torch rebuilds nested dictionaries from the directory: names of parameters contain dots themselves."""
+    if part := keys.optimizer_part(name):
+        return (*keys.OPTIMIZER.rstrip(".").split("."), *part)
+    head, _, rest = name.partition(".")
+    return (head, rest)
+
+
+def _sums(assignments: Sequence[Assignment], ranks: Sequence[Result]) -> tuple[dict[str, int], dict[str, float]]:
+    """The hash of each tensor, and the sum of squares of each of floating-point numbers, from those of the ranks' shards."""
+    hashes: dict[str, int] = {}
+    squares: dict[str, float] = {}
+    for part, assignment in enumerate(assignments):
+        tensors = assignment.tensors
+        both = assignment.added([each.hashes[part] for each in ranks]), assignment.added([each.squares[part] for each in ranks])
+        hashes |= {each.name: value for each, value in zip(tensors, both[0], strict=True)}
+        squares |= {each.name: value for each, value in zip(tensors, both[1], strict=True) if each.dtype.is_floating_point}
+    return hashes, squares
