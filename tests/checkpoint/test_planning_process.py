@@ -104,9 +104,11 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         pid, fork = map(int, parent.stdout.readline().split())
         assert not gone(pid)
         parent.kill()
-    assert not gone(fork)
-    assert ends(pid)
-    os.kill(fork, signal.SIGKILL)
+    try:
+        assert not gone(fork)
+        assert ends(pid)
+    finally:
+        os.kill(fork, signal.SIGKILL)
 
 
 ITSELF = "; the process that trains plans its saves itself, which delays its steps"
