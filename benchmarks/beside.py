@@ -4,7 +4,7 @@
     python -m benchmarks.beside --in-process     # without the child process in which background saves of this size are planned
 
 The thread of a background save and the loop share Python's lock; a child process has one of its own. The loop here is a tiny model in plain
-torch, whose steps are mostly Python, as is the host's side of a training on a GPU. Nothing else should run on the machine.
+torch, whose steps are Python for the most part, as is the host's side of a training on a GPU. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
