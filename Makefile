@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
 PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --picture docs/peers.svg
-# Three processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and two leave 2 cores idle.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Four processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and three leave 2 cores idle
+# for a twelfth of the time.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-# Where it is set, each of the three processes would compile all tests anew, a third of the time they take to collect them.
+# Where it is set, each of the processes would compile all tests anew, a third of the time they take to collect them.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
