@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -72,7 +75,7 @@ def counted(engine: Any) -> dict[str, int]:
 
 def peak_of(run: Callable[[], object]) -> int:
     """The most bytes that torch's CPU allocator hands out during a call, beyond those of before, C++ included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded, _buffers_released():
         run()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
@@ -80,3 +83,20 @@ def peak_of(run: Callable[[], object]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+@contextlib.contextmanager
+def _buffers_released() -> Iterator[None]:
+    """Give the thread of gloo time to release the buffers of a finished collective, else it does so some time after the collective."""
+    wait = Work.wait
+
+    def patient(work: Work, *args: Any) -> bool:
+        done = wait(work, *args)
+        time.sleep(3e-3)
+        return done
+
+    Work.wait = patient  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Work.wait = wait  # type: ignore[method-assign]

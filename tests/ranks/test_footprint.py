@@ -186,8 +186,7 @@ def allocated(*cell):
 
         for _ in range(2):
             step()
-        # On a busy machine a thread of gloo frees its buffers later than the next ones are allocated.
-        return min(peak_of(step) for _ in range(3))
+        return min(peak_of(step) for _ in range(2))
 
 
 def ratios_of(world):
