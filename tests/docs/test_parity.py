@@ -44,6 +44,15 @@ def test_every_figure_is_within_its_bound_and_every_refusal_declared():
                 assert all(float(figure) <= most for figure, most in zip(answer.split(" / "), bounds, strict=True)), f"{backend} {name}"
 
 
+def test_readme_and_contributing_say_how_many_cells_there_are():
+    readme, contributing = (" ".join((PAGE.parents[1] / name).read_text(encoding="utf-8").split()) for name in ("README.md", "CONTRIBUTING.md"))
+    suite, plain = conformance.suite(), FEATURES.keys() & {"plain"}
+    assert f"with each of {len(FEATURES.keys() - plain)} features" in readme
+    assert f"of all {len(CELLS)} cells on each engine" in readme
+    assert f"`make test` runs {len(suite)} of them" in readme
+    assert f"measures {len(suite)} of {len(CELLS)} cells on each engine" in contributing
+
+
 @pytest.fixture
 def figures():
     """Of every cell, each larger than the last."""
