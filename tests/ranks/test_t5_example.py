@@ -22,26 +22,29 @@ def fine_tune(arguments):
     exec(compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"), {"__name__": "__main__", "__file__": str(SCRIPT)})
 
 
+WHOLE, SHORT = 55, 15
+"""Updates until it has learned, and from which on the losses of the engines differ by more than their last digits."""
+
+
 @cache
-def tuned(backend):
+def tuned(backend, steps):
     with TemporaryDirectory() as folder:
         out = Path(folder, "run.json")
-        run_ranks(2, fine_tune, ["--set", f"backend={backend}", "--steps", "55", "--out", str(out)], timeout=200)
+        run_ranks(2, fine_tune, ["--set", f"backend={backend}", "--steps", str(steps), "--out", str(out)], timeout=200)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("deepspeed", marks=pytest.mark.deep)])
 def test_it_learns_what_it_has_not_seen(backend):
-    run = tuned(backend)
-    assert len(run["losses"]) == 55
+    run = tuned(backend, WHOLE)
+    assert len(run["losses"]) == WHOLE
     assert run["chance"] < 0.6
     assert run["accuracy"] > 0.9
 
 
 def test_both_engines_train_the_same():
-    one, other = tuned("fsdp"), tuned("deepspeed")
-    assert other["losses"][:15] == pytest.approx(one["losses"][:15], rel=1e-5)
-    assert other["accuracy"] == pytest.approx(one["accuracy"], abs=0.05)
+    one, other = tuned("fsdp", WHOLE), tuned("deepspeed", SHORT)
+    assert other["losses"] == pytest.approx(one["losses"][:SHORT], rel=1e-5)
 
 
 def run(*arguments):
