@@ -45,7 +45,8 @@ def test_every_figure_is_within_its_bound_and_every_refusal_declared():
 
 
 def test_readme_and_contributing_say_how_many_cells_there_are():
-    readme, contributing = (" ".join((PAGE.parents[1] / name).read_text(encoding="utf-8").split()) for name in ("README.md", "CONTRIBUTING.md"))
+    pages = [PAGE.parents[1] / name for name in ("README.md", "CONTRIBUTING.md")]
+    readme, contributing = (" ".join(page.read_text(encoding="utf-8").split()) for page in pages)
     suite, plain = conformance.suite(), FEATURES.keys() & {"plain"}
     assert f"with each of {len(FEATURES.keys() - plain)} features" in readme
     assert f"of all {len(CELLS)} cells on each engine" in readme
