@@ -201,7 +201,7 @@ class Settings:
     lr: float = 0.1
 
 
-class Colour(enum.StrEnum):
+class Color(enum.StrEnum):
     RED = "red"
 
 
@@ -216,11 +216,11 @@ itself.append(itself)
         ({"run": [1, Settings()]}, "state.run.1 is a Settings, which is neither JSON nor a tensor; save a dict, list, tuple"),
         ({"ema": nn.Linear(1, 1)}, r"state.ema is a Linear, .*; save its state_dict\(\) instead"),
         ({1, 2}, "state.value is a set,"),
-        ({"c": Colour.RED}, "state.c is a Colour,"),
+        ({"c": Color.RED}, "state.c is a Color,"),
         ({"p": Point(1, 2)}, "state.p is a Point,"),
         ({"z": 1j}, "state.z is a complex,"),
         ({"f": print}, "state.f is a builtin_function_or_method,"),
-        ({"a": {Colour.RED: 1}}, "state.a has a key that is Colour, .*; save a string or number instead"),
+        ({"a": {Color.RED: 1}}, "state.a has a key that is Color, .*; save a string or number instead"),
         ({"a": np.array(["x"])}, "state.a is of <U1 in a ndarray, .*; save an array of numbers"),
         ({"a": np.array([1], dtype=">i4")}, "state.a is of >i4 in a ndarray,"),
         ({"a": np.longdouble(1)}, "state.a is a longdouble,"),

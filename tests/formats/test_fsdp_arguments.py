@@ -212,7 +212,7 @@ def test_every_field_has_a_row_in_the_order_of_the_schema():
 
 
 @pytest.mark.parametrize("strategy", ["shard_optimizer", "shard_grad_op", "hybrid_shard_grad_op"])
-def test_zeros_lower_stages_have_only_a_nearest_neighbour(strategy):
+def test_zeros_lower_stages_have_only_a_nearest_neighbor(strategy):
     expressed = FSDP.arguments(Config.model_validate({"sharding": strategy}), EIGHT)
     assert expressed.document["reshard_after_forward"] is False
     assert expressed.fields["sharding.strategy"].fit is Fit.APPROXIMATE

@@ -139,7 +139,7 @@ FLAGS = "uint8"
 
 
 class AxisRecorder(Recorder):
-    """Notes also between how many ranks a collective goes: those of a group are neighbours."""
+    """Notes also between how many ranks a collective goes: those of a group are neighbors."""
 
     def __init__(self):
         super().__init__()

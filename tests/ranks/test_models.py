@@ -101,7 +101,7 @@ class Classifier(nn.Module):
 
 
 class Stage(nn.Module):
-    """A convolution, normalised."""
+    """A convolution, normalized."""
 
     def __init__(self, width):
         super().__init__()
@@ -113,7 +113,7 @@ class Stage(nn.Module):
 
 
 class Convolutional(nn.Module):
-    """With BatchNorm, which normalises by each rank's own micro-batch."""
+    """With BatchNorm, which normalizes by each rank's own micro-batch."""
 
     def __init__(self):
         super().__init__()

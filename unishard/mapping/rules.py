@@ -86,5 +86,5 @@ class Rule(NamedTuple):
 
 
 def loop(note: str, *when: When) -> Rule:
-    """A rule for a field that unishard's own loop honours, the same way around every engine."""
+    """A rule for a field that unishard's own loop honors, the same way around every engine."""
     return Rule(Fit.EXACT, "unishard's loop", note, when=when)

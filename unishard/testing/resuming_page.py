@@ -49,19 +49,20 @@ def _introduction(found: Mapping[Pair, Resumption]) -> str:
     torch, deepspeed = (version(package).partition("+")[0] for package in ("torch", "deepspeed"))
     return f"""# Resuming
 
-A run that is saved after {BEFORE} updates and resumed by another one, against the run that was not interrupted: {len(found)} pairs,
-every strategy on every engine at {", ".join(map(str, WORLDS))} ranks into every other, over the {AFTER} updates that follow. Written
-by `make matrix`: torch {torch}, DeepSpeed {deepspeed}, CPU, gloo. A tiny Llama with tied embeddings in two parameter groups, AdamW,
-warm-up and cosine, clipping that acts, a global batch of 8 samples at any number of ranks, a checkpoint in the middle of an epoch,
-and a resumed model whose own parameters began elsewhere.
+Each pair is a run that is saved after {BEFORE} updates, and another run that resumes it. It is compared with the first run, not
+interrupted, over the {AFTER} updates that follow. There are {len(found)} pairs: every strategy on every engine at
+{", ".join(map(str, WORLDS))} ranks, resumed by every other. Written by `make matrix`: torch {torch},
+DeepSpeed {deepspeed}, CPU, gloo. The model is a tiny Llama with tied embeddings in two
+parameter groups, trained with AdamW, warm-up, a cosine schedule, clipping that acts, and a global batch of 8 samples at any number of
+ranks. The checkpoint is in the middle of an epoch, and the resumed model starts from other parameters.
 
-- The same engine, strategy and number of ranks: {sum(each.same_bits for each in same)} of {len(same)} pairs have the same losses and
-  the same parameters at the end to the last bit.
-- What was loaded, saved again at once: {sum(each.same_state for each in found.values())} of {len(found)} pairs have the same hash for
-  every tensor of the model and of the optimizer, as `load(verify="bits")` had confirmed before.
-- The tables show the largest relative deviation of the first three losses, and of all {AFTER}, over the nine changes of the number of
-  ranks. The engines add up the same gradients in another order, which is 1e-7; in bf16 that now and then turns one rounding of a
-  weight to its neighbour, 2^-8 apart, as it does between two engines that nobody interrupts (docs/parity.md).
+- The same engine, strategy and number of ranks: {sum(each.same_bits for each in same)} of {len(same)} pairs have bit-equal losses and
+  bit-equal final parameters.
+- The loaded state, saved again immediately: {sum(each.same_state for each in found.values())} of {len(found)} pairs have the same hash for
+  every tensor of the model and of the optimizer. `load(verify="bits")` compared them before.
+- The tables show the largest relative deviation of the first three losses / of all {AFTER} losses, over all pairs of numbers of ranks.
+  The engines sum the same gradients in another order, a difference of 1e-7. In bf16 this sometimes rounds a weight to the neighboring
+  number, 2^-8 away, as between two runs that are not interrupted ([parity.md](parity.md)).
 """
 
 

@@ -90,7 +90,7 @@ def _no_warmup(cfg: Config) -> bool:
 
 
 def _code(what: str, off: Holds, case: str, why: str = "") -> Rule:
-    """A field that the code of the model must honour."""
+    """A field that the code of the model must honor."""
     return row(Fit.NEEDS_INPUT, "the model's parallelize function", what, unless(case, off, why))
 
 
