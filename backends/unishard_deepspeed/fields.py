@@ -99,7 +99,7 @@ def units(cfg: Config, topology: Topology) -> dict[str, Any]:
 
 def compute(cfg: Config, topology: Topology) -> dict[str, Any]:
     """Format of parameters and activations."""
-    # Where DeepSpeed is not to make masters at stage 0, it is told of fp32 and runs the model in the format that it finds.
+    # Where DeepSpeed is not to make masters at stage 0, it is configured for fp32 and runs the model in the format that it finds.
     seen = "fp32" if bare(cfg) else cfg.precision.compute
     return {"bf16": {"enabled": seen == "bf16"}, "fp16": {"enabled": seen == "fp16"}, "data_types": {"param_dtype": seen}}
 

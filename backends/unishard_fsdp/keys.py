@@ -39,7 +39,7 @@ _IGNORED = "Accelerate 1.15.0 ignores this key with version 1 and runs FULL_SHAR
 
 
 def _version(given: Given) -> int:
-    """1 or 2; that of FSDP1's arguments where nobody says it."""
+    """1 or 2; that of FSDP1's arguments where it is not set."""
     found = given.get("version")
     return int(found) if str(found) in ("1", "2") else 1 if any(key in given for key in _VERSION_1) else 2
 

@@ -72,7 +72,7 @@ def through_unishard(size: Size, backend: str, strategy: str, count: int) -> Ste
     engine = unishard.prepare(model(size), cfg)
 
     def loop() -> Iterator[torch.Tensor]:
-        with engine:  # until nobody holds the loop
+        with engine:  # until the loop is freed
             for batch in engine.batches(batches(size, count)):
                 loss = engine(**batch).loss
                 engine.backward(loss)

@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed as somebody writes them who knows them well and does not use unishard.
+"""FSDP2 and DeepSpeed as a user writes them who knows them well and does not use unishard.
 
 Each loop is a generator that gives the mean loss of this rank's micro-batches after each optimizer step. They follow the tutorials, with
 what the strategy means (docs/architecture.md) set where the engine's default is another: DeepSpeed's stage 3 would keep up to 1e9

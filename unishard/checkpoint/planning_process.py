@@ -88,7 +88,7 @@ class PlanningProcess:
     def close(self) -> None:
         """End the child, which has nothing to finish between two saves."""
         self._process.kill()
-        with contextlib.suppress(OSError), self._process:  # what could not be sent is flushed, to nobody
+        with contextlib.suppress(OSError), self._process:  # flushing what could not be sent fails
             pass
 
     def _ask(self, method: str, *arguments: Any, **named: Any) -> Any:

@@ -109,7 +109,7 @@ class LaunchRequest(NamedTuple):
     cfg: Config
     script: Script
     changes: list[str]
-    """Overrides that the script is told."""
+    """Overrides that are passed to the script."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Lines that a run has logged, from a file that may be damaged or that somebody else has written."""
+"""Lines that a run has logged, from a file that may be damaged or written by something else."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["Measured", "Task", "in_turns", "measure"]
 _LOOKS = 0.1
 """Seconds between two looks at the records."""
 _ENDS = 60.0
-"""Seconds that a run has to end when it is told to."""
+"""Seconds that a run has to end after it was asked to."""
 _WARM_UP = 3
 """Steps that are not timed: allocations, autotuning, first collectives."""
 _RAISED = re.compile(r"^unishard: rank \d+ of \d+ raised (.*)$", re.MULTILINE)

@@ -158,7 +158,7 @@ def meet(place: str) -> None:
 
 @contextmanager
 def leaving(place: str) -> Iterator[None]:
-    """A block outside an engine with collectives. If it raises, the other ranks are told, and raise where they wait for this one."""
+    """A block outside an engine with collectives. If it raises, the other ranks learn of it, and raise where they wait for this one."""
     try:
         yield
     except RankMismatchError:  # the other ranks know

@@ -82,11 +82,11 @@ class _Collection:
         """Seconds until a warning names the ranks that are missing."""
         self.values: dict[int, Any] = {}
         self.answer = b""
-        """What all ranks are told once it is complete, when `values` are forgotten."""
+        """What all ranks get once it is complete, when `values` are forgotten."""
 
     @property
     def complete(self) -> bool:
-        """Whether nobody is waited for any more."""
+        """Whether no rank is waited for any more."""
         return bool(self.answer)
 
     def finish(self, key: str) -> None:

@@ -16,7 +16,7 @@ _STEP = 1.0
 
 
 class Silence:
-    """For how long others have said nothing while somebody waits for them. Used by the hub, and by each rank for the hub."""
+    """For how long others have sent nothing while a rank waits for them. Used by the hub, and by each rank for the hub."""
 
     def __init__(self) -> None:
         self.patience = 30.0
@@ -40,12 +40,12 @@ class Silence:
         self._heard[rank] = self._clock
 
     def rest(self) -> None:
-        """Note that nobody waits."""
+        """Note that no rank waits."""
         self._heard.clear()
         self._looked = time.monotonic()
 
     def look(self, ranks: Iterable[int]) -> tuple[bool, list[int]]:
-        """Called about once a second while somebody waits.
+        """Called about once a second while a rank waits.
 
         Returns:
             Whether to ask these ranks for an answer now, and which of them have given none for too long.

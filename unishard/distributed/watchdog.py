@@ -22,9 +22,9 @@ __all__ = ["Watched", "watch"]
 _LONG = 6
 """Timeouts until a long call is reported that no other rank waits for."""
 _QUIET = 5.0
-"""Seconds in one call until the hub is told, at most: updates of large models take seconds."""
+"""Seconds in one call until the hub learns of it, at most: updates of large models take seconds."""
 _SAID = 64
-"""Calls that it is told, of the last ones."""
+"""How many of the last calls it gets."""
 
 _logger = logging.getLogger("unishard")
 
@@ -81,7 +81,7 @@ class _Watch:
         tail = check.journal.tail()
         where, inside, collective = stack_of(check.thread)
         doing, place = self._find(check, where, collective, inside=inside)
-        # Where a late rank is in the caller's code is told at each look.
+        # Where a late rank is in the caller's code is reported at each look.
         telling = (tail.epoch, tail.number, doing, int(2 * still / check.timeout) if inside else still)
         if telling != self._told:
             self._told, tail = telling, tail._replace(calls=tail.calls[-_SAID:])

@@ -15,7 +15,7 @@ _BATCH = frozenset({"training.micro_batch_size", "training.gradient_accumulation
 def check(outcome: Outcome, topology: Topology | None = None) -> None:
     """Make sure that a unishard file can be prepared; other formats are their tools' to check.
 
-    What depends on the ranks is checked when somebody has said how many there are, and batch sizes when all of them are decided.
+    What depends on the ranks is checked when their number is known, and batch sizes when all of them are decided.
 
     Args:
         outcome: What a translation came to.

@@ -25,7 +25,7 @@ _ONLY_DECIDED = {
     "zero_optimization.stage3_max_live_parameters": "sharding.reshard_after_forward",
     "bf16.check_grad_overflow": "training.nonfinite",
 }
-"""Keys of DeepSpeed's JSON that are written only where somebody decides their field."""
+"""Keys of DeepSpeed's JSON that are written only where their field is decided."""
 _ROUNDING = ("optimizer.params.torch_adam", "zero_optimization.memory_efficient_linear", "zero_force_ds_cpu_optimizer")
 """Settings with which DeepSpeed rounds as torch does; a config that was DeepSpeed's own before keeps its kernels."""
 _HYSTERESIS = "fp16.hysteresis"

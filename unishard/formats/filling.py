@@ -131,7 +131,7 @@ class _Told(NamedTuple):
 
     @property
     def default(self) -> str:
-        """Where a value comes from that nobody wrote."""
+        """Where a value that is not in the file comes from."""
         tool = catalog.get(self.supplied.format).tool
         return f"default of {f'TrainingArguments ({tool})' if self.supplied.format == _PLAIN else tool}"
 

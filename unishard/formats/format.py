@@ -92,7 +92,7 @@ class Format(ABC):
 
 
 class Deferred:
-    """One of our own formats, whose tables, reader and writer are imported when somebody needs them.
+    """One of our own formats, whose tables, reader and writer are imported when they are needed.
 
     Args:
         name: Of the format, and of its folder.

@@ -90,7 +90,7 @@ def _environment(said: _Options, settings: _Options, launch: Launch) -> dict[str
 
 
 def _of_torchrun(said: _Options) -> Launch:
-    """As torchrun assumes, one process on one node unless it is told."""
+    """As torchrun assumes, one process on one node unless they are given."""
     endpoint = said.get("rdzv_endpoint", "")
     host, _, port = endpoint.rpartition(":") if endpoint else (said.get("master_addr", ""), "", said.get("master_port", ""))
     address, port = (host, port) if host or not endpoint else (endpoint, "")

@@ -52,7 +52,7 @@ class ReadDocument(NamedTuple):
 
     @property
     def unsaid(self) -> frozenset[str]:
-        """Fields for which the document holds no key: nobody decides them, or they follow from what is not known."""
+        """Fields for which the document holds no key: they are undecided, or follow from what is unknown."""
         named = {field for entry in self.entries if not entry.assumed for field in entry.meaning.fields}
         return frozenset(_FIELDS) - self.decided | (self.undecided.keys() - named)
 
@@ -243,7 +243,7 @@ def _override(document: Document, overrides: Iterable[str]) -> frozenset[str]:
 
 
 def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
-    """The entries, those refused that the schema finds fault with. Assumed ones yield instead: nobody asked for what a tool assumes.
+    """The entries, those refused that the schema finds fault with. Assumed ones yield instead: no one asked for what a tool assumes.
 
     Raises:
         ConfigError: None of them is at fault, so an override is.

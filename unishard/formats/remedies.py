@@ -24,7 +24,7 @@ _INSTEAD: Mapping[str, tuple[str, ...]] = {
 }
 """Of a refused value of these fields, what people choose instead, the nearest first."""
 _TARGETS = ("backend", "sharding.strategy")
-"""Of these, those that are chosen for the target; where the source is unreadable, nobody knows them."""
+"""Of these, those that are chosen for the target; where the source is unreadable, they are unknown."""
 _MOST_ROUNDS = 30
 
 _RefusedKey = tuple[str, tuple[str, ...]]

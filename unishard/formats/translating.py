@@ -336,7 +336,7 @@ def _left_to_the_tool(field: str, expressed: Expressed) -> bool:
 
 
 def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
-    """What becomes of a key whose fields nobody knows and the other format cannot leave open: its tool's defaults would train otherwise."""
+    """The outcome of a key with unknown fields that the other format cannot leave open: its tool's defaults would train differently."""
     who = reading.undecided[fields[0]].who
     note = f"{who}, says {', '.join(fields)}; add it, or {' '.join(f'--set {field}=...' for field in fields)}"
     return FieldResult(Fit.UNSUPPORTED, "", note)

@@ -89,7 +89,7 @@ def _wanted(reading: ReadDocument, plain: ReadDocument, after: Expressed) -> Ite
 
 
 def _chosen(reading: ReadDocument, field: str) -> Any:
-    """The value of a field; None where nobody decides it."""
+    """The value of a field; None where it is undecided."""
     return value_at(reading.config, field) if field in reading.decided else None
 
 

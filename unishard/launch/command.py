@@ -17,7 +17,7 @@ __all__ = ["PORT", "Host", "Script", "ShellText", "TorchrunCommand", "command_of
 
 PORT = 29500
 _HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-"""What torchrun passes on to the ranks unless it is told otherwise (torch 2.13, distributed/run.py)."""
+"""What torchrun passes on to the ranks unless `--signals-to-handle` says otherwise (torch 2.13, distributed/run.py)."""
 # With restarts each life of the ranks gets a store of its own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). torch 2.13 otherwise keeps one for all
 # (dynamic_rendezvous.py, next_rendezvous), in which ranks that start anew find the addresses of those that are gone.
 _SAVING = "300"

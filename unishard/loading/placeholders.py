@@ -57,7 +57,7 @@ def stand_ins(values: Mapping[str, Any], undecided: Collection[str]) -> dict[str
 
     Args:
         values: The decided fields.
-        undecided: The others that somebody is to decide.
+        undecided: The others, which the user must decide.
     """
     found = {field: value for field, value in STAND_INS.items() if field in undecided}
     for field, value in values.items():

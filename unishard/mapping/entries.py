@@ -52,7 +52,7 @@ class Undecided(NamedTuple):
     who: str
     """Who decides it, such as `per_device_train_batch_size of the TrainingArguments`."""
     required: bool = False
-    """Whether no tool's default may take its place: a file that is not there says it, and nobody else."""
+    """Whether no tool's default may take its place: only a file that is not there says it."""
 
 
 class Meaning(NamedTuple):

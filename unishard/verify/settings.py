@@ -40,7 +40,7 @@ _FIELDS = (
 
 
 class Effective(NamedTuple):
-    """What a tool makes of a document, or why nobody knows."""
+    """What a tool makes of a document, or why it is unknown."""
 
     settings: Settings
     consumer: str

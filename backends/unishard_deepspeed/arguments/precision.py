@@ -132,7 +132,7 @@ def _hysteresis(value: Any, given: Given) -> Meaning:
     note = f"DeepSpeed halves the loss scale after {integer(1)(value)} overflows, unishard after each"
     if compute(given) != "fp16":
         return dropped(f"if precision.compute is fp16, {note}")
-    # 2 is the default, which the examples of DeepSpeed also spell out: nobody chose it.
+    # 2 is the default, which the examples of DeepSpeed also spell out: it is not a choice.
     usual = integer(1)(value) == _USUAL_HYSTERESIS
     return Meaning(Fit.EQUIVALENT if usual else Fit.APPROXIMATE, f"{note}: the same updates, fewer of them skipped" if usual else note)
 

@@ -60,7 +60,7 @@ ENDS.rows.append(
     Elsewhere(
         "`kill -9`",
         "`engine.step`, under `unishard launch` with `launch.max_restarts`",
-        "All ranks are started again, resume from the newest checkpoint, and have the losses of a run that nobody disturbed.",
+        "All ranks are started again, resume from the newest checkpoint, and have the losses of an uninterrupted run.",
         "tests/ranks/test_launching.py::test_a_killed_rank_is_started_anew_and_the_losses_go_on",
     )
 )

@@ -1,4 +1,4 @@
-"""Notice gradients that somebody else changed between a backward and the step; some engines would use them, others never see it."""
+"""Detect gradients that the user's code changed between a backward and the step; some engines would use them, others never see it."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Profiling:
 
     @property
     def _snapshots(self) -> bool:
-        """Whether a snapshot of CUDA memory is asked for, and can be had."""
+        """Whether a snapshot of CUDA memory is requested and possible."""
         return self._cfg.memory and self._cuda and CORE_PATCHES["memory-snapshot"].works
 
 

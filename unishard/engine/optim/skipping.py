@@ -27,7 +27,7 @@ class DeviceSkip:
     def possible(self, stepped: Sequence[Tensor], norm: Tensor, *, hooks: int = 0) -> bool:
         """Whether the coming update can be skipped on the device, with the same result as if the optimizer had not been called.
 
-        Not if the update would create optimizer state, or if somebody else's hooks would notice the call.
+        Not if the update would create optimizer state, or if hooks on the optimizer would notice the call.
 
         Args:
             stepped: What has a gradient.

@@ -18,7 +18,7 @@ __all__ = ["OwnCalls", "forget", "mark", "watch"]
 
 
 class OwnCalls:
-    """Whether the engine is calling its optimizer, or somebody else."""
+    """Whether the engine calls its optimizer, and not the user's code."""
 
     def __init__(self) -> None:
         self.running = False

@@ -64,7 +64,7 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
         run.accumulation.adapter.make_optimizer_state(reader.specs)
     try:
         on_all(group, reader.fill)
-    except CheckpointError as error:  # content that nobody has looked at before
+    except CheckpointError as error:  # content that was not checked before
         raise CheckpointError(f"{error}; some weights are loaded already: load another checkpoint before you train on") from error
     run.adapter.loaded()
     notes = [*reader.notes, *resume(run, manifest, states, group)]

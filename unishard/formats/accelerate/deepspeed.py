@@ -157,7 +157,7 @@ def _compute(arguments: EngineBlock, precision: str, spot: Spot) -> None:
 
 
 def no_file(path: Path, name: Any) -> Entry:
-    """An entry for a file that is not there: what it says must be decided by somebody else."""
+    """An entry for a file that is not there: its values must be decided elsewhere."""
     note = (
         f"{name} was not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} fails as well; add the file"
     )

@@ -72,7 +72,7 @@ _BLOCK, _FILE = "deepspeed_config", "deepspeed_config_file"
 
 
 def _with_absent_file(said: Expressed, reading: ReadDocument) -> Expressed:
-    """The document, pointing to DeepSpeed's file as before if that is not there and nobody decided what it would say."""
+    """The document, pointing to DeepSpeed's file as before if that is not there and its values are undecided."""
     open_ = [field for field in OF_THE_FILE if field in reading.undecided and reading.undecided[field].required]
     if reading.format != FORMAT.name or len(open_) < len(OF_THE_FILE):
         return said

@@ -40,7 +40,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
         message = f"Accelerate has no backend {config.backend}; add --set backend=fsdp or backend=deepspeed"
         raise ConfigError([Problem("backend", message)])
     left = frozenset(path for path in reading.unsaid if path in reading.undecided or not path.startswith(_ENGINES))
-    # Where nobody says a value, the key is left out: Accelerate's own default is the same as its word "auto".
+    # Where a value is not set, the key is left out: Accelerate's own default is the same as its word "auto".
     table = {path: row._replace(auto=row.auto and path not in left) for path, row in TABLES[config.backend].items()}
     said = express(table, config, topology, left | frozenset(reading.undecided))
     words = {**said.fields, **_native_words(config), **_group_words(reading, topology, said.fields["sharding.strategy"])}
@@ -48,7 +48,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
 
 
 def _ranks(reading: ReadDocument, topology: Topology) -> Native:
-    """How many processes there are; left out where nobody has said it, so that `accelerate launch` asks for it."""
+    """How many processes there are; left out where it is unknown, so that `accelerate launch` asks for it."""
     if reading.topology is None and topology.world_size == 1:
         return {}
     return {"num_processes": topology.world_size, "num_machines": max(topology.world_size // topology.local_world_size, 1)}

@@ -20,9 +20,9 @@ from unishard.mapping.rules import Fit, Rule, When
 __all__ = ["FOLDER", "SAVED", "SAVING"]
 
 FOLDER = "./model-out"
-"""Where axolotl writes if nobody says (schemas/config.py)."""
+"""Where axolotl writes if it is not set (schemas/config.py)."""
 _KEPT = 4
-"""How many checkpoints it keeps if nobody says."""
+"""How many checkpoints it keeps if it is not set."""
 _MANY = 1_000_000
 """Stands for all of them: 0 and null stand for four."""
 

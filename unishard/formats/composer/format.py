@@ -86,7 +86,7 @@ def _automatic(expressed: Expressed, reading: ReadDocument) -> Expressed:
 
 
 def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
-    """The whole batch, which nobody can say without the number of ranks, is left out and named."""
+    """The whole batch, which is unknown without the number of ranks, is left out and named."""
     if _WINDOWS not in reading.decided or _WINDOWS in reading.undecided or reading.config.training.global_batch_size:
         return expressed
     note = "micro-batch x accumulation x ranks; add --world-size"

@@ -40,7 +40,7 @@ _STEPS = 1
 """Composer logs each batch."""
 _EVERY = "Composer logs each batch to its loggers; console_log_interval counts lines on the screen"
 _CYCLE = {"wait": 0, "warmup": 1, "active": 4, "skip_first": 0}
-"""Composer's cyclic_schedule if nobody says."""
+"""Composer's cyclic_schedule if it is not set."""
 _AGAIN = "Composer traces every cycle, here the first; set profile.steps"
 
 

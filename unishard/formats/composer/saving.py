@@ -18,7 +18,7 @@ from unishard.mapping.rules import Fit, Rule, When
 __all__ = ["SAVED", "SAVING"]
 
 _STEPS = 1000
-"""llm-foundry's interval if nobody says."""
+"""llm-foundry's interval if it is not set."""
 _LAST = "Composer also saves at the end of the training; call engine.save() there"
 _NOWHERE = "nothing is saved without save_folder"
 

@@ -50,7 +50,7 @@ class DeepSpeedFormat(Format):
         return {"deepspeed": source.data}, ()
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
-        """The JSON; what nobody decides and a script may hand to DeepSpeed, its optimizer and scheduler, is left to the script."""
+        """The JSON; what is undecided and a script may pass to DeepSpeed, its optimizer and scheduler, is left to the script."""
         said = {**registry.get("deepspeed").script_rules, **RULES}
         rows = {path: row for path, row in said.items() if not _is_left_to_script(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)

@@ -148,7 +148,7 @@ def sure(data: Mapping[str, Any], arguments: Iterable[str]) -> bool:
 
 
 def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Mapping[str, Key]) -> Mapping[str, Key]:
-    """Rows for the keys of a wrapped document that nobody knows, but for those that only misspell an argument that trains."""
+    """Rows for the keys of a wrapped document that are unknown, except those that only misspell an argument that trains."""
     known = [name for name, row in arguments.items() if row.fields]
     strange = [str(key) for key in data if str(key) not in keys]
     row = drops("not a TrainingArguments key: only the script around it reads it", unknown=True)

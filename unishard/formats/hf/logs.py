@@ -18,7 +18,7 @@ from unishard.mapping.templates import placeholders_in
 __all__ = ["LOGGED", "LOGS"]
 
 _STEPS = 500
-"""Trainer's interval if nobody says."""
+"""Trainer's interval if it is not set."""
 _SAME = ("tensorboard", "wandb", "mlflow")
 """What Trainer and unishard both write to, under the same word."""
 _PART = f"{ONLY_LOGS}; a fraction of all steps, which only the data knows: set logging.every_steps"

@@ -54,7 +54,7 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
 
 
 def _ignored(entry: Entry, note: str) -> list[Entry]:
-    """Nothing where it is only assumed, which nobody would miss."""
+    """Nothing where it is only assumed, which makes no difference."""
     taken = _taken(entry)
     return [] if entry.assumed else [entry._replace(meaning=Meaning(Fit.IGNORED, note, kept=taken, stale=not taken, notable=True))]
 

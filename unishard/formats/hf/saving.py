@@ -20,9 +20,9 @@ from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 __all__ = ["EPOCHS", "FOLDER", "SAVED", "SAVING", "limit", "stepped"]
 
 FOLDER = "trainer_output"
-"""Where Trainer writes if nobody says."""
+"""Where Trainer writes if it is not set."""
 _STEPS = 500
-"""Trainer's interval if nobody says."""
+"""Trainer's interval if it is not set."""
 
 _LAST = "Trainer also saves at the end of the training; call engine.save() there"
 EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"

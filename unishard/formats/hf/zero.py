@@ -97,7 +97,7 @@ def _config(value: Any, source: Source) -> Any:
 
 
 def _absent(value: Any, why: str) -> list[Entry]:
-    """A config that is not there, so that what it says must be decided by somebody else."""
+    """A config that is not there, so that its values must be decided elsewhere."""
     said = Undecided(f"the DeepSpeed config {value}, which was not found", required=True)
     note = f"{why}; its stage, precision, clipping, offload, optimizer and schedule are unknown"
     on = Entry(("deepspeed", "zero_optimization"), None, Meaning(fields={"backend": "deepspeed"}), assumed=True)

@@ -21,7 +21,7 @@ __all__ = ["LOGGED", "LOGS"]
 
 _HOME = "lightning.pytorch.loggers"
 _ROOT = "lightning_logs"
-"""Where loggers write unless they are told."""
+"""Where loggers write if it is not set."""
 _OFF: tuple[Any, ...] = (None, False, "", [], "false", "False")
 _CYCLE = [3, 4, 5]
 """The steps that PyTorchProfiler records first: it waits for one, warms up for one, and records three, again and again."""

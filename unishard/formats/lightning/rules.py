@@ -73,7 +73,7 @@ def _offload(cfg: Config, topology: Topology) -> Native:
 
 
 def _recomputed(cfg: Config) -> list[str] | None:
-    """Classes to recompute; None where nobody has named them."""
+    """Classes to recompute; None where they are not named."""
     asked = cfg.activation_checkpointing
     if isinstance(asked, list):
         return asked

@@ -30,7 +30,7 @@ class LlamaFactoryFormat(ScriptFormat):
     tool = "LLaMA-Factory 0.9"
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Every layer is checkpointed unless it is told not to."""
+        """Every layer is checkpointed unless the config forbids it."""
         return LLAMAFACTORY
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:

@@ -17,6 +17,6 @@ _ROW = drops("not a table of JobConfig: only the module that adds it reads it", 
 
 
 def own_of(data: Mapping[str, Any]) -> Mapping[str, Key]:
-    """Rows for the tables that nobody knows, but for those that only misspell a known one."""
+    """Rows for unknown tables, except those that only misspell a known one."""
     strange = [name for name, value in data.items() if isinstance(value, Mapping) and value and name not in _TABLES and "." not in name]
     return {name: _ROW for name in strange if not get_close_matches(name, _TABLES, 1, 0.75)}

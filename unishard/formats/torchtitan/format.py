@@ -31,7 +31,7 @@ _HANDED = {_SHARD, _REPLICATE, _RESHARD, *ENGINE}
 _TABLES = ("parallelism", "training", "optimizer", "lr_scheduler", "activation_checkpoint", "compile", "model", "debug")
 _STEPS = "training.gradient_accumulation_steps"
 _NODE = 8
-"""GPUs of a node, where nobody says how many."""
+"""GPUs of a node, where their number is unknown."""
 
 
 class TorchtitanFormat(Format):
@@ -76,7 +76,7 @@ FORMAT = TorchtitanFormat()
 
 
 def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
-    """What nobody can say without the number of ranks is left out, and named."""
+    """What is unknown without the number of ranks is left out, and named."""
     cfg, document, words = reading.config, dict(expressed.document), dict(expressed.fields)
     if cfg.sharding.hybrid:
         word = FieldResult(Fit.NEEDS_INPUT, _REPLICATE, "the number of replicas depends on the ranks; add --world-size and --gpus-per-node")
