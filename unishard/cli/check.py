@@ -10,6 +10,7 @@ import typer
 from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, Ranks, topology_of
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.wrapping import echo
+from unishard.config.describe import count_of
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
@@ -85,7 +86,7 @@ def _check(config: ConfigFile, changes: list[str], topology: Topology | None) ->
 
 def _in_words(ranks: CheckedRanks) -> str:
     count = ranks.topology.world_size
-    number = f"{count} rank{'s' if count > 1 else ''}"
+    number = count_of(count, "rank")
     match ranks.origin:
         case "":
             return f"{number}; add --world-size N to check it for more"

@@ -16,6 +16,7 @@ from unishard.cli.convert import convert
 from unishard.cli.report import plain, value_of
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo
+from unishard.config.describe import count_of
 from unishard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ def verify(
         echo(problem)
     if problems:
         raise typer.Exit(FOUND)
-    also = f" and {len(facts.tensors)} tensors" if bits else ""
-    echo(f"{folder}: ok; {len(facts.files)} files{also} match the manifest")
+    also = f" and {count_of(len(facts.tensors), 'tensor')}" if bits else ""
+    echo(f"{folder}: ok; {count_of(len(facts.files), 'file')}{also} match the manifest")
 
 
 @app.command()
@@ -147,7 +148,7 @@ def diff(
     with bar("tensors", comparing.to_read(*folders)) as advance:
         found = comparing.compare(*folders, advance)
     if not any((found.facts, found.only_a, found.only_b, found.forms, found.values)):
-        echo(f"equal: {found.tensors} tensors, and all metadata")
+        echo(f"equal: {count_of(found.tensors, 'tensor')}, and all metadata")
         return
     _show_comparison(found)
     raise typer.Exit(FOUND)

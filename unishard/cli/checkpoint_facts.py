@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import Manifest, TensorFacts
 from unishard.cli.report import value_of
+from unishard.config.describe import count_of
 
 __all__ = ["TensorKind", "bytes_of", "facts_of", "groups_of", "kinds_of", "local", "place_of", "size", "size_of"]
 
@@ -84,20 +85,20 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     yield "ranks", str(manifest.world_size)
     yield "backend", f"{backend}, {strategy}" if backend else "unknown (converted checkpoint)"
-    yield "model", f"{model.class_name}, {model.numel:,} parameters, fingerprint {model.fingerprint}"
+    yield "model", f"{model.class_name}, {count_of(model.numel, 'parameter')}, fingerprint {model.fingerprint}"
     for name, count in (("ties", len(manifest.ties)), ("frozen", len(manifest.frozen)), ("buffers", len(manifest.buffers))):
         if count:
             yield name, str(count)
     groups = len(optimizer.groups) if optimizer else 0
-    yield "optimizer", f"{optimizer.class_name}, {groups} group{'s' if groups != 1 else ''}" if optimizer else "none"
+    yield "optimizer", f"{optimizer.class_name}, {count_of(groups, 'group')}" if optimizer else "none"
     if schedule:
-        yield "schedule", f"{schedule.updates} updates"
+        yield "schedule", count_of(schedule.updates, "update")
     if scale:
-        yield "loss scale", f"{scale.value:g}, {scale.made} updates since it changed"
+        yield "loss scale", f"{scale.value:g}, {count_of(scale.made, 'update')} since it changed"
     if manifest.data:
-        yield "data", f"of {len(manifest.data)} ranks; the first: {value_of(manifest.data[0])}"
+        yield "data", f"of {count_of(len(manifest.data), 'rank')}; the first: {value_of(manifest.data[0])}"
     yield "state", "none" if manifest.state is None else value_of(manifest.state)
-    yield "size", f"{size(size_of(folder))} in {len(manifest.files) + 1} files"
+    yield "size", f"{size(size_of(folder))} in {count_of(len(manifest.files) + 1, 'file')}"
 
 
 def groups_of(manifest: Manifest) -> list[tuple[str, str, str, str]]:

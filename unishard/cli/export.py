@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from unishard.cli.wrapping import echo
+from unishard.config.describe import count_of
 
 __all__ = ["export"]
 
@@ -62,9 +63,8 @@ def export(
             advance=lambda written: progress.advance(task, written),
             overwrite=overwrite,
         )
-    count = len(layout.files)
     word = str(layout.dtype).removeprefix("torch.")
-    echo(f"{out}: {count} file{'s' if count > 1 else ''} of tensors, {size(layout.size)} in {word}, from {folder}")
+    echo(f"{out}: {count_of(len(layout.files), 'file')} of tensors, {size(layout.size)} in {word}, from {folder}")
     if layout.bare:
         echo(
             "no config.json written, because the checkpoint has none; add --model DIR, the directory with the model's config.json", err=True

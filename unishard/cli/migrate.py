@@ -16,6 +16,7 @@ import typer
 from unishard.cli.completion import formats as formats_like
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo
+from unishard.config.describe import count_of
 from unishard.errors import UnishardError
 from unishard.mapping.rules import Fit
 
@@ -93,7 +94,7 @@ def _in_words(counts: dict[str, int], to: str) -> str:
         f"{counts['unreadable']} cannot be read",
         f"{skipped} skipped (no configs, or above 1 MiB)",
     ]
-    return f"{files} file{'' if files == 1 else 's'}: {', '.join(parts)}"
+    return f"{count_of(files, 'file')}: {', '.join(parts)}"
 
 
 def _show(configs: list[FoundConfig], others: list[ForeignConfig], broken: list[UnreadableConfig], to: str) -> None:

@@ -11,6 +11,7 @@ from unishard.compare.measuring import Measured
 from unishard.compare.records import Course
 from unishard.compare.trials import Dropped
 from unishard.config import Config
+from unishard.config.describe import count_of
 
 __all__ = ["Tuned", "comment_of", "lines_of", "tuned", "with_comment"]
 
@@ -123,7 +124,7 @@ def comment_of(found: Tuned, ranks: int, steps: int) -> list[str]:
         ranks: On how many it was measured.
         steps: Optimizer steps of each run.
     """
-    said = f"{found.reason}; {ranks} rank{'s' * (ranks > 1)}, {steps} steps each; {len(found.dropped)} left out by the plan"
+    said = f"{found.reason}; {count_of(ranks, 'rank')}, {count_of(steps, 'step')} each; {len(found.dropped)} left out by the plan"
     return wrap(said, 120, initial_indent=_MARK, subsequent_indent="#   ")
 
 

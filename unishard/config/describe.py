@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from unishard.config.section import Section
 
-__all__ = ["bare", "choices", "expected", "shown", "type_in_words"]
+__all__ = ["bare", "choices", "count_of", "expected", "shown", "type_in_words"]
 
 _SIMPLE = {str: "text", bool: "true or false", type(None): "null", dict: "a mapping", Any: "any value"}
 _NUMBERS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}
@@ -107,3 +107,8 @@ def shown(value: Any) -> str:
 def bare(value: Any) -> str:
     """Format a value as in YAML, strings without quotes."""
     return value if isinstance(value, str) else shown(value)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Format a number of things: `1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

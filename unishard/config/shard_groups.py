@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unishard.config import Config
+from unishard.config.describe import count_of
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
@@ -29,13 +30,11 @@ def check_groups(cfg: Config, topology: Topology) -> None:
     if not cfg.sharding.hybrid:
         return
     world, size = topology.world_size, shard_group_size(cfg, topology)
-    said = f"is {size}" if cfg.sharding.group_size else f"is not set, and a node has {size} rank{'s' if size > 1 else ''}"
+    said = f"is {size}" if cfg.sharding.group_size else f"is not set, and a node has {count_of(size, 'rank')}"
     if world % size:
         fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
         instead = f"write one of {', '.join(fitting)}" if fitting else "choose full_shard"
-        raise ConfigError(
-            [Problem("sharding.group_size", f"{said}, which does not divide {world} rank{'s' if world > 1 else ''}; {instead}")]
-        )
+        raise ConfigError([Problem("sharding.group_size", f"{said}, which does not divide {count_of(world, 'rank')}; {instead}")])
     if size == 1 < world:
         raise ConfigError(
             [Problem("sharding.group_size", f"{said}, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard")]

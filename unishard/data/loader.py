@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unishard.config import Config, expect_config
+from unishard.config.describe import count_of
 from unishard.config.topology import Topology
 from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
@@ -74,8 +75,8 @@ class ShareLoader(DataLoader[Any]):
         most = shares.dataset_length // ranks
         instead = f"set training.micro_batch_size to at most {most}, or use more data" if most else "use more data, or fewer ranks"
         raise DataError(
-            f"the dataset has {shares.dataset_length} samples, but a micro-batch on each rank takes {shares.round} "
-            f"(training.micro_batch_size {shares.micro_batch_size} x {ranks} rank{'s' if ranks > 1 else ''}), so every update would repeat "
+            f"the dataset has {count_of(shares.dataset_length, 'sample')}, but a micro-batch on each rank takes {shares.round} "
+            f"(training.micro_batch_size {shares.micro_batch_size} x {count_of(ranks, 'rank')}), so every update would repeat "
             f"samples; {instead}"
         )
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
+from unishard.config.describe import count_of
 from unishard.data.batches import length_of
 from unishard.data.loader import ShareLoader, is_count
 from unishard.errors import DataError
@@ -145,9 +146,10 @@ def resume(loader: StatefulLoader, positions: Sequence[Position], world_then: in
         )
     mine = of_rank(positions, world_then, rank, world_size)
     if mine is None:
+        saved_on = count_of(world_then, "rank")
         raise DataError(
-            f"{now} was saved on {world_then} ranks and cannot be resumed on {world_size}, since only the loader knows which rank reads "
-            f"which samples; resume on {world_then} ranks, or train with unishard.dataloader, which resumes on any number of ranks"
+            f"{now} was saved on {saved_on} and cannot be resumed on {world_size}, since only the loader knows which rank reads which "
+            f"samples; resume on {saved_on}, or train with unishard.dataloader, which resumes on any number of ranks"
         )
     # To resume, torchdata's loader (0.11) creates an iterator, which draws a seed that an uninterrupted run drew long before.
     with torch.random.fork_rng(devices=[]):

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from rich.console import Console
 
+from unishard.config.describe import count_of
 from unishard.demo.curves import TrainingCurve
 from unishard.demo.launch import running
 from unishard.errors import UnishardError
@@ -51,7 +52,7 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
     result.unlink(missing_ok=True)  # so that an earlier run's curve is never taken for this one's
     console.rule(f"backend: {backend}", align="left")
     log = result.with_suffix(".log")
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    ranks = count_of(world_size, "rank")
     try:
         with console.status(f"{backend}: starting {ranks}") as status, log.open("w", buffering=1, encoding="utf-8") as file:
 

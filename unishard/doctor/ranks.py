@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unishard.config.describe import count_of
 from unishard.config.topology import Topology, rendezvous, store_of_launcher
 from unishard.distributed import serving
 from unishard.doctor.check import Check, Status
@@ -91,7 +92,7 @@ def _ranks(hosts: Sequence[str], seconds: float) -> Check:
     counts = Counter(hosts)
     words = ", ".join(f"{host}: {count}" for host, count in list(counts.items())[:8]) + (", ..." if len(counts) > 8 else "")
     details = {"world_size": len(hosts), "hosts": dict(counts), "rendezvous_s": round(seconds, 3)}
-    found = f"{len(hosts)} on {len(counts)} host{'s' if len(counts) > 1 else ''} ({words}), met in {seconds:.1f} s"
+    found = f"{len(hosts)} on {count_of(len(counts), 'host')} ({words}), met in {seconds:.1f} s"
     return Check("ranks", Status.OK, found, details=details)
 
 

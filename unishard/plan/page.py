@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from unishard.config.describe import count_of
 from unishard.plan.candidates import Candidate, wire_of
 from unishard.plan.devices import in_gib
 from unishard.plan.planning import Plan
@@ -35,7 +36,7 @@ def page_of(plan: Plan) -> str:
 
 
 def _page(plan: Plan) -> Iterator[str]:
-    title = f"Plan of {plan.model} on {plan.topology.world_size} ranks"
+    title = f"Plan of {plan.model} on {count_of(plan.topology.world_size, 'rank')}"
     yield "<!doctype html>"
     yield f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>'
     yield f"<h1>{escape(title)}</h1>"

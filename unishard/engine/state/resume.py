@@ -13,6 +13,7 @@ from torch import Tensor
 from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import GroupRecord, Manifest
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.config.describe import count_of
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.engine.loop.accumulation import Accumulation
@@ -138,5 +139,6 @@ def _resume_random_numbers(run: Run, manifest: Manifest, states: Mapping[str, Te
         random_state.restore(states, run.adapter.device)
         return []
     random_state.reseed(run.cfg.training.seed, manifest.step, dist.get_rank())
-    why = f"saved by {manifest.world_size} ranks" if manifest.world_size != dist.get_world_size() else "no random state was saved"
+    saved_by = count_of(manifest.world_size, "rank")
+    why = f"saved by {saved_by}" if manifest.world_size != dist.get_world_size() else "no random state was saved"
     return [f"{why}, so random generators (dropout and others) are seeded from training.seed, step and rank"]
