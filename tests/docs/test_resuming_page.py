@@ -44,7 +44,7 @@ def test_every_kind_of_run_is_resumed_by_every_kind_within_the_bounds():
 def test_the_same_run_goes_on_to_the_bit_and_nothing_that_was_loaded_has_changed():
     text = PAGE.read_text(encoding="utf-8")
     same = sum(pair.saved == pair.resumed for pair in PAIRS)
-    assert f"{same} of {same} pairs have the same losses" in re.sub(r"\s+", " ", text)
+    assert f"{same} of {same} pairs have bit-equal losses" in re.sub(r"\s+", " ", text)
     assert f"{len(PAIRS)} of {len(PAIRS)} pairs have the same hash" in re.sub(r"\s+", " ", text)
     assert f" 0 of {len(PAIRS)} pairs are beyond them" in text
 
