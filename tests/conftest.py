@@ -1,6 +1,6 @@
 """Marks what starts ranks, so that `pytest -m "not ranks"` is quick; skips what is marked `gpu` where there is no CUDA device.
 
-`--deep` runs what is marked `deep` too: the same on the other engine, where `make test` takes engines in turns.
+`--deep` runs what is marked `deep` too: the same on the other engine or on one rank, where `make test` takes them in turns.
 `--examples` asks for more broken documents for the formats. The longest files come first, so that all processes of `make test`
 end together.
 """

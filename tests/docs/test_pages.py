@@ -24,6 +24,8 @@ from unishard.config.sharding import Strategy
 from unishard.testing import run_ranks
 
 TUTORIAL = "docs/writing-a-backend.md"  # one module in several blocks: test_tutorial.py
+FIRST = ("README.md", "docs/index.md")
+"""What a newcomer runs, as often on one rank as on two."""
 LANGUAGES = {"python", "yaml", "toml", "bash", "console", "text"}
 
 
@@ -60,9 +62,16 @@ def run_source(source, folder):
     exec(compile(source, "block", "exec"), {"__name__": "__main__"})
 
 
+RUNS = [
+    pytest.param(block, world, id=f"{block}-{world}", marks=[pytest.mark.deep] * (world == 1 and block.page not in FIRST))
+    for block in blocks("python")
+    if block.page not in (TUTORIAL, *LOOPS)
+    for world in (1, 2)
+]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("block", [block for block in blocks("python") if block.page not in (TUTORIAL, *LOOPS)], ids=str)
+@pytest.mark.parametrize(("block", "world"), RUNS)
 def test_python_runs(block: Block, world, folder):
     run_ranks(world, run_source, block.text, str(folder))
 
@@ -149,6 +158,11 @@ def fine_tune(command, folder):
     return "".join(run_ranks(2, run_script, [script, *arguments, "--steps", "2"], str(folder)))
 
 
+def compare(command, folder):
+    """On one rank each: test_compare.py measures two."""
+    return printed_by(command.replace("--processes-per-node 2", "--processes-per-node 1"), folder)
+
+
 def run_script(arguments, folder):
     os.chdir(folder)
     sys.argv = arguments
@@ -198,6 +212,7 @@ TORCHRUN = "torchrun --standalone --nproc-per-node 2 "
 RUNNERS = {
     "make ": make_target,
     f"{TORCHRUN}examples/finetune_t5_lora.py ": fine_tune,
+    "unishard compare ": compare,
     "pip install ": pip_install,
     ".venv/bin/pre-commit install": pre_commit_install,
 }

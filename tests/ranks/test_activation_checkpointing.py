@@ -176,7 +176,6 @@ COMPILED = (
     ("fsdp", "per_block", "inductor"),
     ("fsdp", "full", "aot_eager"),
     ("deepspeed", "per_block", "aot_eager"),
-    ("deepspeed", "full", "aot_eager"),
 )
 SINGLE = (
     *((dropping, (backend, asked)) for backend in BACKENDS for asked in ("none", "full", "selective")),
