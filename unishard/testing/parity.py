@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -167,10 +168,11 @@ def _shown(answer: Answer) -> str:
     return " / ".join(f"{getattr(answer, field):.0e}" for field in _FIELDS)
 
 
-def main(arguments: Iterable[str]) -> None:
-    """Write the page to each path."""
-    for argument in arguments:
-        write(Path(argument))
+def main(arguments: Sequence[str]) -> None:
+    """Write the page to a path."""
+    parser = argparse.ArgumentParser(description="Measure every cell on every engine and write the page.")
+    parser.add_argument("path", type=Path)
+    write(parser.parse_args(arguments).path)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -94,10 +95,11 @@ def _beyond(found: Mapping[Pair, Resumption]) -> Iterator[str]:
         yield from (f"| {pair} | {each.first_losses:.1e} | {each.losses:.1e} |" for pair, each in beyond)
 
 
-def main(arguments: Iterable[str]) -> None:
-    """Write the page to each path."""
-    for argument in arguments:
-        write(Path(argument))
+def main(arguments: Sequence[str]) -> None:
+    """Write the page to a path."""
+    parser = argparse.ArgumentParser(description="Measure every pair of runs and write the page.")
+    parser.add_argument("path", type=Path)
+    write(parser.parse_args(arguments).path)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,4 +35,6 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    parser = argparse.ArgumentParser(description="Write the page of all mistakes.")
+    parser.add_argument("path", type=Path)
+    parser.parse_args().path.write_text(page(), encoding="utf-8")
