@@ -15,11 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.distributed.broadcast import broadcast, make_dense
-from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.process_group import device_of
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model import materialization
-from unishard.engine.model.inputs import cast_inputs
+from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.units import ModelUnits
 from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import sharding, start
@@ -117,9 +116,7 @@ def _build(
 
 def _casting(model: nn.Module, cfg: Config, units: ModelUnits) -> list[RemovableHandle]:
     """Register hooks that cast the inputs of the root and of the units."""
-    if cfg.precision.compute == "fp32":
-        return []
-    return cast_inputs([model, *(unit.module for unit in units.casting)], DTYPES[cfg.precision.compute])
+    return cast_inputs([model, *(unit.module for unit in units.casting)], cfg.precision)
 
 
 def completed(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:

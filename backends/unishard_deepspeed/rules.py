@@ -171,6 +171,7 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
+    "precision.cast_inputs": loop("hooks on units and root; fp16.auto_cast, which casts the root's alone, is false"),
     "precision.buffers": loop("cast before sharding; data_types.buffer_dtype is null"),
     "precision.loss_scale": Rule(
         Fit.EXACT,

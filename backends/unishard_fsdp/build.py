@@ -50,7 +50,7 @@ def build(
     collective_settings.require_device(vars(native), device)
     if optimizer is None:
         sharding.apply_fully_shard(model, units.gathered, device, cast(options.FullyShard, native), frozen=cfg.precision)
-        return FSDPInferenceAdapter(model, device)
+        return FSDPInferenceAdapter(cfg, model, device)
     if isinstance(native, options.DistributedDataParallel):
         return _ddp(model, cfg, native, device, optimizer)
     _require(native, patched=bool(units.conditional), mixed=cfg.precision.compute != "fp32")

@@ -283,6 +283,13 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
+    "precision.cast_inputs": Rule(
+        Fit.EXACT,
+        "MixedPrecisionPolicy(cast_forward_inputs=...)",
+        "hooks on units and root cast the named arguments; FSDP2 only knows all and none",
+        _for(_MIXED, lambda cfg: {"mp_policy": {"cast_forward_inputs": cfg.precision.cast_inputs is True}}),
+        (unless("true", lambda cfg: cfg.precision.cast_inputs is True, ""),),
+    ),
     "precision.buffers": loop("cast before sharding; FSDP2 casts none"),
     "precision.loss_scale": loop("scales the loss and divides the gradients; a GradScaler is not used", NOT_FP16),
     "offload.params": Rule(

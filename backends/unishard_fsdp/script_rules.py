@@ -179,6 +179,20 @@ SCRIPT_RULES: Mapping[str, Rule] = {
             ),
         ),
     ),
+    "precision.cast_inputs": Rule(
+        Fit.EXACT,
+        "mixed_precision.cast_forward_inputs",
+        "",
+        lambda cfg, topology: {} if cfg.precision.cast_inputs is True else {"mixed_precision": {"cast_forward_inputs": False}},
+        (
+            When(
+                "names",
+                lambda cfg: not isinstance(cfg.precision.cast_inputs, bool),
+                Fit.NEEDS_INPUT,
+                "FSDP2 only knows all and none: false is written; cast the named arguments in the training script",
+            ),
+        ),
+    ),
     "precision.buffers": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,

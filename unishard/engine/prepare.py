@@ -20,7 +20,7 @@ from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.memory import ExpectedMemory
-from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization, matmul
+from unishard.engine.model import activation_checkpointing, batch_norm, compilation, input_casts, materialization, matmul
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.shape import shape_of
@@ -215,6 +215,7 @@ def _plan(
     facts = facts_of(model, cfg.sharding, train=train)
     materialization.check(model)
     units = units_of(model, cfg.sharding)
+    input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
     recomputed, compiled = activation_checkpointing.find(model, cfg), compilation.find(model, cfg)
     setup = OptimizerSetup(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)

@@ -11,7 +11,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.express import AUTO
-from unishard.mapping.field_rows import MATMUL
+from unishard.mapping.field_rows import MATMUL, write
 from unishard.mapping.key_rows import boolean, integer, number
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
@@ -279,6 +279,7 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         ),
     ),
     "precision.matmul": MATMUL,
+    "precision.cast_inputs": write("cast only these inputs to the compute dtype", lambda cfg: cfg.precision.cast_inputs is True, "true"),
     "precision.buffers": Rule(
         Fit.EXACT,
         "data_types.buffer_dtype",
