@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -19,18 +19,19 @@ from unishard.distributed.process_group import device_of
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model import materialization
 from unishard.engine.model.input_casts import cast_inputs
+from unishard.engine.model.kept_fp32 import holds
 from unishard.engine.model.units import ModelUnits
 from unishard.plugins.backend import OptimizerBuilder
-from unishard_deepspeed import sharding, start
+from unishard_deepspeed import kept, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.fields import UNLIMITED
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.building import allow_fp16, clear_mpu, keep_adagrad
+from unishard_deepspeed.patches.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require_for
-from unishard_deepspeed.patches.reduction import reduce_units_by_parameter
+from unishard_deepspeed.patches.reduction import reduce_in_fp32, reduce_units_by_parameter
 from unishard_deepspeed.patches.second_copy import drop_second_copies, own_group
 from unishard_deepspeed.patches.updates import average_between_groups
 from unishard_deepspeed.replica_groups import Replicas, replicas_of
@@ -52,6 +53,7 @@ def build(
         units: The gathered units, which are the leaf modules of stage 3; modules that cast their inputs; conditional modules.
         optimizer: Builds the optimizer from the named trainable parameters; None for inference at stage 3.
     """
+    kept.check(model, cfg)
     deepspeed = start.load(topology)
     start.require_files(cfg)
     device, names = device_of(topology), [unit.name for unit in units.gathered]
@@ -101,8 +103,16 @@ def _build(
         originals = [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
     if kind == "stage-0":
         settings["gradient_clipping"] = 0.0  # its norm is discarded or of rounded gradients; see TorchClipping
-    with start.quiet(), keep_adagrad(inner.optimizer) if kind != "stage-0" else nullcontext():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=inner.optimizer, config=settings, dist_init_required=False, mpu=replicas)
+    client, keeps = kept.after_cast(model, inner.optimizer), any(holds(parameter) for parameter in inner.trained)
+    with ExitStack() as building:
+        building.enter_context(start.quiet())
+        if kind != "stage-0":
+            building.enter_context(keep_adagrad(inner.optimizer))
+        if keeps and kind == "stage-3":
+            building.enter_context(buffers_by_dtype())
+        engine, *_ = deepspeed.initialize(model=model, optimizer=client, config=settings, dist_init_required=False, mpu=replicas)
+    if keeps and kind == "stages-1-2":
+        reduce_in_fp32(engine.optimizer)
     if replicas is not None:
         clear_mpu()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)

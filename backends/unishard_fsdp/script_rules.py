@@ -193,6 +193,16 @@ SCRIPT_RULES: Mapping[str, Rule] = {
             ),
         ),
     ),
+    "precision.keep_fp32": Rule(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        "call fully_shard on the modules of these parameters with a policy without param_dtype, and cast around them",
+        when=(
+            When("compute is fp32", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
+            When("auto", lambda cfg: cfg.precision.keep_fp32 == "auto", Fit.EXACT, "unless the class of a transformers model names some"),
+            When("empty", lambda cfg: not cfg.precision.keep_fp32, Fit.EXACT, ""),
+        ),
+    ),
     "precision.buffers": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,

@@ -241,7 +241,6 @@ def test_an_override_is_merged_last_and_listed() -> None:
         {"zero_optimization": {"zero_quantized_gradients": True}},
         {"zero_optimization": {"zero_quantized_weights": True}},
         {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
-        {"data_types": {"keep_in_fp32_modules": ["norm"]}},
     ],
     ids=lambda native: next(key for key, _ in flat(native)),
 )
@@ -299,7 +298,7 @@ def test_overrides_of_another_backend_are_left_alone() -> None:
         ({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown", "must be bool, got str"),
         ({"steps_per_print": "never"}, "steps_per_print", "must be int or null, got str"),
         ({"tensorboard": {"enable": True}}, "tensorboard", "must have no key 'enable'"),
-        ({"data_types": {"keep_in_fp32_modules": "norm"}}, "data_types.keep_in_fp32_modules", "must be a list"),
+        ({"data_types": {"keep_in_fp32_modules": "norm"}}, "data_types.keep_in_fp32_modules", "precision.keep_fp32"),
     ],
 )
 def test_a_native_key_that_cannot_be_taken_is_refused(native: dict[str, Any], path: str, words: str) -> None:

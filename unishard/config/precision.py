@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unishard.config.aliases import Spellings
+from unishard.config.patterns import Pattern
 from unishard.config.section import Section, refuse
 
 __all__ = ["DType", "Precision"]
@@ -84,6 +85,11 @@ class Precision(Section):
     """Which floating-point inputs of the model and of its units are cast to a 16-bit `compute`: `true` for all, `false` for none, or the
     names of the arguments that are cast, as in the signatures of their `forward`. bf16 rounds whole numbers above 256: name the other
     arguments to keep timesteps or positions as they are."""
+    keep_fp32: Literal["auto"] | list[Pattern] = Field(default="auto")
+    """Parameters and buffers that stay in fp32 under a 16-bit `compute`: regular expressions, matched anywhere in their names. A module
+    whose parameters are all kept computes in fp32; its floating-point inputs are cast to fp32, and its outputs back. `auto` keeps what a
+    transformers model names in `_keep_in_fp32_modules_strict`, and in fp16 also in `_keep_in_fp32_modules`, whose forward casts itself.
+    `[]` keeps nothing."""
     buffers: Annotated[Literal["keep", "fp32", "bf16", "fp16"], BeforeValidator(_lower), Spellings()] = Field(default="keep")
     """Dtype to which `prepare` casts floating-point buffers, such as rotary tables; `keep` does not cast them."""
     matmul: Annotated[Literal["keep", "fp32", "tf32"], BeforeValidator(_matmul), Spellings(tuple(_MATMUL))] = Field(default="keep")

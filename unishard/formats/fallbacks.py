@@ -134,6 +134,7 @@ FALLBACKS: Mapping[str, Rule] = {
         ("sharding.units", "shard modules of these classes"),
         ("sharding.conditional_modules", "leave modules of these classes out"),
         ("precision.reduce", "reduce gradients in this dtype"),
+        ("precision.keep_fp32", "leave these parameters in fp32, and cast around their modules"),
         ("precision.cast_inputs", "cast only these inputs to the compute dtype"),
         ("precision.buffers", "cast the model's floating-point buffers before it is wrapped"),
         ("offload.params", "offload the parameters"),

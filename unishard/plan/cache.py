@@ -18,7 +18,7 @@ from unishard.plugins.footprint import ModelShape
 
 __all__ = ["activations", "folder", "shape"]
 
-_VERSION = 4
+_VERSION = 5
 """Raised when what is computed, or its file, changes."""
 _LARGEST = 2**28
 """Bytes of a file; the shape of a model of 100,000 parameters has 10 MB."""

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from unishard.config import Precision
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model.inputs import cast, tensors_in
+from unishard.engine.model.kept_fp32 import holds_all, modules_kept
 from unishard.errors import ConfigError, Problem
 
 __all__ = ["cast_inputs", "check"]
@@ -22,6 +23,7 @@ __all__ = ["cast_inputs", "check"]
 _CHECKED = 4
 """Forwards of a module in which casts are compared with what was cast; that waits for the device, so later ones are not."""
 
+_LOW = (torch.bfloat16, torch.float16)
 _EXACT = 256
 """Up to here bf16 holds every whole number; fp16 does up to 2048."""
 
@@ -47,19 +49,43 @@ def check(modules: Iterable[nn.Module], cfg: Precision) -> None:
 
 
 def cast_inputs(modules: Iterable[nn.Module], cfg: Precision) -> list[RemovableHandle]:
-    """Cast inputs of modules, positional and keyword, to the compute dtype before each forward.
+    """Cast inputs of modules, positional and keyword, to the compute dtype before each forward; those of modules in fp32 to fp32.
 
     Args:
         modules: The root, and the modules whose parameters are gathered together.
-        cfg: The section `precision`; `cast_inputs` says which.
+        cfg: The section `precision`; `cast_inputs` says which inputs.
 
     Returns:
         Handles of the hooks.
     """
-    if cfg.compute == "fp32" or not cfg.cast_inputs:
+    root, *units = modules
+    if cfg.compute == "fp32":
         return []
+    handles = []
+    # transformers' models cast themselves around the modules that their classes name.
+    for module in modules_kept(root) if cfg.keep_fp32 != "auto" else ():
+        casts = _InFp32()
+        handles.append(module.register_forward_pre_hook(casts.up, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(casts.back))
     # Before the module's other hooks, so that the engine's hooks get the cast inputs.
-    return [module.register_forward_pre_hook(_Cast(module, cfg), prepend=True, with_kwargs=True) for module in modules]
+    for module in (root, *(unit for unit in units if not holds_all(unit))) if cfg.cast_inputs else ():
+        handles.append(module.register_forward_pre_hook(_Cast(module, cfg), prepend=True, with_kwargs=True))
+    return handles
+
+
+class _InFp32:
+    """Hooks of a module that computes in fp32: inputs are cast to fp32, and then outputs to the dtype that the inputs had."""
+
+    def __init__(self) -> None:
+        self._given: torch.dtype | None = None
+        """The 16-bit dtype of inputs of the forward that runs."""
+
+    def up(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._given = next((each.dtype for each in tensors_in((args, kwargs)) if each.dtype in _LOW), None)
+        return cast(args, torch.float32), cast(kwargs, torch.float32)
+
+    def back(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return output if self._given is None else cast(output, self._given)
 
 
 class _Cast:
