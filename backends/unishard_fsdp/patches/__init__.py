@@ -74,7 +74,6 @@ PATCHES = by_name(
         names=(
             *_GROUPS,
             f"{_GROUP}_init_mp_dtypes",
-            f"{_GROUP}mp_policy",
             f"{_GROUP}post_backward",
             f"{_GROUP}reduce_grads",
             f"{_PARAMETER}param_dtype",

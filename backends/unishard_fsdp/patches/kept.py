@@ -22,7 +22,7 @@ def keep_fp32(modules: Iterable[Any], holds: Callable[[Tensor], bool]) -> None:
     """
     for group in groups_of(modules):
         kept = [parameter for parameter in group.fsdp_params if holds(parameter.sharded_param)]
-        if kept and group.mp_policy.param_dtype is not None:
+        if kept:
             group._init_mp_dtypes = partial(_init, kept, group._init_mp_dtypes)
             group.post_backward = partial(_post_backward, group, group.post_backward)
 
