@@ -95,23 +95,24 @@ def copy_with_a_mapping(backend):
 @CONFIGS.raises(
     "`precision.keep_fp32: [nrom]`, which no parameter has in its name",
     "ConfigError: precision.keep_fp32: 'nrom' matches no floating-point parameter or buffer; write part of a name, such as ...",
-    {"compute": "bf16", "keep_fp32": ["nrom"]},
+    "keep_fp32: [nrom]",
 )
 @CONFIGS.raises(
     "`precision.keep_fp32: ['.']`, which keeps all of the model",
     "ConfigError: precision.keep_fp32: keeps every parameter; set precision.compute to fp32 instead",
-    {"compute": "bf16", "keep_fp32": ["."]},
+    "keep_fp32: ['.']",
 )
 @CONFIGS.raises(
     "`precision.keep_fp32` beside `reduce: bf16`",
     "ConfigError: precision.keep_fp32: keeps ...norm.weight in fp32 (precision.reduce bf16 would round it); set precision.reduce to fp32, "
     "or keep_fp32 to [] to keep nothing",
-    {"compute": "bf16", "keep_fp32": ["norm"], "reduce": "bf16"},
+    "{keep_fp32: [norm], reduce: bf16}",
 )
 @CONFIGS.raises(
     "`precision.cast_inputs: [xs]`, an argument that no forward has",
     "ConfigError: precision.cast_inputs: no forward of the model or of its units has an argument 'xs'; they have ...",
-    {"compute": "bf16", "cast_inputs": ["xs"]},
+    "cast_inputs: [xs]",
 )
-def precision_that_does_not_fit_the_model(backend, precision):
+def precision_that_does_not_fit_the_model(backend, text):
+    precision = {"compute": "bf16", **YAML(typ="safe", pure=True).load(text)}
     unishard.prepare(Mlp(), unishard.Config(backend=backend, precision=precision, optimizer={"lr": 0.1}))
