@@ -107,12 +107,12 @@ def _build(
     if replicas is not None:
         clear_mpu()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
-    restore_fp32_weights(cfg, inner, originals)
+    hooks = restore_fp32_weights(cfg, model, inner, originals) + _casting(model, cfg, units)
     conditional = ConditionalModules(engine, units.conditional, names, kind)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)
     conditional.reduce_last()
-    return DeepSpeedAdapter(cfg, engine, inner, device, _casting(model, cfg, units), conditional)
+    return DeepSpeedAdapter(cfg, engine, inner, device, hooks, conditional)
 
 
 def _casting(model: nn.Module, cfg: Config, units: ModelUnits) -> list[RemovableHandle]:

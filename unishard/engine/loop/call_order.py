@@ -12,6 +12,7 @@ from torch import nn
 
 from unishard.config import Config
 from unishard.distributed import collective_check
+from unishard.engine.loop.dtype_errors import explained
 from unishard.engine.loop.progress import Progress
 from unishard.errors import ContractError
 
@@ -39,6 +40,7 @@ class CallOrder:
             device: Where this rank computes.
         """
         self._module = module
+        self._precision = cfg.precision
         self._device = device
         self._member = collective_check.join(cfg.communication)
         self._trained = module.training
@@ -110,10 +112,18 @@ class CallOrder:
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
-        """A block that runs the model, in which `enter_module` counts."""
+        """A block that runs the model, in which `enter_module` counts.
+
+        Raises:
+            ModelError: torch does not compute with the dtypes that the config gives the model.
+        """
         self._forwarding = True
         try:
             yield
+        except RuntimeError as error:
+            if (told := explained(error, self._module, self._precision)) is not None:
+                raise told from error
+            raise
         finally:
             self._forwarding = False
 
