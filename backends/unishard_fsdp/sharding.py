@@ -70,9 +70,20 @@ def load(
 def _keep_attributes(apply: Apply, module: nn.Module) -> None:
     """Shard a module, and copy attributes that users have set on its parameters, such as a flag for an optimizer factory."""
     attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+    own = type(module)
     apply(module)
+    _keep_class_name(type(module), own)
     for name, parameter in module.named_parameters():
         vars(parameter).update(attributes[name])
+
+
+def _keep_class_name(sharded: type[nn.Module], own: type[nn.Module]) -> None:
+    """Give the subclass that `fully_shard` makes of a class the name of that class (torch 2.13, _fsdp_init.py, _apply_to_module).
+
+    Models look up by the name of their class how their weights are saved and which outputs they record (transformers 5.23,
+    conversion_mapping.py, utils/output_capturing.py).
+    """
+    sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
