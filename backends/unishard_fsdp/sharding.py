@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from unishard.config import Precision
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
+from unishard.engine.model.compilation import Compiled
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard.engine.model.units import Unit
@@ -25,6 +26,8 @@ from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 __all__ = ["apply_fully_shard", "apply_replicate", "load"]
 
 Apply = Callable[[nn.Module], object]
+
+_MARK = "_is_fsdp_managed_module"
 
 
 def load(
@@ -86,6 +89,19 @@ def _keep_class_name(sharded: type[nn.Module], own: type[nn.Module]) -> None:
     sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
+def _run_as_unsharded(model: nn.Module) -> None:
+    """Take the mark of `fully_shard` from modules, so that their forward is that of the plain model.
+
+    Modules of transformers that find the mark run each layer, without LayerDrop (5.23, distributed/fsdp.py, is_fsdp_managed_module).
+    It stays where `generate` reads it, to let ranks that have finished run on, and in compiled blocks, which torch then guards less.
+    """
+    blocks = [module for module in model.modules() if module is not model and isinstance(vars(module).get("forward"), Compiled)]
+    compiled = {inner for block in blocks for inner in block.modules()}
+    for module in model.modules():
+        if module not in compiled and not hasattr(module, "generate"):
+            vars(module).pop(_MARK, None)
+
+
 def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
     """A mesh of all ranks on one axis, or with the axes of a hybrid strategy."""
     if axes is None:
@@ -138,6 +154,7 @@ def apply_fully_shard(
 
     shards = mesh["shard"]
     load(model, units, device, apply, frozen=frozen, part=row_part(shards.get_local_rank(), shards.size()))
+    _run_as_unsharded(model)
     collective_settings.apply(model, options)
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
@@ -161,6 +178,7 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=_policy(options.mp_policy, root=module is model))
 
     load(model, units, device, apply)
+    _run_as_unsharded(model)
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
 
