@@ -69,8 +69,7 @@ def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
 
 @contextmanager
 def _only_names(model: Any) -> Iterator[None]:
-    """Let `state_dict` of each part return names without tensors: peft calls it for the names in `modules_to_save`, and engines hook
-    into it."""
+    """Let `state_dict` return only names: peft calls it for those in `modules_to_save`, and engines hook into it."""
     parts = [*model.modules()]
     for part in parts:
         vars(part)["state_dict"] = partial(sources_of, part)

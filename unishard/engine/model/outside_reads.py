@@ -23,13 +23,12 @@ def embeddings_read_outside(model: nn.Module) -> set[nn.Module]:
     Finds what the source of the forward, or of a method that it calls, says as `self.name.weight`. Another way to read it is an error
     of the engine in the first forward.
     """
-    found = set()
+    found: set[nn.Module] = set()
     for module in model.modules():
         if any(isinstance(inner, nn.Embedding) for inner in module.modules() if inner is not module):
-            for path in _read_in_forward(type(module)):
-                inner = _submodule(module, path)
-                if isinstance(inner, nn.Embedding):
-                    found.add(inner)
+            kind: Any = type(module)  # which mypy takes for unhashable
+            read = (_submodule(module, path) for path in _read_in_forward(kind))
+            found.update(inner for inner in read if isinstance(inner, nn.Embedding))
     return found
 
 
@@ -41,8 +40,8 @@ def _submodule(module: nn.Module, path: tuple[str, ...]) -> Any:
 
 
 @cache
-def _read_in_forward(kind: type[nn.Module]) -> frozenset[tuple[str, ...]]:
-    """The names between `self` and `weight` in what a class's forward reads."""
+def _read_in_forward(kind: Any) -> frozenset[tuple[str, ...]]:
+    """The names between `self` and `weight` in what the forward of a class reads."""
     reads: set[tuple[str, ...]] = set()
     seen: set[str] = set()
     waiting = ["forward"]
