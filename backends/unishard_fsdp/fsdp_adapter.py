@@ -75,7 +75,7 @@ class FSDPAdapter(TorchAdapter):
         self._unreduced = UnreducedGradients(self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late)
         self._conditional = conditional
         self._skippable = set(self._trainable if native.reduce_scatter_unused_params else conditional.parameters)
-        self._leaves = GatheredLeaves(self._sharded_modules)
+        self._leaves = GatheredLeaves(zip((name for name, _ in self._sharded_modules), self._modules(), strict=True))
         if conditional.parameters:
             from unishard_fsdp.patches.conditional import fill_unused
 

@@ -108,7 +108,7 @@ def in_turns_of_plain_torch(*, frozen):
     return dict(model.named_parameters())
 
 
-LATE = tuple(("deepspeed", strategy, "fp32") for strategy in ("shard_optimizer", "shard_grad_op")) + (("fsdp", "full_shard", "fp32"),)
+LATE = (("deepspeed", "shard_optimizer", "fp32"), ("deepspeed", "shard_grad_op", "fp32"), ("fsdp", "full_shard", "fp32"))
 ORDERS = (*LATE, ("deepspeed", "full_shard", "fp32"))
 TURNS = tuple((backend, "shard_optimizer", frozen) for backend in ("deepspeed", "fsdp") for frozen in (False, True))
 SCENARIOS = (
@@ -124,7 +124,8 @@ SCENARIOS = (
 def test_ranks_that_train_different_parameters_are_told_before_anything_is_reduced(cell, classes):
     raised = error(play(SCENARIOS)[own_head, (classes, *cell)])
     assert raised.startswith("RankMismatchError: ")
-    assert ("second (Linear)" in raised) and ("first (Linear)" in raised)
+    assert "second (Linear)" in raised
+    assert "first (Linear)" in raised
     assert "sharding.conditional_modules: add Linear there" in raised
     if cell[1] != "full_shard" or cell[0] != "deepspeed":  # which gathers the heads themselves, and so compares them in the forward
         assert "rank 0 is in engine.backward (update 1, micro-batch 1 of 1), without gradients for second (Linear)" in raised

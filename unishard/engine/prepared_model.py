@@ -107,6 +107,7 @@ class PreparedModel(Process):
             class_name=model_class,
             trains=training is not None,
             require_no_gradients=order.require_no_gradients,
+            generate=self._evaluation.of_module(),
         )
 
     # -- what it is -------------------------------------------------------------------------------------------------------
