@@ -61,9 +61,11 @@ class DeepSpeedAdapter(EngineAdapter):
         self._stale = StaleGradients(cfg, engine.optimizer)
         stage = engine.zero_optimization_stage()
         # Stage 0 adds zeros for missing gradients (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
-        self._skippable = set(conditional.parameters) if stage else set(inner.trained)
-        """Parameters that any rank may skip."""
-        ordered = [parameter for parameter in inner.trained if parameter not in self._skippable] if stage == 2 else []
+        skippable = set(conditional.parameters) if stage else set(inner.trained)
+        trained = set(inner.trained) - skippable
+        self._shared = {name: parameter for name, parameter in engine.module.named_parameters() if parameter in trained}
+        """The parameters that no rank may skip."""
+        ordered = [*self._shared.values()] if stage == 2 else []
         self._unused = UnusedParameters(cfg, engine.optimizer, inner, device, self._stale.missing, ordered)
         self._state = ZeroOptimizerState(engine.optimizer, inner, self._unused.masters, self._shards, self._kind)
         self.forward_is_collective = stage == 3
@@ -128,13 +130,13 @@ class DeepSpeedAdapter(EngineAdapter):
         return self._conditional.entered
 
     def shared_parameters(self) -> Mapping[str, nn.Parameter]:
-        """All but those of conditional modules; at stage 0 none."""
-        return {name: parameter for name, parameter in super().shared_parameters().items() if parameter not in self._skippable}
+        """All that were trainable in `prepare`, but those of conditional modules; at stage 0 none."""
+        return self._shared
 
     def without_gradient(self) -> Collection[str]:
         """Those that no hook has seen: DeepSpeed takes the gradients away."""
         used = self._unused.used
-        return [name for name, parameter in self.shared_parameters().items() if parameter not in used] if self._unused.is_gap else []
+        return [name for name, parameter in self._shared.items() if parameter not in used] if self._unused.is_gap else []
 
     @property
     def gradient_order(self) -> str:

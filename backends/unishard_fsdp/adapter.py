@@ -116,8 +116,8 @@ class TorchAdapter(EngineAdapter):
         return self._trainable
 
     def shared_parameters(self) -> Mapping[str, nn.Parameter]:
-        """All but those of conditional modules."""
-        return {name: each for name, each in self._named.items() if each.requires_grad and each not in self._skippable}
+        """All that were trainable in `prepare`, but those of conditional modules."""
+        return {name: each for name, each in self._named.items() if each not in self._skippable}
 
     def without_gradient(self) -> Collection[str]:
         """Those whose `.grad` is None."""

@@ -65,6 +65,13 @@ def own_head(classes, backend, strategy, precision):
         engine.step()
 
 
+def frozen_by_hand(backend, strategy, precision):
+    """One rank freezes a head, past the engine."""
+    with prepared(EQUAL, backend, strategy, precision) as engine:
+        engine.module.second.requires_grad_(my_rank() == 0)
+        engine.backward(engine(mine(), BOTH))
+
+
 def own_head_later(backend, strategy, precision):
     """The same in the twelfth update, whose calls are not waited for; what is saved afterwards would be wrong."""
     with prepared(EQUAL, backend, strategy, precision) as engine:
@@ -113,7 +120,7 @@ ORDERS = (*LATE, ("deepspeed", "full_shard", "fp32"))
 TURNS = tuple((backend, "shard_optimizer", frozen) for backend in ("deepspeed", "fsdp") for frozen in (False, True))
 SCENARIOS = (
     *((own_head, (classes, *cell)) for cell in CELLS for classes in (EQUAL, OTHER)),
-    *((own_head_later, cell) for cell in LATE),
+    *((scenario, cell) for scenario in (own_head_later, frozen_by_hand) for cell in LATE),
     *((other_order, cell) for cell in ORDERS),
     *((in_turns, cell) for cell in TURNS),
 )
@@ -135,6 +142,12 @@ def test_ranks_that_train_different_parameters_are_told_before_anything_is_reduc
 def test_ranks_that_train_different_parameters_later_save_nothing(cell):
     raised = error(play(SCENARIOS)[own_head_later, cell])
     assert "rank 1 is in engine.step (update 12, micro-batch 1 of 1), without gradients for first (Linear)" in raised
+
+
+@pytest.mark.parametrize("cell", LATE, **IDS)
+def test_a_rank_that_freezes_parameters_by_hand_is_named(cell):
+    raised = error(play(SCENARIOS)[frozen_by_hand, cell])
+    assert "rank 1 is in engine.backward (update 1, micro-batch 1 of 1), without gradients for second (Linear)" in raised
 
 
 @pytest.mark.parametrize("cell", ORDERS, **IDS)

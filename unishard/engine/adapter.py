@@ -222,7 +222,7 @@ class EngineAdapter(InferenceAdapter):
     """Whether gradients are reduced in each backward, and not only in the last one of a window or in `update`."""
 
     def shared_parameters(self) -> Mapping[str, nn.Parameter]:
-        """By name, the trainable parameters whose gradients are right only if all ranks have one, or none.
+        """By name, the parameters that can train and whose gradients are right only if all ranks have one, or none.
 
         Those that any rank may skip are not among them: conditional modules, and all where the engine adds zeros for missing gradients.
         """

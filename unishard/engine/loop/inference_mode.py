@@ -20,7 +20,9 @@ from unishard.engine.model.inputs import replace_tensors
 
 __all__ = ["as_no_grad", "as_no_grad_in_forward", "with_inference_as_no_grad", "without_inference_mode"]
 
-P, T, C = ParamSpec("P"), TypeVar("T"), TypeVar("C", bound=type)
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
 
 
 @contextmanager
