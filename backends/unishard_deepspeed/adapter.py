@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from unishard.config import Config
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter
+from unishard.engine.model.units import Unit
 from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.engine.results import Placement
 from unishard.errors import CheckpointError, ContractError
@@ -58,9 +59,17 @@ class DeepSpeedAdapter(EngineAdapter):
         """Hooks on the model, removed with the engine."""
         self._conditional = conditional
         self._stale = StaleGradients(cfg, engine.optimizer)
-        self._unused = UnusedParameters(cfg, engine.optimizer, inner, device, self._stale.missing)
+        stage = engine.zero_optimization_stage()
+        # Stage 0 adds zeros for missing gradients (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
+        skippable = set(conditional.parameters) if stage else set(inner.trained)
+        trained = set(inner.trained) - skippable
+        self._shared = {name: parameter for name, parameter in engine.module.named_parameters() if parameter in trained}
+        """The parameters that no rank may skip."""
+        ordered = [*self._shared.values()] if stage == 2 else []
+        self._unused = UnusedParameters(cfg, engine.optimizer, inner, device, self._stale.missing, ordered)
         self._state = ZeroOptimizerState(engine.optimizer, inner, self._unused.masters, self._shards, self._kind)
-        self.forward_is_collective = engine.zero_optimization_stage() == 3
+        self.forward_is_collective = stage == 3
+        self.reduces_each_backward = stage >= 2
         # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
         # A function, not a method: copying the model, for example to average weights, must not copy the engine.
         self._output_hook = engine.module.register_forward_hook(lambda module, args, output: self._watch_early(module, output))
@@ -115,6 +124,24 @@ class DeepSpeedAdapter(EngineAdapter):
         self._unused.forget()
         self._stale.clear(updated=outcome[1] is not False)
         return outcome
+
+    def gathered_modules(self) -> Iterable[Unit]:
+        """At stage 3, all modules with parameters outside leaf modules."""
+        return self._conditional.entered
+
+    def shared_parameters(self) -> Mapping[str, nn.Parameter]:
+        """All that were trainable in `prepare`, but those of conditional modules; at stage 0 none."""
+        return self._shared
+
+    def without_gradient(self) -> Collection[str]:
+        """Those that no hook has seen: DeepSpeed takes the gradients away."""
+        used = self._unused.used
+        return [name for name, parameter in self._shared.items() if parameter not in used] if self._unused.is_gap else []
+
+    @property
+    def gradient_order(self) -> str:
+        """At stage 2, where DeepSpeed fills its buckets with gradients in the order in which they come."""
+        return self._unused.order
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""

@@ -84,6 +84,7 @@ def _build(
         allow_fp16()
     if optimizer is None:
         sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=False)
+        _only_named_leaves(model)
         with start.quiet():
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
@@ -94,6 +95,7 @@ def _build(
         materialization.use_placeholders(model.parameters(), device)  # optimizers refuse the meta device and shards' shapes
         inner = InnerOptimizer(optimizer(named))
         originals = sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=True)
+        _only_named_leaves(model)
     else:
         materialization.materialize([*model.parameters(), *model.buffers()], device)
         broadcast([*model.parameters(), *model.buffers()])
@@ -116,12 +118,20 @@ def _build(
     if replicas is not None:
         clear_mpu()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
-    restore_fp32_weights(cfg, inner, originals)
+    hooks = restore_fp32_weights(cfg, model, inner, originals) + _casting(model, cfg, units)
     conditional = ConditionalModules(engine, units.conditional, names, kind)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)
     conditional.reduce_last()
-    return DeepSpeedAdapter(cfg, engine, inner, device, _casting(model, cfg, units), conditional)
+    return DeepSpeedAdapter(cfg, engine, inner, device, hooks, conditional)
+
+
+def _only_named_leaves(model: nn.Module) -> None:
+    """Give each module its own flag: a wrapper that passes attributes on, as those of peft, would show that of a leaf inside it."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in model.modules():
+        set_z3_leaf_module(module, False)
 
 
 def _casting(model: nn.Module, cfg: Config, units: ModelUnits) -> list[RemovableHandle]:

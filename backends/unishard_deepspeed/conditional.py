@@ -11,7 +11,7 @@ from unishard.engine.model.units import Unit
 from unishard_deepspeed.patches.optimizer_kind import Kind
 from unishard_deepspeed.patches.reduction import drop, gather, reduce_last, remove_hooks
 
-__all__ = ["ConditionalModules"]
+__all__ = ["ConditionalModules", "entered_modules"]
 
 
 class ConditionalModules:
@@ -22,7 +22,9 @@ class ConditionalModules:
         self._optimizer = engine.optimizer
         self.parameters = [parameter for unit in conditional for parameter in unit.module.parameters() if parameter.requires_grad]
         """Their trainable parameters, in model order."""
-        outside = [unit.module for unit in conditional if not any(unit.name.startswith(f"{name}.") for name in units)]
+        outside = [unit.module for unit in conditional if not _is_inside(unit.name, units)]
+        self.entered = [] if kind != "stage-3" else entered_modules(engine.module, units, [unit.name for unit in conditional])
+        """At stage 3, modules whose parameters DeepSpeed gathers when they are entered, besides the leaf modules."""
         self._gathered: list[nn.Parameter] = []
         """At stage 3, parameters outside leaf modules, which DeepSpeed would gather only on ranks that enter their module."""
         if outside and kind == "stage-3":
@@ -43,3 +45,17 @@ class ConditionalModules:
         """Keep only this rank's shard after each backward."""
         if self._gathered:
             drop(self._gathered)
+
+
+def entered_modules(model: nn.Module, *names: Sequence[str]) -> list[Unit]:
+    """Modules with parameters of their own, except those with one of these names, and what is inside them."""
+    known = [name for each in names for name in each]
+    return [
+        Unit(name, module)
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None and name not in known and not _is_inside(name, known)
+    ]
+
+
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)

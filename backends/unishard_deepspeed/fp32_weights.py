@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Config
 from unishard_deepspeed import fields
@@ -17,7 +19,9 @@ __all__ = ["restore_fp32_weights"]
 
 
 @torch.no_grad()
-def restore_fp32_weights(cfg: Config, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+def restore_fp32_weights(
+    cfg: Config, model: nn.Module, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]
+) -> list[RemovableHandle]:
     """Copy fp32 weights into the master weights after `deepspeed.initialize`, and undo what stage 0 has done.
 
     Stage 0 with master weights steps once when it is built (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py,
@@ -28,17 +32,37 @@ def restore_fp32_weights(cfg: Config, inner: InnerOptimizer, originals: Iterable
 
     Args:
         cfg: The config.
+        model: The model, for its tied weights.
         inner: The torch optimizer.
         originals: The fp32 weights of each parameter: at stage 3 this rank's shard, otherwise the full tensor.
+
+    Returns:
+        Hooks to remove with the engine.
     """
     stage_0_masters = fields.stage(cfg) == 0 and not fields.bare(cfg)
     if stage_0_masters:
         inner.optimizer.state.clear()
     for parameter, value in originals:
         _set_master(parameter, value, inner.full_masters.get(parameter) if stage_0_masters else None)
-    if stage_0_masters and cfg.precision.accumulate == "fp32":
-        for parameter in inner.trained:
-            parameter.grad_dtype = torch.float32
+    if not stage_0_masters or cfg.precision.accumulate != "fp32":
+        return []
+    for parameter in inner.trained:
+        parameter.grad_dtype = torch.float32
+    names = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [_round_sums(parameter) for parameter in inner.trained if names[parameter] > 1]
+
+
+def _round_sums(parameter: nn.Parameter) -> RemovableHandle:
+    """Round the sum of a tied weight's gradients in one backward to the compute dtype, as plain torch and the other stages add them.
+
+    With `grad_dtype`, autograd casts each of them to fp32 before it adds them.
+    """
+
+    def rounded(gradient: Tensor) -> Tensor:
+        return gradient.to(parameter.dtype).to(gradient.dtype)
+
+    handle: RemovableHandle = parameter.register_hook(rounded)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def _set_master(parameter: Any, value: Tensor, master: Tensor | None) -> None:

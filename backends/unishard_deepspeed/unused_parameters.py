@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from unishard.config import Config
 from unishard.patches import Patch
@@ -20,6 +21,29 @@ from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 __all__ = ["UnusedParameters"]
 
 
+class ArrivalOrder:
+    """A hash of the order in which gradients come: equal on all ranks, or the ranks add up those of different parameters."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._known: dict[tuple[int, ...], bytes] = {}
+        """By identities, what to hash: mostly one order in all backwards of a run."""
+        self.hash = ""
+
+    def add(self, arrived: Sequence[Tensor]) -> None:
+        """Add the gradients of one backward."""
+        if not self._numbers:
+            return
+        identities = tuple(map(id, arrived))
+        if identities not in self._known:
+            self._known = {identities: repr([self._numbers[each] for each in identities if each in self._numbers]).encode()}
+        self.hash = f"{zlib.crc32(self._known[identities], int(self.hash or '0', 16)):08x}"
+
+    def forget(self) -> None:
+        """Reset at the end of a window."""
+        self.hash = ""
+
+
 class UnusedParameters:
     """Tracks which parameters get a gradient in an accumulation window, and keeps the optimizer from updating the others.
 
@@ -28,7 +52,15 @@ class UnusedParameters:
     once a parameter is unused.
     """
 
-    def __init__(self, cfg: Config, optimizer: Any, inner: InnerOptimizer, device: torch.device, missing: Sequence[Patch] = ()) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        optimizer: Any,
+        inner: InnerOptimizer,
+        device: torch.device,
+        missing: Sequence[Patch] = (),
+        ordered: Sequence[nn.Parameter] = (),
+    ) -> None:
         """Register hooks.
 
         Args:
@@ -37,6 +69,7 @@ class UnusedParameters:
             inner: The torch optimizer inside it.
             device: Where this rank computes.
             missing: Patches that a window with an unused parameter needs, and whose private names DeepSpeed lacks.
+            ordered: Parameters whose gradients are reduced together in the order in which they come.
         """
         self._kind = kind_of(cfg)
         self._optimizer = optimizer
@@ -46,14 +79,18 @@ class UnusedParameters:
         self._early = bool(missing) or not (patch is None or patch.works)
         """Whether waiting for the result may raise, which must not happen during DeepSpeed's step."""
         self.masters = FlatMasterWeights(inner.optimizer, self._find_shards, self._wait)
-        self._used: set[Tensor] = set()
+        self.used: set[Tensor] = set()
+        """The parameters that have got a gradient in this window."""
+        self._arrived: list[Tensor] = []
+        """Those of the running backward, in the order in which they came."""
+        self._order = ArrivalOrder(ordered)
         self._begun = self._gap = False
         self._found = False
         self._known = True
         self._reduction: Any = None
         self._flags = torch.empty(len(inner.trained) + 1, dtype=torch.uint8, device=device)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
             for parameter in inner.trained
         ]
 
@@ -67,9 +104,25 @@ class UnusedParameters:
         return self.masters.unused
 
     def record_backward(self) -> None:
-        """Note after the first backward of a window whether a gradient is missing: DeepSpeed overwrites only the others."""
+        """Note after each backward which gradients came, and after the first one of a window whether one is missing.
+
+        DeepSpeed overwrites only the others.
+        """
+        self.used.update(self._arrived)
+        self._order.add(self._arrived)
+        self._arrived.clear()
         if not self._begun:
-            self._begun, self._gap = True, len(self._used) < len(self._inner.trained)
+            self._begun, self._gap = True, self.is_gap
+
+    @property
+    def is_gap(self) -> bool:
+        """Whether a parameter has got no gradient in this window."""
+        return len(self.used) < len(self._inner.trained)
+
+    @property
+    def order(self) -> str:
+        """A hash of the order in which the gradients of the window came; empty if it does not matter."""
+        return self._order.hash
 
     def find(self) -> None:
         """Start to find the parameters that no rank has used, once at the end of a window. Collective.
@@ -79,7 +132,7 @@ class UnusedParameters:
         """
         if self._found:
             return
-        complete = len(self._used) == len(self._inner.trained)
+        complete = not self.is_gap
         # A rank that has used all knows the answer, and only takes part; the others wait for the device to learn it.
         self._found, self._known = True, complete and not self._missing
         if self._known:
@@ -88,7 +141,7 @@ class UnusedParameters:
             self._flags.fill_(1)
             self._flags[-1:].zero_()
         else:
-            used = [parameter in self._used for parameter in self._inner.trained]
+            used = [parameter in self.used for parameter in self._inner.trained]
             self._flags.copy_(torch.tensor([*used, self._gap], dtype=torch.uint8))
         if dist.get_world_size() > 1:
             self._reduction = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
@@ -120,7 +173,9 @@ class UnusedParameters:
         self._wait()
         if self.masters.unused:  # a later update may create its optimizer state
             relink_after_update(self._optimizer, self._kind)
-        self._used.clear()
+        self.used.clear()
+        self._arrived.clear()
+        self._order.forget()
         self._begun = self._gap = self._found = False
 
     def remove(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from operator import attrgetter
@@ -41,7 +41,10 @@ class TorchAdapter(EngineAdapter):
     def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
         super().__init__(module, device, optimizer)
         self._steps_always = cfg.training.nonfinite == "ignore"
-        self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._trainable = [*self._named.values()]
+        self._skippable: Collection[Tensor] = ()
+        """Parameters that any rank may skip."""
         self._copies = dist.get_world_size()
         self._skip: DeviceSkip | None = DeviceSkip(optimizer)
         """None if the optimizer's steps are collective, or made in host memory."""
@@ -111,6 +114,16 @@ class TorchAdapter(EngineAdapter):
     def _masters(self) -> Sequence[nn.Parameter]:
         """The trainable parameters that this rank updates."""
         return self._trainable
+
+    def shared_parameters(self) -> Mapping[str, nn.Parameter]:
+        """All that were trainable in `prepare`, but those of conditional modules."""
+        return {name: each for name, each in self._named.items() if each not in self._skippable}
+
+    def without_gradient(self) -> Collection[str]:
+        """Those whose `.grad` is None."""
+        missing = [name for name, parameter in self._named.items() if parameter.grad is None]
+        shared = self.shared_parameters() if missing else {}
+        return [name for name in missing if name in shared]
 
     def finish_gradients(self) -> None:
         """Do nothing: the last backward of a window has reduced them."""

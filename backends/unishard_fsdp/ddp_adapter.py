@@ -43,6 +43,9 @@ class DDPAdapter(TorchAdapter):
         self._replica: DistributedDataParallel | None = wrap(self._averaging)
         self.forward_is_collective = native.forward_sync_buffers
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
+        self.reduces_each_backward = not self._syncs_late
+        if native.find_unused_parameters or native.conditional_modules:
+            self._skippable = set(self._trainable)
         self._without_sync = ExitStack()
 
     def begin(self, *, last: bool) -> None:

@@ -21,6 +21,7 @@ from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import HostCopies
+from unishard_fsdp.parameter_usage import GatheredLeaves
 from unishard_fsdp.patches import PATCHES
 from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.toggled_parameters import ToggledParameters
@@ -67,10 +68,13 @@ class FSDPAdapter(TorchAdapter):
         self._stale_dtypes = False
         """Whether the first forward found trainable parameters frozen, when FSDP2 determines the dtypes of trainable ones."""
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
+        self.reduces_each_backward = not self._syncs_late
         self._averages_late = averages_late(native)
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
         self._unreduced = UnreducedGradients(self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late)
         self._conditional = conditional
+        self._skippable = set(self._trainable if native.reduce_scatter_unused_params else conditional.parameters)
+        self._leaves = GatheredLeaves(zip((name for name, _ in self._sharded_modules), self._modules(), strict=True))
         if conditional.parameters:
             from unishard_fsdp.patches.conditional import fill_unused
 
@@ -189,6 +193,10 @@ class FSDPAdapter(TorchAdapter):
         if _DTYPES.needed:
             refresh_trainable(self._modules())
 
+    def leaf(self, name: str) -> Tensor:
+        """The gathered parameter; the sharded one, which no graph has, before it was gathered for the first time."""
+        return self._leaves.by_name.get(name, self._named[name])
+
     def leaves(self) -> list[Tensor]:
         """The gathered parameters.
 
@@ -243,6 +251,7 @@ class FSDPAdapter(TorchAdapter):
         """Remove the hooks from the model."""
         super().close()
         self._root_first.forget()
+        self._leaves.remove()
         for hook in self._hooks:
             hook.remove()
 

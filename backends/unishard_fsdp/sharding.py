@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from unishard.config import Precision
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
+from unishard.engine.model.compilation import Compiled
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.kept_fp32 import holds, holds_all
 from unishard.engine.model.materialization import Part, materialize, row_part
@@ -26,6 +27,8 @@ from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 __all__ = ["apply_fully_shard", "apply_replicate", "load"]
 
 Apply = Callable[[nn.Module], object]
+
+_MARK = "_is_fsdp_managed_module"
 
 
 def load(
@@ -71,9 +74,33 @@ def load(
 def _keep_attributes(apply: Apply, module: nn.Module) -> None:
     """Shard a module, and copy attributes that users have set on its parameters, such as a flag for an optimizer factory."""
     attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+    own = type(module)
     apply(module)
+    _keep_class_name(type(module), own)
     for name, parameter in module.named_parameters():
         vars(parameter).update(attributes[name])
+
+
+def _keep_class_name(sharded: type[nn.Module], own: type[nn.Module]) -> None:
+    """Give the subclass that `fully_shard` makes of a class the name of that class (torch 2.13, _fsdp_init.py, _apply_to_module).
+
+    Models look up by the name of their class how their weights are saved and which outputs they record (transformers 5.23,
+    conversion_mapping.py, utils/output_capturing.py).
+    """
+    sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
+
+
+def _run_as_unsharded(model: nn.Module) -> None:
+    """Take the mark of `fully_shard` from modules, so that their forward is that of the plain model.
+
+    Modules of transformers that find the mark run each layer, without LayerDrop (5.23, distributed/fsdp.py, is_fsdp_managed_module).
+    It stays where `generate` reads it, to let ranks that have finished run on, and in compiled blocks, which torch then guards less.
+    """
+    blocks = [module for module in model.modules() if module is not model and isinstance(vars(module).get("forward"), Compiled)]
+    compiled = {inner for block in blocks for inner in block.modules()}
+    for module in model.modules():
+        if module not in compiled and not hasattr(module, "generate"):
+            vars(module).pop(_MARK, None)
 
 
 def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
@@ -131,6 +158,7 @@ def apply_fully_shard(
     shards = mesh["shard"]
     load(model, units, device, apply, frozen=frozen, part=row_part(shards.get_local_rank(), shards.size()))
     _keep_fp32(model)
+    _run_as_unsharded(model)
     collective_settings.apply(model, options)
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
@@ -155,6 +183,7 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
 
     load(model, units, device, apply)
     _keep_fp32(model)
+    _run_as_unsharded(model)
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
 

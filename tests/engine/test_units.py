@@ -56,6 +56,37 @@ class ResNet(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
+class Relative(nn.Module):
+    """Its forward reads the weight of one embedding, through a method, and only the dtype of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+        self.distances = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens).to(self.words.weight.dtype)
+        for block in self.blocks:
+            hidden = block(hidden) @ self.all_distances().T
+        return hidden
+
+    def all_distances(self) -> torch.Tensor:
+        return self.distances.weight
+
+
+def test_an_embedding_whose_weight_another_forward_reads_is_no_unit() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Relative()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.inner(tokens)
+
+    assert names(Outer()) == ["inner.words", "inner.blocks.0", "inner.blocks.1"]
+
+
 def test_llama_has_its_blocks_and_its_embedding() -> None:
     assert names(llama()) == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
 

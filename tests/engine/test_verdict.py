@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unishard.distributed.journal import Journal, Tail
+from unishard.distributed.journal import Call, Journal, Tail
 from unishard.distributed.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, different_calls, status_of
 
 FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 13)"
@@ -50,6 +50,9 @@ def test_a_difference_of_before_is_told_with_what_to_do() -> None:
         ([(MEETS, 2, True), (LEFT, 1, False)], False),  # the other may come: it has only closed an engine before
         ([(MEETS, 2, True), (BUSY, 1, False)], False),  # it reads data
         ([(WAITS, 2, True), (WAITS, 2, True)], False),  # a slow network
+        ([(MEETS, 3, True), (WAITS, 2, True)], True),  # one waits in a collective that the other has left out
+        ([(MEETS, 3, True), (WAITS, 2, True), (BUSY, 2, True)], False),  # the third may be what the second waits for
+        ([(WAITS, 3, True), (WAITS, 2, True)], False),  # perhaps a slow network
         ([(WAITS, 1, False), (WAITS, 1, False)], False),  # a collective of the caller's
         ([(MEETS, 2, True), (WAITS, 1, False), (BUSY, 1, False)], False),  # the third may be what the second waits for
     ],
@@ -60,6 +63,26 @@ def test_ranks_that_wait_for_each_other_in_vain(ranks: list[tuple[str, int, bool
     assert bool(Judge()(statuses).verdict) is deadlock
     fresh = {rank: [*each[:4], 1.0, each[5]] for rank, each in statuses.items()}
     assert Judge()(fresh).verdict == "", "they have just come there"
+
+
+def test_ranks_in_collectives_of_different_calls_are_waited_for_longer_than_one_that_is_slow() -> None:
+    def verdict(first: int, second: int) -> str:
+        calls = ("a", "is in engine.backward (update 13)", SAVE)
+        statuses = {rank: status(WAITS, *calls[:number], seconds=61.0) for rank, number in enumerate((first, second))}
+        return Judge()(statuses).verdict
+
+    assert verdict(3, 2) == f"ranks made different calls and would deadlock: rank 0 {SAVE}; rank 1 is in engine.backward (update 13)"
+    assert verdict(2, 2) == "", "all may have joined it"
+
+
+def test_parameters_that_differ_are_told_with_the_field_that_allows_it() -> None:
+    def text(first: Call, second: Call) -> str:
+        return different_calls({rank: Tail(0, 1, (call,)) for rank, call in enumerate((first, second))}, {})
+
+    skipped = text(Call(FORWARD, skipped="left (Expert), tower.weight (Tower)"), Call(FORWARD))
+    assert f"rank 0 {FORWARD}, without gradients for left (Expert), tower.weight (Tower); rank 1 {FORWARD}; all ranks must" in skipped
+    assert "except those of the classes in sharding.conditional_modules: add Expert, Tower there" in skipped
+    assert "all ranks must run the same modules in the same order" in text(Call(FORWARD, order="1a"), Call(FORWARD, order="2b"))
 
 
 def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> None:

@@ -115,16 +115,15 @@ def expected(precision, world):
 
 
 def worst(found, wanted):
-    """Largest difference, relative to the norm of each tensor."""
+    """Largest difference of a tensor, relative to its norm, or to a hundredth of all: one element is a sum of terms of both signs."""
     assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+    floor = torch.stack([value.norm() for value in wanted.values()]).norm() / 100
+    return max(float((found[name] - wanted[name]).norm() / max(wanted[name].norm(), floor)) for name in wanted)
 
 
 def bound(backend, strategy, precision, *_):
-    """DeepSpeed's stage 0 adds up in bf16; after an update that differs in the last place, a bf16 copy may round otherwise."""
-    if precision == "fp32":
-        return 5e-6
-    return 3e-2 if (backend, strategy) == ("deepspeed", "no_shard") else 5e-3
+    """After an update that differs in the last place, a bf16 copy may round otherwise: 2^-8 of a weight."""
+    return 5e-6 if precision == "fp32" else 5e-3
 
 
 def outcome(scenario, place, world=2):

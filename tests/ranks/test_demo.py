@@ -177,7 +177,9 @@ def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(tmp_pat
     )
     try:
         assert wait_for(lambda: "step 1/9" in log(out)), log(out)
-        ranks = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2) if wait_for((tmp_path / f"pid{rank}").exists)]
+        written = [tmp_path / f"pid{rank}" for rank in range(2)]
+        assert wait_for(lambda: all(path.exists() and path.read_text() for path in written))
+        ranks = [int(path.read_text()) for path in written]
         assert [alive(rank) for rank in ranks] == [True, True]
         process.send_signal(number)
         _, said = process.communicate(timeout=60)

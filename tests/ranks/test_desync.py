@@ -182,6 +182,19 @@ def waits_elsewhere(backend):
         assert time.monotonic() - start < 3.0 + 2
 
 
+def waits_inside(backend):
+    """A collective of its own in the forward of one rank, which the other one leaves for its next call."""
+    engine = prepare(config(backend, "no_shard", communication={"desync_timeout": 3.0}))
+    train(engine, own_share(1))
+    if dist.get_rank() == 1:
+        engine.module.register_forward_hook(lambda *_: dist.barrier())
+    start = time.monotonic()
+    try:
+        engine.backward(engine(**own_share(1)[0]).loss)
+    finally:
+        assert time.monotonic() - start < 3.0 + 3
+
+
 @contextmanager
 def warnings_of_unishard():
     """What the logger `unishard` writes in the block."""
@@ -264,6 +277,16 @@ def test_a_rank_that_waits_in_a_collective_of_torch_is_found(backend):
     assert error.type == "RankMismatchError"
     assert "rank 0 is in engine.mean" in error.message
     assert "rank 1 waits in torch.distributed at test_desync.py" in error.message
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_waits_in_a_collective_inside_a_call_is_found(backend):
+    with pytest.raises(RankFailure) as failure:
+        answers(waits_inside, backend)
+    error = failure.value.errors[0]
+    assert error.type == "RankMismatchError"
+    assert "rank 0 is in engine.backward (update 2, micro-batch 1 of 1)" in error.message
+    assert "rank 1 is in engine.forward (update 2, micro-batch 1 of 1), waits in torch.distributed at test_desync.py" in error.message
 
 
 def test_a_late_rank_is_waited_for_and_a_warning_says_where_it_is_now():

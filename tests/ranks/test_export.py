@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from playing import STRATEGIES, config, my_rank, play, values
+from safetensors.torch import load_file
 from torch import nn
 
 import unishard
 from unishard.checkpoint.lazy_shards import lazy_shard_of
 from unishard.distributed.shards import Shard
+from unishard.export.offline import export_checkpoint
 from unishard.export.online import export
 from unishard.export.sources import sources_of, tensors_of
 from unishard.testing.cells import BACKENDS
@@ -42,8 +45,33 @@ def mixtral():
     return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2))
 
 
-MODELS = {"llama": frozen_llama, "lora": lora, "mixtral": mixtral}
-RUNS = tuple((model, *cell) for model in MODELS for cell in CELLS if model != "mixtral" or cell[1] == "full_shard")
+def gpt_neox():
+    """Its files name tensors by the name of its class."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 1, "num_attention_heads": 3}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes))
+
+
+def classifier():
+    """Adapters and a head that is trained in full, which peft asks for its state dict."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 1, "num_attention_heads": 3}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return get_peft_model(
+            LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=3)), LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])
+        )
+
+
+MODELS = {"llama": frozen_llama, "lora": lora, "mixtral": mixtral, "gpt_neox": gpt_neox, "classifier": classifier}
+IN_ALL = ("llama", "lora")
+"""Exported under every strategy; others, which differ in their names, under one."""
+RUNS = tuple((model, *cell) for model in MODELS for cell in CELLS if model in IN_ALL or cell[1] == "full_shard")
 
 
 def held(engine):
@@ -62,6 +90,16 @@ def exported(model, backend, strategy, folder):
         export(out, engine.module, held(engine), dtype="bf16", max_shard_size="30KB")
 
 
+def saved(backend, folder):
+    """A classifier's checkpoint, exported, and what its engine exports."""
+    root = Path(folder) / f"saved-{backend}"
+    with unishard.prepare(classifier(), config(backend)) as engine:
+        where = engine.save(root / "checkpoints")
+        engine.export(root / "online")
+    if my_rank() == 0:
+        export_checkpoint(where, root / "offline")
+
+
 def one_rank_cannot_write(backend, folder):
     with unishard.prepare(llama(), config(backend)) as engine:
         parts = held(engine)
@@ -73,6 +111,7 @@ def one_rank_cannot_write(backend, folder):
 
 SCENARIOS = (
     *((exported, (*run, FOLDER)) for run in RUNS),
+    *((saved, (backend, FOLDER)) for backend in BACKENDS),
     *((one_rank_cannot_write, (backend, FOLDER)) for backend in BACKENDS),
 )
 
@@ -99,6 +138,21 @@ def test_every_engine_and_strategy_writes_the_same_bytes(run, expected):
     found, wanted = files(Path(FOLDER) / "-".join(run)), expected[run[0]]
     assert {name for name in found if found[name] != wanted.get(name)} == set()
     assert found.keys() == wanted.keys()
+
+
+def test_names_are_those_of_the_plain_class(expected):
+    assert b"embed_out.weight" in expected["gpt_neox"]["model.safetensors"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_classifiers_adapter_is_that_of_peft_from_the_engine_and_from_its_checkpoint(backend, tmp_path):
+    values(play(SCENARIOS)[saved, (backend, FOLDER)])
+    classifier().save_pretrained(tmp_path)
+    wanted = load_file(tmp_path / "adapter_model.safetensors")
+    for out in ("online", "offline"):
+        found = load_file(Path(FOLDER) / f"saved-{backend}" / out / "adapter_model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

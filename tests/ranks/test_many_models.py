@@ -275,11 +275,11 @@ def played(backend, function, *arguments):
     return values(play(scenarios)[function, (backend, *arguments)])
 
 
-def assert_close(found, wanted, *, rel):
+def assert_close(found, wanted, *, rel, floor=0.0):
     for row, expected in zip(found, wanted, strict=True):
         assert [value is None for value in row] == [value is None for value in expected]
         there = [value for value in expected if value is not None]
-        assert [value for value in row if value is not None] == pytest.approx(there, rel=rel)
+        assert [value for value in row if value is not None] == pytest.approx(there, rel=rel, abs=floor)
 
 
 @pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)
@@ -296,7 +296,8 @@ def test_gradients_of_an_output_are_those_of_plain_torch_or_refused_by_name(back
     works = backend == "fsdp" and (strategy == "no_shard" or not penalty)
     for found in played(backend, slopes, strategy, penalty):
         if works:
-            assert_close(found, plain_slopes(penalty), rel=1e-5)
+            # The mean of the outputs is subtracted from a penalty of up to 1: a loss of 4e-4 has the rounding of both, over three layers.
+            assert_close(found, plain_slopes(penalty), rel=1e-5, floor=1e-6)
         else:
             assert f"does not work with sharding.strategy {strategy} " in found
 

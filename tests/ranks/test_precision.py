@@ -7,13 +7,16 @@ from collections import UserDict
 
 import pytest
 import torch
-from playing import STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
+from playing import STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, train, values
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 import unishard
+from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
-from unishard.testing.models import Mlp, llama, mlp
+from unishard.testing.models import Mlp, MlpOutput, llama, mlp
+from unishard.testing.tolerances import TOLERANCES
 
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
@@ -256,6 +259,35 @@ def test_buffers_keep_their_bits_unless_another_format_is_asked_for(cell):
             for name, buffer in original.items():
                 assert found[name] == (str(dtype), buffer.to(dtype).double().tolist())
                 assert wanted == "keep" or found[name][1] != buffer.double().tolist()
+
+
+class Normalized(nn.Module):
+    """With BatchNorm, which torch computes in bf16 only if its buffers are bf16 too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.body, self.norm, self.head = nn.Linear(13, 12), nn.BatchNorm1d(12), nn.Linear(12, 11)
+
+    def forward(self, x, labels):
+        logits = self.head(torch.relu(self.norm(self.body(x))))
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
+
+
+def normalized(backend, strategy):
+    with unishard.prepare(Normalized(), config(backend, strategy, precision={"compute": "bf16", "buffers": "bf16"})) as engine:
+        return curve(train(engine, own_share(3)))
+
+
+@everywhere
+def test_a_model_with_bf16_buffers_trains_as_in_plain_torch_in_bf16(cell):
+    plain = Normalized()
+    plain.norm.running_mean, plain.norm.running_var = plain.norm.running_mean.bfloat16(), plain.norm.running_var.bfloat16()
+    windows = [everyones(turn, turn + 1, world=2) for turn in range(3)]
+    wanted = oracle.train(plain, windows, config("fsdp", precision="bf16"), world=2)
+    for found in values(play(tuple((normalized, cell) for cell in CELLS))[normalized, cell]):
+        assert found.losses == pytest.approx(wanted.losses, rel=TOLERANCES["bf16"].first_losses)
+        assert found.norms[0] == pytest.approx(wanted.norms[0], rel=TOLERANCES["bf16"].first_norm)
 
 
 class Encoding(UserDict):

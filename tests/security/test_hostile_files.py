@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from damage import PLACES, WHOLE, bounded, damaged, truncated, with_odd_values
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from readers import READERS, Reader
 
 from unishard.errors import UnishardError
 
-JSON = ("a manifest", "the names of an export", "the index of weights", "a cached shape", "a golden file")
+JSON = {"a manifest": 0, "the names of an export": 0, "the index of weights": 0, "a cached shape": 1, "a golden file": 0}
+"""The line that holds JSON, of a file that is read line by line."""
 
 
 @pytest.fixture(params=READERS)
@@ -75,15 +75,10 @@ def test_a_damaged_content(reader: Reader, tmp_path: Path, examples: int) -> Non
 
 
 @pytest.mark.parametrize("name", JSON)
-def test_another_type_at_any_place(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, examples: int) -> None:
+def test_another_type_at_any_place(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = READERS[name].lay_out(tmp_path)
-    contents = [*with_odd_values(path.read_bytes().splitlines()[0] if name == "a golden file" else path.read_bytes())]
-
-    @settings(max_examples=max(examples // 10, 1), derandomize=examples < 1000, suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from(contents))
-    def holds(content: bytes) -> None:
-        path.write_bytes(content)
+    lines, place = path.read_bytes().splitlines(), JSON[name]
+    for line in with_odd_values(lines[place]):
+        path.write_bytes(b"\n".join([*lines[:place], line, *lines[place + 1 :]]))
         ends_well(READERS[name], path, tmp_path)
-
-    holds()

@@ -67,13 +67,15 @@ class Member:
         check.active += 1
         self._number = check.members
 
-    def enter(self, call: str, detail: str = "", seconds: float = 0.0) -> float:
+    def enter(self, call: str, detail: str = "", seconds: float = 0.0, *, skipped: str = "", order: str = "") -> float:
         """Check the ranks before the collectives of a call. Collective.
 
         Args:
             call: A method of the engine.
             detail: What must be the same on all ranks.
             seconds: A time that this rank has measured.
+            skipped: As in `Call`, and the same on all ranks.
+            order: As in `Call`, and the same on all ranks.
 
         Returns:
             The longest time of all ranks.
@@ -81,15 +83,15 @@ class Member:
         Raises:
             RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's call.
         """
-        return self._check.enter(self._place(call, detail), seconds=seconds)
+        return self._check.enter(self._place(call, detail), seconds=seconds, skipped=skipped, order=order)
 
-    def note(self, call: str, detail: str = "") -> None:
+    def note(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
         """Record a call, which the next `enter` checks.
 
         Raises:
             RankMismatchError: The ranks have been found to differ.
         """
-        self._check.note(self._place(call, detail))
+        self._check.note(self._place(call, detail), skipped=skipped, order=order)
 
     def enter_module(self, name: str, *, wait: bool) -> None:
         """Record that the forward enters a module whose parameters are gathered; with `wait`, check it as in `enter`."""
@@ -247,7 +249,7 @@ class DesyncCheck:
         self._lock = threading.Lock()
         watch(self)
 
-    def note(self, place: str, *, is_module: bool = False) -> None:
+    def note(self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "") -> None:
         """See `Member.note`."""
         if self.failed:
             raise RankMismatchError(self.failed)
@@ -256,14 +258,14 @@ class DesyncCheck:
             self.journal.enter(place)
         else:
             self.thread = threading.get_ident()
-            self.journal.note(place)
+            self.journal.note(place, skipped, order)
 
-    def enter(self, place: str, *, is_module: bool = False, seconds: float = 0.0) -> float:
+    def enter(self, place: str, *, is_module: bool = False, seconds: float = 0.0, skipped: str = "", order: str = "") -> float:
         """See `Member.enter`."""
         with self._waits():
             self._settle()
             with self._lock:  # the watchdog may answer for this rank at the same time
-                self.note(place, is_module=is_module)
+                self.note(place, is_module=is_module, skipped=skipped, order=order)
                 self.number += 1
             least, largest, slowest = self._exchange(self.journal.state, int(seconds * 1e6))
             if least != largest:

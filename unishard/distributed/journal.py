@@ -20,11 +20,16 @@ class Call(NamedTuple):
     """`is in engine.forward (update 3, micro-batch 1 of 2)`."""
     unit: str = ""
     """`layers.0 (LlamaDecoderLayer)` for a module; empty for a call."""
+    skipped: str = ""
+    """`heads.1 (Linear)`: modules and parameters that have no gradient on this rank."""
+    order: str = ""
+    """A hash of the order in which gradients came, where they are added up in that order."""
 
     @property
     def text(self) -> str:
         """The call in words."""
-        return f"enters {self.unit} and {self.place}" if self.unit else self.place
+        place = f"{self.place}, without gradients for {self.skipped}" if self.skipped else self.place
+        return f"enters {self.unit} and {place}" if self.unit else place
 
 
 class Tail(NamedTuple):
@@ -60,10 +65,10 @@ class Journal:
         self.unit = ""
         """The last module that a forward has entered."""
 
-    def note(self, place: str) -> None:
-        """Add a call."""
+    def note(self, place: str, skipped: str = "", order: str = "") -> None:
+        """Add a call; the arguments are those of `Call`."""
         self.last, self.place = self.place, place
-        self._add(Call(place))
+        self._add(Call(place, "", skipped, order))
 
     def enter(self, unit: str) -> None:
         """Add a module that the current call has entered."""
@@ -89,7 +94,7 @@ class Journal:
         return f"{self.place}{', module ' if unit else ''}{unit}"
 
     def _add(self, call: Call) -> None:
-        self.state = zlib.crc32(f"{call.unit or call.place}\n".encode(), self.state)
+        self.state = zlib.crc32(f"{call.unit or call.place}{call.skipped}{call.order}\n".encode(), self.state)
         self._calls.append(call)
         self.number += 1
 

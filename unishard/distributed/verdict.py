@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from unishard.distributed.journal import Tail, first_difference, tail_from
+from unishard.distributed.journal import Call, Tail, first_difference, tail_from
 from unishard.distributed.rank_locations import describe
 
 __all__ = ["BUSY", "LEFT", "MEETS", "WAITS", "Judge", "Judgement", "different_calls", "status_of"]
@@ -13,6 +14,13 @@ __all__ = ["BUSY", "LEFT", "MEETS", "WAITS", "Judge", "Judgement", "different_ca
 MEETS, WAITS, LEFT, BUSY = "meets", "waits", "left", "busy"
 """What a rank that stands still does: it waits for the other ranks before a call; it waits in a collective; it has closed its engines;
 or anything else."""
+
+_DEADLOCK = "ranks made different calls and would deadlock"
+_MIXED = "ranks have gradients of different parameters, which would be added up"
+_EXCEPT = "except those of the classes in sharding.conditional_modules: add "
+_BRANCH = "or let every rank take the same branch"
+_SLOWEST = 6
+"""Timeouts that a collective which all ranks have joined may take."""
 
 
 class Judgement(NamedTuple):
@@ -57,16 +65,23 @@ def different_calls(tails: Mapping[int, Tail], gone: Mapping[int, str]) -> str:
     places = {rank: call.text for rank, call in calls.items()} | {rank: text for rank, text in gone.items() if text}
     places |= dict.fromkeys(tails.keys() - places.keys(), "has made no call since the last error")
     where = describe(places, [rank for rank, text in gone.items() if not text], _last_common(tails, at))
-    advice = ""
-    if any(call.unit for call in calls.values()) and number is not None:
-        classes = sorted({call.unit.rpartition("(")[2].rstrip(")") for call in calls.values() if call.unit})
-        advice = (
-            "; all ranks must run the same modules in the same order, except those of the classes in sharding.conditional_modules: "
-            f"add {', '.join(classes)} there, or let every rank take the same branch"
-        )
-    elif number is not None and all(tail.number > number for tail in tails.values()):
+    problem, advice = _problem(calls.values()) if number is not None else (_DEADLOCK, "")
+    if not advice and number is not None and all(tail.number > number for tail in tails.values()):
         advice = "; they have trained on since, perhaps differently: go back to a checkpoint from before this"
-    return f"ranks made different calls and would deadlock: {where}{advice}"
+    return f"{problem}: {where}{advice}"
+
+
+def _problem(calls: Collection[Call]) -> tuple[str, str]:
+    """What is wrong with calls that differ, and what to do where that is known."""
+    if any(call.unit for call in calls):
+        classes = sorted({call.unit.rpartition("(")[2].rstrip(")") for call in calls if call.unit})
+        return _DEADLOCK, f"; all ranks must run the same modules in the same order, {_EXCEPT}{', '.join(classes)} there, {_BRANCH}"
+    if len({call.skipped for call in calls}) > 1:
+        classes = sorted({found for call in calls for found in re.findall(r"\((\w+)\)", call.skipped)})
+        return _MIXED, f"; all ranks must use the same parameters, {_EXCEPT}{', '.join(classes)} there, {_BRANCH}"
+    if len({call.order for call in calls}) > 1:
+        return _MIXED, ", after gradients that came in another order on each rank; all ranks must run the same modules in the same order"
+    return _DEADLOCK, ""
 
 
 def _last_common(tails: Mapping[int, Tail], at: int) -> str:
@@ -98,7 +113,7 @@ class Judge:
             return Judgement(different_calls(tails, {}))
         where = describe({rank: status.place for rank, status in statuses.items()}, (), "")
         if _is_deadlock(statuses):
-            return Judgement(f"ranks made different calls and would deadlock: {where}")
+            return Judgement(f"{_DEADLOCK}: {where}")
         waiting = sorted(rank for rank, status in statuses.items() if status.doing == MEETS and status.seconds >= status.patience)
         if waiting and (asked := (statuses[waiting[0]].tail.epoch, statuses[waiting[0]].tail.number)) not in self._warned:
             self._warned.add(asked)
@@ -118,5 +133,9 @@ def _never_comes(other: Standstill, waiting: Standstill) -> bool:
     """Whether a rank that stands still will not make the call in which another one waits."""
     if other.doing == LEFT:
         return other.tail.number > waiting.tail.number and waiting.seconds >= waiting.patience
+    if other.doing == WAITS and other.inside:
+        # It waits in a collective of an engine, and the first one has left it out, or is behind, or ahead and also waits.
+        still = min(other.seconds, waiting.seconds)
+        return still >= waiting.patience * (1 if waiting.doing == MEETS else _SLOWEST) and other.tail.number != waiting.tail.number
     # A rank that is through with a call may wait outside until the others are through with it too.
-    return other.doing == WAITS and not other.inside and (waiting.doing == MEETS or waiting.tail.number > other.tail.number)
+    return other.doing == WAITS and (waiting.doing == MEETS or waiting.tail.number > other.tail.number)

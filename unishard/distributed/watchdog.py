@@ -94,7 +94,8 @@ class _Watch:
         """What this rank does, and where it is in words."""
         call = check.journal.place
         if check.waiting:
-            return MEETS, call
+            calls = check.journal.tail().calls
+            return MEETS, calls[-1].text if calls else call
         wait = check.device_wait
         if inside and wait is not None and not wait.ended:
             collective = wait.holds()

@@ -7,7 +7,7 @@ training, and `InferenceAdapter` for models prepared with `train=False` under a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.engine.model.inputs import tensors_in
+from unishard.engine.model.units import Unit
 from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.engine.results import Placement
 
@@ -55,6 +56,10 @@ class InferenceAdapter(ABC):
     @abstractmethod
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Update every other copy of an edited master weight, of any dtype, to `full` (fp32)."""
+
+    def gathered_modules(self) -> Iterable[Unit]:
+        """Modules outside units whose parameters are gathered, by a collective, each time that they are entered."""
+        return ()
 
     @abstractmethod
     def placement(self) -> Placement:
@@ -212,6 +217,29 @@ class EngineAdapter(InferenceAdapter):
         Raises:
             ContractError: The engine cannot do this; says where it works.
         """
+
+    reduces_each_backward = True
+    """Whether gradients are reduced in each backward, and not only in the last one of a window or in `update`."""
+
+    def shared_parameters(self) -> Mapping[str, nn.Parameter]:
+        """By name, the parameters that can train and whose gradients are right only if all ranks have one, or none.
+
+        Those that any rank may skip are not among them: conditional modules, and all where the engine adds zeros for missing gradients.
+        """
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def leaf(self, name: str) -> Tensor:
+        """The tensor on which autograd accumulates the gradient of one of `shared_parameters`."""
+        return self.shared_parameters()[name]
+
+    def without_gradient(self) -> Collection[str]:
+        """Names of the `shared_parameters` that have no gradient of this rank in the window, after its last backward."""
+        return [name for name, parameter in self.shared_parameters().items() if parameter.grad is None]
+
+    @property
+    def gradient_order(self) -> str:
+        """A hash of the order in which the gradients of the window came; empty if they are reduced in an order of their own."""
+        return ""
 
     def leaves(self) -> Iterable[Tensor]:
         """The tensors on which autograd accumulates this model's gradients."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unishard.data.batches import Window
 from unishard.distributed.endings import names_causes
+from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.metrics.recorder import check_values
 from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
@@ -26,6 +27,7 @@ __all__ = ["Engine"]
 
 
 @names_causes
+@with_inference_as_no_grad
 class Engine(ParametersByName):
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
@@ -223,6 +225,7 @@ class Engine(ParametersByName):
         self._order.meet("set_trainable")
         training.adapter.set_trainable(self._trainable.choose(names, trainable), trainable)
 
+    @without_inference_mode
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Freeze the whole model inside the block: gradients reach inputs, but not its parameters. Collective.

@@ -131,6 +131,7 @@ def _prepare(
         batch_norm.name_synchronized(model, topology, process_group.device_of(topology))
         devices.use_host_cores(cfg.offload, topology)
     units = named_with_class(plan.units.gathered)
+    classes = {name: type(module).__name__ for name, module in model.named_modules()}
     memory = ExpectedMemory(backend, shape, cfg, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
     collective_check.meet("unishard.prepare (checking the engine)")
@@ -148,6 +149,7 @@ def _prepare(
         optimizer=setup.optimizer,
         scheduler=setup.scheduler,
         units=units,
+        classes=classes,
         memory=memory,
     )
     memory.compare(placement, adapter.device)

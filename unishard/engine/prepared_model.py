@@ -20,7 +20,7 @@ from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule
-from unishard.engine.loop.module_order import watch_modules
+from unishard.engine.loop.module_order import named_with_class, watch_modules
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.memory import ExpectedMemory
 from unishard.engine.metrics.profiling import profiling_of
@@ -53,6 +53,7 @@ class PreparedModel(Process):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         units: Mapping[str, nn.Module] = MappingProxyType({}),
+        classes: Mapping[str, str] = MappingProxyType({}),
         memory: ExpectedMemory | None = None,
     ) -> None:
         """Set up the parts of the engine around an adapter. Collective.
@@ -65,6 +66,7 @@ class PreparedModel(Process):
             optimizer: What was passed to `prepare` or built for it, which the user may hold; None for the adapter's own.
             scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
             units: The modules whose parameters are gathered together, by name and class.
+            classes: The class of each module by name, before it was sharded.
             memory: What the adapter was expected to hold, for the note of an out-of-memory error.
         """
         training = adapter.training
@@ -72,7 +74,7 @@ class PreparedModel(Process):
         self._adapter = adapter
         self._order = order = CallOrder(cfg, adapter.module, adapter.device)
         if adapter.forward_is_collective and order.compares_ranks:
-            watch_modules(order, units)
+            watch_modules(order, {**units, **named_with_class(adapter.gathered_modules())})
         self._buffers = Buffers(cfg, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
         self._batching = Batching(cfg, adapter.module, adapter.device, order, self._evaluation)
@@ -88,7 +90,7 @@ class PreparedModel(Process):
             calls = OptimizerCalls(
                 training, training.torch_optimizer if optimizer is None else optimizer, model_class, order.require_no_gradients
             )
-            self._accumulation = Accumulation(cfg, training, order, schedule, calls)
+            self._accumulation = Accumulation(cfg, training, order, schedule, calls, classes)
             if cfg.logging.to:
                 self._accumulation.recorder = MetricsRecorder(cfg, training, order, None if memory is None else memory.sent_bytes)
             self._accumulation.profiling = profiling_of(cfg, order, adapter.device)
@@ -105,6 +107,7 @@ class PreparedModel(Process):
             class_name=model_class,
             trains=training is not None,
             require_no_gradients=order.require_no_gradients,
+            generate=self._evaluation.of_module(),
         )
 
     # -- what it is -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from unishard.export import tokenizers
 from unishard.export.assets import Assets
-from unishard.export.sources import class_of, sources_of
+from unishard.export.sources import sources_of
 
 __all__ = ["assets_of"]
 
@@ -53,7 +54,7 @@ def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
     sources = sources_of(model)
     stand_ins = {name: torch.empty(1, device="meta") for name in sources}
     source_of = {id(stand_in): sources[name] for name, stand_in in stand_ins.items()}
-    with _offline(model, adapter), warnings.catch_warnings():
+    with _offline(model, adapter), _only_names(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning that it also saves embeddings
         chosen: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=adapter)
     made = next((name for name, stand_in in chosen.items() if id(stand_in) not in source_of), None)
@@ -64,6 +65,19 @@ def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
         )
     prefix = _PREFIX if getattr(model, "_hf_peft_config_loaded", False) else ""
     return {prefix + name: source_of[id(stand_in)] for name, stand_in in chosen.items()}, None
+
+
+@contextmanager
+def _only_names(model: Any) -> Iterator[None]:
+    """Let `state_dict` return only names: peft calls it for those in `modules_to_save`, and engines hook into it."""
+    parts = [*model.modules()]
+    for part in parts:
+        vars(part)["state_dict"] = partial(sources_of, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del vars(part)["state_dict"]
 
 
 @contextmanager
@@ -94,7 +108,7 @@ def _config(model: Any, adapter: str) -> bytes:
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in given.to_dict().items()}
     config["inference_mode"] = True
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kind = class_of(base)
+    kind = type(base)
     if given.base_model_name_or_path is None:
         config["base_model_name_or_path"] = getattr(base, "name_or_path", None) or None
     if given.task_type is None:

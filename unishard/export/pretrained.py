@@ -19,7 +19,7 @@ from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard.export import tokenizers
 from unishard.export.assets import Assets, TensorSlice
-from unishard.export.sources import class_of, sources_of
+from unishard.export.sources import sources_of
 from unishard.patches import CORE_PATCHES
 
 __all__ = ["assets_of"]
@@ -119,7 +119,7 @@ def _files(model: Any) -> dict[str, bytes]:
     files = _code(model, settled)
     config = json.loads(settled.to_json_string())
     config.pop("transformers_weights", None)
-    config["architectures"] = [class_of(model).__name__]
+    config["architectures"] = [type(model).__name__]
     files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     if model.can_generate() and model.generation_config is not None:
         files["generation_config.json"] = model.generation_config.to_json_string(use_diff=True, keys_to_pop=["compile_config"]).encode()
@@ -131,7 +131,7 @@ def _code(model: Any, config: Any) -> dict[str, bytes]:
     """The source files of custom classes that were registered with transformers; adds references to them to the config."""
     from transformers.dynamic_module_utils import custom_object_save
 
-    kind: Any = class_of(model)
+    kind: Any = type(model)
     with TemporaryDirectory() as folder:
         if kind._auto_class is not None:
             custom_object_save(kind.__new__(kind), folder, config=config)

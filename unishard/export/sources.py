@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from unishard.patches import CORE_PATCHES
 
-__all__ = ["class_of", "persistent_buffers", "sources_of", "tensors_of"]
+__all__ = ["persistent_buffers", "sources_of", "tensors_of"]
 
 _PATCH = CORE_PATCHES["buffers-in-files"]
 
@@ -44,10 +44,3 @@ def sources_of(module: nn.Module) -> dict[str, str]:
     """Maps each name of a tensor to its first name, the one that `named_parameters` yields."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors_of(module).items()}
-
-
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """The module's original class: `fully_shard` replaces it by a subclass (torch 2.13, `FSDP` and the name)."""
-    kind = type(module)
-    given: type[nn.Module] = kind.__bases__[-1]
-    return given if kind.__name__ == f"FSDP{given.__name__}" else kind

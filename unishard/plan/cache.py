@@ -1,4 +1,7 @@
-"""Shapes and activations of models that were planned before, as JSON files in the user's cache directory. Imports no torch."""
+"""Shapes and activations of models that were planned before, in files of the user's cache directory. Imports no torch.
+
+A file has two lines: the SHA-256 of the second, and JSON.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,20 @@ def activations(key: Sequence[Any], make: Callable[[], Activations]) -> Activati
 
 
 def _cached(key: Sequence[Any], kind: TypeAdapter[Planned], make: Callable[[], Planned]) -> Planned:
-    """What the file of a key holds; made and stored where there is none, or something else is in it."""
-    digest = hashlib.sha256(json.dumps([_VERSION, *key], default=str).encode()).hexdigest()
-    path = folder() / f"{digest[:32]}.json"
+    """What the file of a key holds; made and stored where there is none, or its content is not what was stored."""
+    path = folder() / f"{_digest(json.dumps([_VERSION, *key], default=str))[:32]}.json"
     with contextlib.suppress(ValueError):  # also a ConfigError and a ValidationError
-        return kind.validate_json(text_of(path, _LARGEST))
+        digest, _, content = text_of(path, _LARGEST).partition("\n")
+        if digest == _digest(content):
+            return kind.validate_json(content)
     made = make()
-    _store(path, kind.dump_json(made))
+    content = kind.dump_json(made).decode()
+    _store(path, f"{_digest(content)}\n{content}".encode())
     return made
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _store(path: Path, content: bytes) -> None:

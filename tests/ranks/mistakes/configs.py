@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+from playing import config
 from ruamel.yaml import YAML
+from torch import nn
 
 import unishard
 from mistakes.mistake import Mistakes
@@ -90,6 +93,16 @@ def copy_with_a_dotted_name(backend):
 )
 def copy_with_a_mapping(backend):
     return unishard.Config(backend=backend).model_copy(update={"training": {"seed": 3}}).training.seed, Training(seed=3).seed
+
+
+@CONFIGS.raises(
+    "`precision: bf16` for a model with fp32 buffers that torch does not take together with bf16, such as those of BatchNorm",
+    "ModelError: the forward of 1 computes with tensors in fp32 and bf16 (...); precision.compute is bf16, but precision.buffers: keep "
+    "leaves buffers in fp32: 1.running_mean, 1.running_var; set precision.buffers to bf16, or cast them where the module uses them",
+)
+def buffers_in_fp32(backend):
+    with unishard.prepare(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), config(backend, precision="bf16")) as engine:
+        engine(torch.ones(4, 5))
 
 
 @CONFIGS.raises(

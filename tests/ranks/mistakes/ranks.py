@@ -70,6 +70,18 @@ RANKS.elsewhere(
     _FAULTS + "test_ranks_in_other_branches_are_told_of_conditional_modules",
 )
 RANKS.elsewhere(
+    "a batch of another task on each rank, with a head for each task",
+    "RankMismatchError: ranks have gradients of different parameters, which would be added up: rank 0 is in engine.backward (...), without "
+    "gradients for second (Linear); rank 1 is in engine.backward (...), without gradients for first (Linear); all ranks must use the same "
+    "parameters, except those of the classes in sharding.conditional_modules: add Linear there, or let every rank take the same branch",
+    "tests/ranks/test_reached_parameters.py::test_ranks_that_train_different_parameters_are_told_before_anything_is_reduced",
+)
+RANKS.elsewhere(
+    "a collective of your own in the forward of one rank",
+    _DIFFERENT + "rank 0 is in engine.backward (...); rank 1 is in engine.forward (...), waits in torch.distributed at train.py:31 in main",
+    "tests/ranks/test_desync.py::test_a_rank_that_waits_in_a_collective_inside_a_call_is_found",
+)
+RANKS.elsewhere(
     "Ctrl-C or SIGTERM, twice, while a rank waits for one that never comes",
     "unishard: rank 0 of 2 was stuck in engine.mean (...), and was ended by a second SIGINT",
     _FAULTS + "test_the_second_signal_ends_a_rank_that_is_stuck_in_a_collective",

@@ -6,7 +6,7 @@ Decides the division by the window, clipping, loss scale, schedule and their ord
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from unishard.engine.loop.divided_loss import warn_if_divided
 from unishard.engine.loop.edited_gradients import EditedGradients
 from unishard.engine.loop.foreign_backward import ForeignBackwardCheck
 from unishard.engine.loop.items import Items
+from unishard.engine.loop.reached_parameters import ReachedParameters
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
@@ -41,7 +42,13 @@ class Accumulation:
     """Runs accumulation windows. The methods implement those of `Engine` with the same names."""
 
     def __init__(
-        self, cfg: Config, adapter: EngineAdapter, order: CallOrder, schedule: Schedule | TorchSchedule, optimizer: OptimizerCalls
+        self,
+        cfg: Config,
+        adapter: EngineAdapter,
+        order: CallOrder,
+        schedule: Schedule | TorchSchedule,
+        optimizer: OptimizerCalls,
+        classes: Mapping[str, str],
     ) -> None:
         self._training = cfg.training
         self.adapter = adapter
@@ -49,6 +56,7 @@ class Accumulation:
         self._items = Items()
         self._foreign = ForeignBackwardCheck(adapter)
         self._edited = EditedGradients(adapter.module, order)
+        self._reached = ReachedParameters(adapter, order, classes)
         self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
@@ -126,7 +134,7 @@ class Accumulation:
         """Run the backward of one micro-batch."""
         order = self._order
         _require_backward(order, loss, training=self.adapter.module.training)
-        order.enter("backward", _DETAILS[num_items is None, isinstance(num_items, Tensor)])
+        order.enter("backward", _DETAILS[num_items is None, isinstance(num_items, Tensor)], skipped=self._reached.before_backward(loss))
         self._items.add(num_items, last=order.last)
         if order.progress is not None:
             order.progress.record_loss(loss.detach() / _at_least_1(num_items))
@@ -156,7 +164,8 @@ class Accumulation:
         self._edited.compare()
         if order.last:  # inside a window there is no collective, and the next forward notices a missing step
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
-            order.enter("step", f"{clip}, with gradients that were changed since backward" if self._edited.found else clip)
+            edited = ", with gradients that were changed since backward" if self._edited.found else ""
+            order.enter("step", clip + edited, skipped=self._reached.after_backward(), order=self.adapter.gradient_order)
             if self._edited.found:
                 self._edited.refuse()
         order.phase, order.graph = Phase.OPEN, False
@@ -183,6 +192,7 @@ class Accumulation:
             order.progress.drop_window()
         order.discard_window()
         self._edited.clear()
+        self._reached.forget()
         self._finished = None
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from unishard.config import Config
 from unishard.distributed import collective_check
+from unishard.engine.loop.dtype_errors import explained
 from unishard.engine.loop.progress import Progress
 from unishard.errors import ContractError
 
@@ -39,6 +40,7 @@ class CallOrder:
             device: Where this rank computes.
         """
         self._module = module
+        self._precision = cfg.precision
         self._device = device
         self._member = collective_check.join(cfg.communication)
         self._trained = module.training
@@ -80,11 +82,17 @@ class CallOrder:
 
     # -- comparing the ranks' calls ----------------------------------------------------------------------------------------
 
-    def enter(self, call: str, detail: str = "") -> None:
+    def enter(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
         """Check that all ranks make the same call. Collective.
 
         Before the call's collectives in the first updates, in later ones that are not shorter than the check can be, and in every tenth;
         also where the model has changed between training and evaluation. Else together with the next call that is checked.
+
+        Args:
+            call: A method of the engine.
+            detail: What must be the same on all ranks, in words.
+            skipped: What has no gradient on this rank, see `ReachedParameters`; must be the same on all ranks.
+            order: A hash of the order of gradients, the same on all ranks.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
@@ -93,27 +101,35 @@ class CallOrder:
             return
         changed, self._trained = self._trained is not self._module.training, self._module.training
         if changed or self.updates >= self._due or self.updates == self._checked or collective_check.samples(self.updates):
-            self.meet(call, detail)
+            self.meet(call, detail, skipped=skipped, order=order)
         else:
-            self._member.note(call, self._where(detail))
+            self._member.note(call, self._where(detail), skipped=skipped, order=order)
 
-    def meet(self, call: str, detail: str = "") -> None:
-        """Check before the call's collectives, in every update. Collective.
+    def meet(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
+        """Check before the call's collectives, in every update; the arguments are those of `enter`. Collective.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
         """
         if self._member is not None:
-            slowest = self._member.enter(call, self._where(detail), self._seconds)
+            slowest = self._member.enter(call, self._where(detail), self._seconds, skipped=skipped, order=order)
             if self.updates >= self._due:
                 self._checked, self._due = self.updates, self.updates + collective_check.interval(slowest)
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
-        """A block that runs the model, in which `enter_module` counts."""
+        """A block that runs the model, in which `enter_module` counts.
+
+        Raises:
+            ModelError: torch does not compute with the dtypes that the config gives the model.
+        """
         self._forwarding = True
         try:
             yield
+        except RuntimeError as error:
+            if (told := explained(error, self._module, self._precision)) is not None:
+                raise told from error
+            raise
         finally:
             self._forwarding = False
 
@@ -124,7 +140,12 @@ class CallOrder:
             RankMismatchError: The ranks enter different modules; names them.
         """
         if self._forwarding and self._member is not None:
-            self._member.enter_module(name, wait=self._module.training and collective_check.samples_modules(self.updates))
+            self._member.enter_module(name, wait=self._module.training and self.samples_modules)
+
+    @property
+    def samples_modules(self) -> bool:
+        """Whether ranks compare in this update which modules and parameters they use, before the collectives that this decides."""
+        return self._member is not None and collective_check.samples_modules(self.updates)
 
     @property
     def compares_ranks(self) -> bool:

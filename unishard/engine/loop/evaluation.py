@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch.distributed as dist
 
 from unishard.data.sampler import ShareSampler
 from unishard.distributed import gather
+from unishard.distributed.endings import naming_causes
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.inference_mode import as_no_grad, without_inference_mode
 from unishard.engine.loop.lockstep import Call, Lockstep
 from unishard.engine.model.inputs import tensors_in
 from unishard.errors import ContractError
@@ -32,6 +35,8 @@ class Evaluation:
         self._trains = trains
         self.lockstep_open: Lockstep | None = None
         """Set inside a `lockstep` block."""
+        self._running = False
+        """Whether a forward or `generate` runs."""
         self._tail: tuple[int, int] | None = None
         """During the last batches of a loader that pads: the samples of all ranks, and how many of them are not repeated."""
 
@@ -44,6 +49,7 @@ class Evaluation:
             kwargs.setdefault("synced_gpus", True)
         return self.run("generate", args, kwargs)
 
+    @without_inference_mode
     @contextmanager
     def lockstep(self) -> Iterator[None]:
         """A block in which finished ranks replay their last call until every rank is done."""
@@ -62,6 +68,21 @@ class Evaluation:
                 self._order.meet("lockstep", ", end")
         finally:
             self.lockstep_open = None
+
+    def of_module(self) -> Callable[..., Any] | None:
+        """What `module.generate` is to be, since it needs the other ranks; None where it does not."""
+        own = getattr(self._adapter.module, "generate", None)
+        if not callable(own) or not self._adapter.forward_is_collective or dist.get_world_size() == 1:
+            return None
+
+        @functools.wraps(own)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if self._running:
+                return own(*args, **kwargs)
+            with naming_causes(), as_no_grad():
+                return self.generate(*args, **kwargs)
+
+        return generate
 
     def gather_for_metrics(self, data: Any, *, pad: float | None) -> Any:
         """Gather what all ranks computed for a batch, in dataset order."""
@@ -82,8 +103,12 @@ class Evaluation:
         args, kwargs = call
         # Build a graph only for a loss through a frozen network, which needs gradients of that network's inputs.
         graph = kind == "forward" and not self._trains and torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(call))
-        with self._order.forwarding(), nullcontext() if graph else torch.no_grad():
-            return (self._adapter.forward if kind == "forward" else self._adapter.generate)(*args, **kwargs)
+        self._running = True
+        try:
+            with self._order.forwarding(), nullcontext() if graph else torch.no_grad():
+                return (self._adapter.forward if kind == "forward" else self._adapter.generate)(*args, **kwargs)
+        finally:
+            self._running = False
 
     def _take_turn(self, lockstep: Lockstep, kind: str | None, call: Call | None) -> tuple[str, Call] | None:
         self._order.enter("lockstep", f", turn {lockstep.taken + 1}")

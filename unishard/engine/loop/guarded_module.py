@@ -12,6 +12,7 @@ from torch import nn
 
 from unishard.config import Config
 from unishard.distributed.dtypes import DTYPES
+from unishard.engine.loop.inference_mode import as_no_grad_in_forward
 from unishard.errors import ContractError
 
 __all__ = ["GuardedModule", "holds_full_weights"]
@@ -39,6 +40,7 @@ class GuardedModule:
         class_name: str,
         trains: bool,
         require_no_gradients: Callable[[str], None],
+        generate: Callable[..., Any] | None,
     ) -> None:
         """From now on refuse.
 
@@ -49,6 +51,7 @@ class GuardedModule:
             class_name: The model's class before it was sharded.
             trains: Whether the engine has an optimizer.
             require_no_gradients: Raises if the engine holds gradients that the named call would drop.
+            generate: What the module's `generate` is to be until the engine is closed; None for its own.
         """
         self._module = module
         self._name = class_name
@@ -58,6 +61,9 @@ class GuardedModule:
         methods: dict[str, Callable[..., Any]] = {name: self._unless_nothing_changes(name) for name in (*_CASTS, "to_empty")}
         methods["zero_grad"] = lambda set_to_none=True: require_no_gradients("model.zero_grad()")
         self._while_open = methods if trains or not full else {}
+        if generate is not None:
+            self._while_open["generate"] = generate
+        self._hooks = as_no_grad_in_forward(module)
         self._for_good: dict[str, Callable[..., Any]] = {}
         if trains or not full:
             self._for_good = {"__deepcopy__": self._copy if full else self._refuse_copy, "__reduce_ex__": self._refuse_pickle}
@@ -83,6 +89,8 @@ class GuardedModule:
 
     def close(self) -> None:
         """Refuse only what stays wrong: the weights stay sharded."""
+        for hook in self._hooks:
+            hook.remove()
         for name in self._while_open:
             vars(self._module).pop(name, None)
         self._while_open = {}

@@ -5,37 +5,48 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["cast", "tensors_in"]
+__all__ = ["cast", "replace_tensors", "tensors_in"]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating-point tensor in a value to `dtype`; other tensors and objects stay as they are.
 
+    Args:
+        value: As in `replace_tensors`.
+        dtype: A floating-point dtype.
+    """
+    return replace_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Replace every tensor in a value by what a function makes of it.
+
     Works inside lists, tuples, named tuples, mappings (also a `UserDict` such as a transformers `BatchEncoding`), dataclasses and
-    packed sequences. A container with nothing to cast is returned as the same object.
+    packed sequences. A container with nothing to replace is returned as the same object.
 
     Args:
         value: Anything.
-        dtype: A floating-point dtype.
+        change: Returns the same tensor where nothing is to be replaced.
     """
     match value:
         case Tensor():
-            return value.to(dtype) if value.is_floating_point() else value
+            return change(value)
         case PackedSequence():
-            return value.to(dtype) if value.data.is_floating_point() else value
+            data = change(value.data)
+            return value if data is value.data else type(value)(data, *value[1:])
         case UserDict() | dict():
-            return _replaced(value, {key: cast(inner, dtype) for key, inner in value.items()})
+            return _replaced(value, {key: replace_tensors(inner, change) for key, inner in value.items()})
         case tuple() | list():
-            return _sequence(value, [cast(inner, dtype) for inner in value])
+            return _sequence(value, [replace_tensors(inner, change) for inner in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _fields(value, dtype)
+        return _fields(value, change)
     return value
 
 
@@ -58,8 +69,9 @@ def _sequence(value: Any, inner: list[Any]) -> Any:
     return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
 
 
-def _fields(value: Any, dtype: torch.dtype) -> Any:
-    changed = {field.name: new for field in dataclasses.fields(value) if (new := cast(old := getattr(value, field.name), dtype)) is not old}
+def _fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    inner = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    changed = {name: new for name, old in inner.items() if (new := replace_tensors(old, change)) is not old}
     if not changed:
         return value
     fresh = copy.copy(value)

@@ -1,7 +1,7 @@
 """Find the units of a model: the modules whose parameters are gathered together, the same for every engine.
 
 Llama                           units: auto
-├── embed_tokens                unit: an embedding outside the blocks, unless its weight is tied to something outside it
+├── embed_tokens                unit: an embedding outside the blocks, unless its weight is tied to or read by something outside it
 ├── layers.0 .. layers.n        units: the repeated blocks
 └── norm, lm_head               no unit: stay with the root, which is needed last in forward and first in backward
 """
@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from unishard.config import Sharding
+from unishard.engine.model.outside_reads import embeddings_read_outside
 from unishard.errors import ModelError
 
 __all__ = ["ModelUnits", "Unit", "find_blocks", "find_classes", "find_conditional", "find_units", "units_of"]
@@ -85,6 +86,7 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     if cfg.units == "auto":
         found = [*_outermost(model, _block_classes(model), "sharding.units", set(cfg.conditional_modules))]
         inside = {id(module) for unit in (*found, *conditional) for module in unit.module.modules()}
+        inside |= {id(module) for module in embeddings_read_outside(model)}
         found += [
             Unit(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and id(module) not in inside
         ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from unishard.distributed.shards import full_tensor
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.state.average_shards import AverageShards
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
@@ -48,6 +49,7 @@ def begin_average(
     return MovingAverage(decay, shards, adapter, order), shards.update
 
 
+@with_inference_as_no_grad
 class MovingAverage:
     """An exponential moving average of the weights that train. Created by `Engine.ema`; the engine updates, saves and loads it."""
 
@@ -78,6 +80,7 @@ class MovingAverage:
         self._order.meet("ema.parameter", f", {name}")
         return full_tensor(self._shards.by_name[name], self._adapter.device)
 
+    @without_inference_mode
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Use the averages as the model's weights inside the block, to evaluate, generate, or export them. Collective.

@@ -17,6 +17,7 @@ from unishard.distributed.shards import Shard, full_tensor, shard_norms, write_s
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.inference_mode import without_inference_mode
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
@@ -44,6 +45,7 @@ class ParameterAccess:
         self._order.require_no_graph("set_parameter")
         self._replace("set_parameter", name, parameter, value)
 
+    @without_inference_mode
     @contextmanager
     def gathered(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
         """Edit several master weights, which are written back on exit."""

@@ -1,0 +1,71 @@
+"""Explains errors of torch in a forward in 16 bits: which module, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import TracebackType
+
+from torch import nn
+
+from unishard.config import Precision
+from unishard.distributed.dtypes import DTYPES
+from unishard.errors import ModelError, UnishardError
+
+__all__ = ["explained"]
+
+_LOW, _FP32 = re.compile("BFloat16|Half"), re.compile(r"Float(?!\d)|\bfloat(32)?\b")
+"""How torch 2.13 writes the dtypes of operands that it does not take together; each operator has a sentence of its own."""
+
+_STRIDES = "strides should be multiple of 16 bytes"
+"""torch 2.13, aten/src/ATen/native/GroupedMMUtils.h."""
+
+
+def explained(error: RuntimeError, model: nn.Module, precision: Precision) -> ModelError | None:
+    """The error to raise in place of one that torch has raised in a forward; None if there is nothing to add to it.
+
+    Args:
+        error: What the forward has raised.
+        model: The model, whose modules are looked for in the traceback.
+        precision: The dtypes.
+    """
+    text = str(error)
+    if precision.compute == "fp32" or isinstance(error, UnishardError):
+        return None
+    path = list(_modules(error.__traceback__, model))
+    if _LOW.search(text) and _FP32.search(text):
+        for name, module in path:
+            kept = [f"{name}.{each}".lstrip(".") for each, buffer in module.named_buffers() if buffer.dtype == DTYPES["fp32"]]
+            if kept:
+                return ModelError(_mixes(path[0], kept, precision.compute, text))
+    if text == _STRIDES and path:
+        return ModelError(
+            f"{_where(path[0])} multiplies experts in groups, which torch does in {precision.compute} only if their sizes are multiples "
+            f"of 8 ({text}); change the sizes, or call model.set_experts_implementation('eager') before prepare"
+        )
+    return None
+
+
+def _mixes(place: tuple[str, nn.Module], kept: list[str], compute: str, text: str) -> str:
+    buffers = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
+    return (
+        f"{_where(place)} computes with tensors in fp32 and {compute} ({text}); precision.compute is {compute}, but precision.buffers: "
+        f"keep leaves buffers in fp32: {buffers}; set precision.buffers to {compute}, or cast them where the module uses them"
+    )
+
+
+def _where(place: tuple[str, nn.Module]) -> str:
+    return f"the forward of {place[0] or 'the model'}"
+
+
+def _modules(traceback: TracebackType | None, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model that a traceback goes through, by name, the innermost first."""
+    names = {module: name for name, module in model.named_modules()}
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names:
+            yield names[owner], owner

@@ -1,0 +1,103 @@
+"""Treat `torch.inference_mode()` around an engine's calls as `torch.no_grad()`.
+
+Engines keep tensors from one call to the next: gathered parameters, buckets, optimizer state. Those that are made in inference mode can
+never be part of a graph again, so that the training after an evaluation in it would fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unishard.engine.model.inputs import replace_tensors
+
+__all__ = ["as_no_grad", "as_no_grad_in_forward", "with_inference_as_no_grad", "without_inference_mode"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+@contextmanager
+def as_no_grad() -> Iterator[None]:
+    """A block in which inference mode, if it is on, is no more than `torch.no_grad`."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def without_inference_mode(block: Callable[P, AbstractContextManager[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """Decorate a function that returns a context manager: inference mode is `no_grad` while it is entered, inside, and while it is left."""
+
+    @functools.wraps(block)
+    @contextmanager
+    def both(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        with as_no_grad(), block(*args, **kwargs) as value:
+            yield value
+
+    return both
+
+
+def with_inference_as_no_grad(cls: C) -> C:
+    """Run each public method of a class, also the inherited ones, in a block of `as_no_grad`, with arguments that can be written to."""
+    for name in dir(cls):
+        method = getattr(cls, name)
+        if inspect.isfunction(method) and not inspect.isgeneratorfunction(method) and (name == "__call__" or not name.startswith("_")):
+            setattr(cls, name, _as_no_grad(method))
+    return cls
+
+
+def as_no_grad_in_forward(module: nn.Module) -> list[RemovableHandle]:
+    """Do the same for the forward of a module that is called by itself. Call it after all other hooks were registered.
+
+    Returns:
+        Handles of the hooks.
+    """
+    open_blocks: list[ExitStack] = []
+
+    def enter(called: nn.Module, args: Any, kwargs: Any) -> Any:
+        if called is not module:  # a copy of it
+            return None
+        open_blocks.append(block := ExitStack())
+        if not torch.is_inference_mode_enabled():
+            return None
+        block.enter_context(as_no_grad())
+        return _normal(args), _normal(kwargs)
+
+    def leave(called: nn.Module, args: Any, output: Any) -> None:
+        if called is module and open_blocks:
+            open_blocks.pop().close()
+
+    return [
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _as_no_grad(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with as_no_grad():
+            return method(*_normal(args), **_normal(kwargs))
+
+    return wrapped
+
+
+def _normal(value: Any) -> Any:
+    """The same value with copies of tensors that were made in inference mode, which nothing may write to outside it."""
+    return replace_tensors(value, _copied)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor

@@ -1,0 +1,98 @@
+"""Compare which parameters the ranks' losses reach: gradients of different parameters would be added up, or their sizes would not fit.
+
+Before a backward that reduces, in the first updates, where the graph of the loss tells; after the last backward of every window, where
+the gradients tell, together with the calls that `CallOrder` compares.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from unishard.engine.adapter import EngineAdapter
+from unishard.engine.loop.call_order import CallOrder
+
+__all__ = ["ReachedParameters"]
+
+_NAMED = 8
+_CONTAINERS = ("ModuleList", "ModuleDict", "Sequential")
+
+
+class ReachedParameters:
+    """The parameters that this rank's losses reach in an accumulation window."""
+
+    def __init__(self, adapter: EngineAdapter, order: CallOrder, classes: Mapping[str, str]) -> None:
+        """Before the first window.
+
+        Args:
+            adapter: The sharded model.
+            order: The engine's position in the loop.
+            classes: Class of each module by name, before the model was sharded.
+        """
+        self._adapter = adapter
+        self._order = order
+        self._classes = classes
+        self._reached: set[str] = set()
+        self._described: tuple[tuple[str, ...], str] = ((), "")
+        """The last names that were described, mostly those of every update."""
+
+    def before_backward(self, loss: Tensor) -> str:
+        """What will have no gradient after a backward that reduces; empty in updates and micro-batches that are not compared."""
+        if not self._order.samples_modules:
+            return ""
+        names = {id(self._adapter.leaf(name)): name for name in self._adapter.shared_parameters()}
+        if self._adapter.reduces_each_backward:
+            self._reached.clear()
+        self._reached |= {names[id(leaf)] for leaf in _leaves_of(loss) if id(leaf) in names}
+        if not (self._order.last or self._adapter.reduces_each_backward):
+            return ""
+        reached, self._reached = self._reached, set()
+        return self._describe([name for name in names.values() if name not in reached])
+
+    def after_backward(self) -> str:
+        """What has no gradient at the end of a window."""
+        return self._describe(self._adapter.without_gradient()) if self._order.compares_ranks else ""
+
+    def forget(self) -> None:
+        """Forget the window, which is discarded."""
+        self._reached.clear()
+
+    def _describe(self, names: Collection[str]) -> str:
+        given = tuple(names)
+        if given != self._described[0]:
+            self._described = given, self._in_words(given)
+        return self._described[1]
+
+    def _in_words(self, names: Collection[str]) -> str:
+        """The outermost modules of which no parameter has a gradient, by name and class, and other parameters."""
+        missing = set(names)
+        others = [name for name in self._adapter.shared_parameters() if name not in missing]
+        parts = dict.fromkeys(self._part(name, others) for name in names)
+        shown = ", ".join([*parts][:_NAMED])
+        rest = len(parts) - _NAMED
+        return f"{shown} and {rest} more ({zlib.crc32(repr(tuple(parts)).encode()):08x})" if rest > 0 else shown
+
+    def _part(self, name: str, others: Collection[str]) -> str:
+        path = name.split(".")[:-1]
+        for depth in range(1, len(path) + 1):
+            module = ".".join(path[:depth])
+            if self._classes.get(module, "") not in _CONTAINERS and not any(other.startswith(f"{module}.") for other in others):
+                return f"{module} ({self._classes.get(module, 'Module')})"
+        return f"{name} ({self._classes.get('.'.join(path), 'Module')})"
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves to which a loss has a path in autograd's graph."""
+    seen: set[Any] = {loss.grad_fn}
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):  # of a node that accumulates the gradient of a leaf
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
