@@ -196,6 +196,15 @@ def test_offload_says_what_the_config_says() -> None:
     assert (only["offload_param"], only["offload_optimizer"]) == (None, {"device": "cpu", "pin_memory": False})
 
 
+def test_what_is_kept_in_fp32_is_not_offloaded_where_deepspeed_would_round_it() -> None:
+    kept = {"compute": "bf16", "keep_fp32": ["norm"]}
+    for offload, strategy, place in (("cpu", "full_shard", "params"), ({"optimizer": "cpu"}, "shard_grad_op", "optimizer")):
+        with pytest.raises(TranslationError, match=f"precision.keep_fp32: .*would round what is kept.*set offload.{place} to none"):
+            translate(precision=kept, sharding=strategy, offload=offload).check(strict=False)
+        translate(precision="bf16", sharding=strategy, offload=offload).check(strict=False)
+    translate(precision=kept, sharding="full_shard", offload={"optimizer": "cpu"}).check(strict=False)
+
+
 def test_files_are_for_parameters_alone() -> None:
     place = {"device": "nvme", "pin_memory": True, "nvme_path": "/local"}
     offload = {"params": "nvme", "optimizer": "cpu", "nvme_path": "/local"}
