@@ -27,7 +27,7 @@ class FSDPInferenceAdapter(InferenceAdapter):
     def __init__(self, cfg: Config, module: nn.Module, device: torch.device) -> None:
         super().__init__(module, device)
         self._root_first = RootFirst(module)
-        cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
+        self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""
@@ -67,4 +67,6 @@ class FSDPInferenceAdapter(InferenceAdapter):
                 module.reshard()
 
     def close(self) -> None:
-        """Do nothing: FSDP2's hooks stay with the module."""
+        """Remove the input casts from the model; FSDP2's hooks stay with it."""
+        for hook in self._hooks:
+            hook.remove()
