@@ -57,6 +57,8 @@ class CallOrder:
         """Micro-batches of the current window that are done."""
         self.updates = 0
         """Accumulation windows that have ended."""
+        self.writes = 0
+        """How often the engine itself has written weights other than by an update."""
         self.graph = False
         """Whether a forward has built a graph that no backward has used."""
         self.discarded = False
