@@ -142,7 +142,7 @@ class CallOrder:
             RankMismatchError: The ranks enter different modules; names them.
         """
         if self._forwarding and self._member is not None:
-            self._member.enter_module(name, wait=self._module.training and self.samples_modules)
+            self._member.enter_module(name, wait=self._module.training and collective_check.samples_modules(self.updates))
 
     @property
     def samples_modules(self) -> bool:
