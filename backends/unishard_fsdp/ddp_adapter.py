@@ -41,6 +41,7 @@ class DDPAdapter(TorchAdapter):
         self._wrap = wrap
         self._averaging = AveragingHook()
         self._replica: DistributedDataParallel | None = wrap(self._averaging)
+        self._reduced = self._trainable_names()
         self.forward_is_collective = native.forward_sync_buffers
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self.reduces_each_backward = not self._syncs_late
@@ -67,6 +68,12 @@ class DDPAdapter(TorchAdapter):
         """
         # If a parameter has no gradient, its bucket is not reduced; DDP itself raises only in the next forward (torch 2.13).
         if not self._averaging.finished:
+            frozen = next((name for name in self._reduced if not self.module.get_parameter(name).requires_grad), None)
+            if frozen is not None:
+                raise ModelError(
+                    f"{frozen} was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did not reduce its bucket; "
+                    f"call engine.set_trainable({frozen!r}, False) instead"
+                )
             unused = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad and parameter.grad is None]
             raise ModelError(
                 f"the last backward did not reach {', '.join(unused) or 'some parameters'}, so DistributedDataParallel did not reduce "
@@ -85,6 +92,10 @@ class DDPAdapter(TorchAdapter):
         super().set_trainable(names, trainable)
         self._replica = None  # its reducer expects the parameters that were trainable when it was built
         self._replica = self._wrap(self._averaging)
+        self._reduced = self._trainable_names()
+
+    def _trainable_names(self) -> list[str]:
+        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
     def _class_name(self) -> str:
         # torch's class, also for the subclass with fixed buckets.

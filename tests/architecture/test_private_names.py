@@ -39,6 +39,8 @@ OF_TRANSFORMERS = {"_auto_class", "_from_config", "_keys_to_ignore_on_load_unexp
 ASKED_FOR = {
     "_compiled_call_impl": "of torch's module.compile(), with a default: without it, compiling twice is not noticed",
     "_saved_other": "of torch's autograd nodes, with a default: without it, a loss that is divided by hand is not noticed",
+    "_saved_reduction": "of torch's autograd nodes, with a default: without it, a mean with num_items is not noticed",
+    "_base": "of torch's tensors, with a default: without it, an in-place operation on a view of a unit is not refused by this message",
     "_orig_mod": "of torch.compile's module, by hasattr: without it, a compiled model is not refused by this message",
     "_checkpoint_wrapped_module": "of torch's checkpoint_wrapper, by hasattr: without it, a wrapped module is not refused by this message",
     "_schedulers": "of torch's SequentialLR and ChainedScheduler, with a default: without it, the schedulers inside are not asked",

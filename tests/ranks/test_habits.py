@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 
@@ -10,6 +11,7 @@ import torch
 from mistakes.habits import ACCUMULATION, clip_each_micro_batch
 from playing import checked as config
 from playing import error, own_share, play, prepare, train, values
+from torch.nn import functional
 
 import unishard
 from unishard.testing.cells import BACKENDS
@@ -75,20 +77,26 @@ DIVIDED = {
 }
 
 
-def divided(backend, how):
-    """What is logged in two windows."""
+@contextlib.contextmanager
+def logged():
+    """What unishard logs in the block."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("unishard")
     logger.addHandler(handler)
     try:
-        with prepare(config(backend, training={"gradient_accumulation_steps": 4})) as engine:
-            for batch in engine.batches(own_share(8)):
-                engine.backward(DIVIDED[how](engine(**batch).loss))
-                engine.step()
+        yield lines
     finally:
         logger.removeHandler(handler)
+
+
+def divided(backend, how):
+    """What is logged in two windows."""
+    with logged() as lines, prepare(config(backend, training={"gradient_accumulation_steps": 4})) as engine:
+        for batch in engine.batches(own_share(8)):
+            engine.backward(DIVIDED[how](engine(**batch).loss))
+            engine.step()
     return [line for line in lines if "division" in line]
 
 
@@ -105,6 +113,96 @@ def test_a_loss_that_is_divided_by_hand_is_named_once(backend, how):
     scenarios = tuple((divided, (each, way)) for each in BACKENDS for way in DIVIDED)
     wanted = [WARNING] if how in ("divided", "in place", "by a tensor", "multiplied") else []
     assert values(play(scenarios)[divided, (backend, how)]) == [wanted, []]
+
+
+# -- runs that train nothing ----------------------------------------------------------------------------------------------------------
+
+MEANS = {
+    "mean": lambda output, labels: functional.cross_entropy(output.logits.float(), labels),
+    "of the model": lambda output, labels: output.loss,
+    "mean of losses": lambda output, labels: functional.cross_entropy(output.logits.float(), labels, reduction="none").mean(),
+    "sum": lambda output, labels: functional.cross_entropy(output.logits.float(), labels, reduction="sum"),
+    "mean times items": lambda output, labels: output.loss * len(labels),
+}
+
+
+def averaged(backend, how):
+    """What is logged of two losses that are passed with the number of their items."""
+    with logged() as lines, prepare(config(backend, precision="bf16")) as engine:
+        for batch in own_share(2):
+            engine.backward(MEANS[how](engine(**batch), batch["labels"]), num_items=len(batch["labels"]))
+            engine.step()
+    return [line.split(";")[0] for line in lines if "mean" in line]
+
+
+@pytest.mark.parametrize("how", MEANS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mean_with_num_items_is_named_once(backend, how):
+    kind = "MeanBackward0" if how == "mean of losses" else "NllLossBackward0"
+    warning = (
+        f"the loss that was passed to engine.backward with num_items ends in a mean ({kind}), and the engine divides it by the number of "
+        "items again"
+    )
+    scenarios = tuple((averaged, (each, way)) for each in BACKENDS for way in MEANS)
+    assert values(play(scenarios)[averaged, (backend, how)]) == [[] if how in ("sum", "mean times items") else [warning], []]
+
+
+def trained_in_vain(backend, strategy):
+    """What is logged of three updates under a schedule of two, and of eight with NaN after one that is finite."""
+    schedule = {"name": "linear", "total_steps": 2}
+    with logged() as lines, prepare(config(backend, strategy, scheduler=schedule)) as engine:
+        train(engine, own_share(4))
+    first = [line.split(":")[0] for line in lines if "learning rate" in line]
+    with logged() as lines, prepare(config(backend, strategy)) as engine:
+        for number, batch in enumerate(own_share(9)):
+            scale = 1.0 if number in (0, 4) else float("nan")
+            engine.backward(engine(**batch).loss * scale)
+            engine.step()
+        before = len([line for line in lines if "skipped" in line])
+        for batch in own_share(3):
+            engine.backward(engine(**batch).loss * float("nan"))
+            engine.step()
+    return first, before, [line.split(";")[0] for line in lines if "in a row" in line]
+
+
+VAIN = tuple((trained_in_vain, (backend, strategy)) for backend in BACKENDS for strategy in ("no_shard", "full_shard"))
+
+
+@pytest.mark.parametrize("cell", VAIN, ids=lambda cell: "-".join(cell[1]))
+def test_a_run_that_trains_nothing_is_named_once(cell):
+    first, other = values(play(VAIN)[cell])
+    assert first[0] == ["update 3 has a learning rate of 0 and trains nothing"]
+    assert first[1:] == (0, ["5 updates in a row were skipped, because a gradient is infinite or NaN"])
+    assert other == ([], 0, [])
+
+
+def frozen_late(backend, strategy, by_hand):
+    """Losses of a run in which a layer is frozen after the first update."""
+    with prepare(config(backend, strategy)) as engine:
+        done = train(engine, own_share(1))
+        if by_hand:
+            engine.module.head.requires_grad_(False)
+        else:
+            engine.set_trainable("head", False)
+        return [loss for loss, _ in (*done, *train(engine, own_share(3)))]
+
+
+LATE = (("fsdp", "full_shard"), ("deepspeed", "shard_grad_op"), ("deepspeed", "full_shard"), ("fsdp", "no_shard"))
+FROZEN = tuple((frozen_late, (*cell, by_hand)) for cell in LATE for by_hand in (True, False))
+
+
+@pytest.mark.parametrize("cell", LATE[:3], ids="-".join)
+def test_a_layer_that_is_frozen_by_hand_is_as_one_that_the_engine_freezes(cell):
+    played = play(FROZEN)
+    assert values(played[frozen_late, (*cell, True)]) == values(played[frozen_late, (*cell, False)])
+
+
+def test_distributed_data_parallel_names_a_layer_that_is_frozen_by_hand():
+    said = error(play(FROZEN)[frozen_late, (*LATE[3], True)])
+    assert said == (
+        "ModelError: head.weight was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did not reduce its "
+        "bucket; call engine.set_trainable('head.weight', False) instead"
+    )
 
 
 # -- after the engine -----------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from unishard.distributed.endings import naming_causes
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.engine import Engine
 from unishard.engine.inference import ReplicaAdapter
+from unishard.engine.loop.guarded_module import holds_full_weights
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.memory import ExpectedMemory
@@ -130,7 +131,7 @@ def _prepare(
         put_in_training_mode(model, topology.rank)
         batch_norm.name_synchronized(model, topology, process_group.device_of(topology))
         devices.use_host_cores(cfg.offload, topology)
-    units = named_with_class(plan.units.gathered)
+    units = named_with_class(plan.units.casting)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     memory = ExpectedMemory(backend, shape, cfg, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
@@ -216,7 +217,8 @@ def _plan(
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     if model in _prepared:
         raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
-    facts = facts_of(model, cfg.sharding, train=train)
+    alone = topology.world_size == 1 and holds_full_weights(cfg, trains=train)
+    facts = facts_of(model, cfg.sharding, train=train, forward_writes=alone)
     materialization.check(model)
     kept = kept_fp32.find(model, cfg.precision, train=train)
     units = units_of(model, cfg.sharding)

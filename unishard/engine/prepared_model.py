@@ -19,12 +19,15 @@ from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.evaluation import Evaluation
-from unishard.engine.loop.guarded_module import GuardedModule
+from unishard.engine.loop.guarded_module import GuardedModule, holds_full_weights
+from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.module_order import named_with_class, watch_modules
 from unishard.engine.loop.trainable import Trainable
+from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.memory import ExpectedMemory
 from unishard.engine.metrics.profiling import profiling_of
 from unishard.engine.metrics.recorder import MetricsRecorder
+from unishard.engine.model.compilation import eager_modules
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
@@ -65,7 +68,7 @@ class PreparedModel(Process):
             group_names: Names of the parameters in each optimizer group.
             optimizer: What was passed to `prepare` or built for it, which the user may hold; None for the adapter's own.
             scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
-            units: The modules whose parameters are gathered together, by name and class.
+            units: The modules that the engine gathers or casts for, by name and class.
             classes: The class of each module by name, before it was sharded.
             memory: What the adapter was expected to hold, for the note of an out-of-memory error.
         """
@@ -73,7 +76,7 @@ class PreparedModel(Process):
         self._cfg = cfg
         self._adapter = adapter
         self._order = order = CallOrder(cfg, adapter.module, adapter.device)
-        if adapter.forward_is_collective and order.compares_ranks:
+        if adapter.forward_is_collective and order.compares_ranks and cfg.sharding.strategy != "no_shard":
             watch_modules(order, {**units, **named_with_class(adapter.gathered_modules())})
         self._buffers = Buffers(cfg, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
@@ -90,12 +93,17 @@ class PreparedModel(Process):
             calls = OptimizerCalls(
                 training, training.torch_optimizer if optimizer is None else optimizer, model_class, order.require_no_gradients
             )
-            self._accumulation = Accumulation(cfg, training, order, schedule, calls, classes)
+            self._accumulation = Accumulation(cfg, training, order, schedule, calls, self._trainable, classes)
             if cfg.logging.to:
                 self._accumulation.recorder = MetricsRecorder(cfg, training, order, None if memory is None else memory.sent_bytes)
             self._accumulation.profiling = profiling_of(cfg, order, adapter.device)
             if memory is not None:
                 self._accumulation.memory = memory
+            if not holds_full_weights(cfg, trains=True):
+                gathers = cfg.sharding.strategy in ("full_shard", "hybrid_shard")
+                eager = {name: unit for name, unit in units.items() if unit in eager_modules(adapter.module)}
+                self._accumulation.inplace = InplaceWrites(eager, order, gathers=gathers)
+                self._accumulation.written = WrittenParameters(adapter.module, units.values(), order)
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
         self._tensors = tensors
         run = Run(cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names)

@@ -391,6 +391,135 @@ def state_of_a_replicated_model(backend):
 
 
 @HABITS.raises(
+    "`nn.init.constant_(model.head.weight, 0.5)` after `prepare`, or another edit of a parameter between two updates",
+    "ContractError: parameter head.weight changed since the last update, but not by the engine, whose shards or rounded copies of the "
+    "weights this would reach in part or not at all; write the parameter with `with engine.gathered(['head.weight']) as weights:` or "
+    "engine.set_parameter, or before unishard.prepare",
+)
+@in_every_sharded_strategy
+def edit_of_a_parameter(engine):
+    torch.nn.init.constant_(engine.module.head.weight, 0.5)
+    train(engine, own_share(1))
+
+
+HABITS.elsewhere(
+    "the same as `model.head.weight.data.fill_(0.5)`",
+    "The same error where the parameter holds elements. Under `full_shard` on DeepSpeed it holds none between two forwards: nothing "
+    "happens, and there is no trace of it.",
+    "tests/ranks/test_written_parameters.py::test_a_parameter_that_is_written_between_updates_is_named",
+)
+
+
+@HABITS.raises(
+    "a forward that writes a parameter: a clamped weight, a first batch that sets a scale, a momentum encoder",
+    "ContractError: the forward writes parameter head.weight, of which it has only a shard, or a gathered or rounded copy, so the write is "
+    "lost or differs between engines; write it after engine.step() with `with engine.gathered(['head.weight']) as weights:`, for example "
+    "to clamp a weight or to update a momentum encoder (engine.ema averages all weights); for an initialization that depends on data, run "
+    "a batch through the model before unishard.prepare; a write that is the same on all ranks also works with sharding: no_shard and "
+    "precision: fp32",
+)
+@in_every_sharded_strategy
+def write_in_the_forward(engine):
+    head, plain = engine.module.head, engine.module.head.forward
+
+    def clamped(x):
+        with torch.no_grad():
+            head.weight.clamp_(-0.1, 0.1)
+        return plain(x)
+
+    head.forward = clamped
+    train(engine, own_share(1))
+
+
+@HABITS.raises(
+    "`nn.Embedding(..., max_norm=1.0)`",
+    "ModelError: 0 (Embedding) of Sequential has max_norm, with which each rank's forward writes the rows of its own batch into the "
+    "weight, where sharding loses them and replicas would differ; leave max_norm out, and limit the norms of the rows after engine.step() "
+    "in `with engine.gathered(['0.weight']) as weights:`",
+)
+def embedding_with_a_maximum(backend):
+    unishard.prepare(torch.nn.Sequential(torch.nn.Embedding(9, 4, max_norm=1.0), torch.nn.Linear(4, 2)), config(backend, "no_shard"))
+
+
+@HABITS.raises(
+    "`requires_grad_(True)` after `prepare` on a layer that was frozen before",
+    "ContractError: inp.weight was frozen when the model was prepared, so it has no fp32 master weight and is not in the optimizer; leave "
+    "it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it",
+)
+@in_every_strategy
+def late_unfreezing(backend, strategy):
+    model = mlp()
+    model.inp.requires_grad_(False)
+    with unishard.prepare(model, config(backend, strategy)) as engine:
+        train(engine, own_share(1))
+        engine.module.inp.requires_grad_(True)
+        train(engine, own_share(1))
+
+
+class Adding(torch.nn.Linear):
+    """A unit that changes its input."""
+
+    def forward(self, x):
+        return super().forward(x.add_(1.0))
+
+
+class Viewing(torch.nn.Linear):
+    """A unit that returns a view."""
+
+    def forward(self, x):
+        return super().forward(x).view(-1, 2, 4)
+
+
+class Changing(torch.nn.Module):
+    """Changes in place what a unit returns."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 8)
+        self.unit = kind(8, 8)
+
+    def forward(self, x):
+        return self.unit(self.first(x)).mul_(2.0).square().mean()
+
+
+@HABITS.raises(
+    "`x += 1` on the input of a block, under `full_shard`",
+    "ModelError: unit unit (Adding) changes its input in place, as x.add_(y) does, behind the function with which the engine runs its "
+    "backward; write x = x + y, or change a copy, x = x.clone()",
+    Adding,
+)
+@HABITS.raises(
+    "`y *= 2` on an output of a block that is a view, under `full_shard`",
+    "ModelError: an output of unit unit (Viewing) is a view or its input, and is changed in place after the unit, as y.add_(x) does, "
+    "behind the function with which the engine runs the unit's backward; write y = y + x, or return y.clone() from the unit",
+    Viewing,
+)
+def change_in_place(backend, kind):
+    cfg = config(backend, {"strategy": "full_shard", "units": [kind.__name__]})
+    with unishard.prepare(Changing(kind), cfg) as engine:
+        engine.backward(engine(torch.ones(2, 8)))
+
+
+HABITS.elsewhere(
+    "a mean loss with `num_items`",
+    "A warning on rank 0 at the first backward: the loss that was passed to engine.backward with num_items ends in a mean "
+    "(NllLossBackward0), and the engine divides it by the number of items again; pass the sum of the losses of the items...",
+    "tests/ranks/test_habits.py::test_a_mean_with_num_items_is_named_once",
+)
+HABITS.elsewhere(
+    "a loop that goes on after `scheduler.total_steps`",
+    "A warning on rank 0: update 3 has a learning rate of 0 and trains nothing: scheduler.total_steps is reached; end the loop there...",
+    "tests/ranks/test_habits.py::test_a_run_that_trains_nothing_is_named_once",
+)
+HABITS.elsewhere(
+    "NaN in every batch or weight",
+    "Updates are skipped, and after 5 in a row a warning on rank 0: 5 updates in a row were skipped, because a gradient is infinite or "
+    "NaN; nothing is trained while this lasts...",
+    "tests/ranks/test_habits.py::test_a_run_that_trains_nothing_is_named_once",
+)
+
+
+@HABITS.raises(
     "`copy.deepcopy(engine.module)`",
     "ContractError: a prepared Mlp cannot be copied: this rank holds only shards or rounded copies of its weights; read them with "
     "engine.parameter(name), average them with engine.ema(decay), or write them with engine.export(folder)",

@@ -5,9 +5,10 @@ Decides the division by the window, clipping, loss scale, schedule and their ord
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Config
+from unishard.distributed.collective_check import samples
 from unishard.distributed.host_read import HostRead
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
-from unishard.engine.loop.divided_loss import warn_if_divided
+from unishard.engine.loop.divided_loss import warn_if_divided, warn_if_mean
 from unishard.engine.loop.edited_gradients import EditedGradients
 from unishard.engine.loop.foreign_backward import ForeignBackwardCheck
+from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items
 from unishard.engine.loop.reached_parameters import ReachedParameters
+from unishard.engine.loop.skipped_updates import SkippedUpdates
+from unishard.engine.loop.trainable import Trainable
+from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Accumulation"]
 
+_logger = logging.getLogger("unishard")
+
 
 class Accumulation:
     """Runs accumulation windows. The methods implement those of `Engine` with the same names."""
@@ -48,9 +56,11 @@ class Accumulation:
         order: CallOrder,
         schedule: Schedule | TorchSchedule,
         optimizer: OptimizerCalls,
+        trainable: Trainable,
         classes: Mapping[str, str],
     ) -> None:
         self._training = cfg.training
+        self._trainable = trainable
         self.adapter = adapter
         self._order = order
         self._items = Items()
@@ -58,6 +68,10 @@ class Accumulation:
         self._edited = EditedGradients(adapter.module, order)
         self._reached = ReachedParameters(adapter, order, classes)
         self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
+        self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
+        self._skipped = SkippedUpdates()
+        self._sampled = True
+        """Whether the script's and the forward's habits are looked at in this window: in the first ones, and in every tenth."""
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
         self._schedule = schedule
@@ -72,6 +86,10 @@ class Accumulation:
         """Traces the steps of `profile`; None if there are none on this rank."""
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
+        self.written: WrittenParameters | None = None
+        """Finds writes of parameters past the engine; None where the module's own tensors are the weights."""
+        self.inplace: InplaceWrites | None = None
+        """Finds in-place operations on what units take and return, beside `written`."""
         self.memory: AbstractContextManager[object] = nullcontext()
         """The block in which the engine computes: an `ExpectedMemory`."""
 
@@ -102,7 +120,9 @@ class Accumulation:
             skipped = not math.isfinite(norm)
             if skipped:
                 self._schedule.retreat()
-            self._loss_scale.end_window(skipped=skipped)
+            lowered = self._loss_scale.end_window(skipped=skipped)
+            if skipped or self._skipped.streak:
+                self._skipped.add(skipped=skipped, lowered=lowered)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +133,9 @@ class Accumulation:
             raise ContractError(
                 "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after the block"
             )
+        watched = self._sampled and not order.micro_batch
+        if watched and self.written is not None:
+            self.written.before_forward()
         order.enter("forward")
         if order.before_update is not None:
             order.before_update()
@@ -125,15 +148,26 @@ class Accumulation:
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE
         order.graph = order.graph or torch.is_grad_enabled()
-        with order.forwarding(), self.memory:
+        with order.forwarding(), self.memory, self._watching() if watched else nullcontext():
             output = self.adapter.forward(*args, **kwargs)
         self.adapter.watch(output)
         return output
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A block in which a forward writes nothing that the engine would lose."""
+        with ExitStack() as stack:
+            for watch in (self.written, self.inplace):
+                if watch is not None:
+                    stack.enter_context(watch.forward())
+            yield
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None) -> None:
         """Run the backward of one micro-batch."""
         order = self._order
         _require_backward(order, loss, training=self.adapter.module.training)
+        if self._sampled:
+            self._trainable.require_frozen()
         order.enter("backward", _DETAILS[num_items is None, isinstance(num_items, Tensor)], skipped=self._reached.before_backward(loss))
         self._items.add(num_items, last=order.last)
         if order.progress is not None:
@@ -143,6 +177,9 @@ class Accumulation:
         if self._looks_for_division and num_items is None:
             self._looks_for_division = False
             warn_if_divided(loss, self._training.gradient_accumulation_steps)
+        if self._looks_for_mean and num_items is not None:
+            self._looks_for_mean = False
+            warn_if_mean(loss)
         self._edited.compare()
         divided = loss if order.window == 1 or num_items is not None else loss / order.window
         if self._loss_scale.dynamic:
@@ -203,6 +240,8 @@ class Accumulation:
             self.profiling.close()
         with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
             self.settle()
+        if self.written is not None:
+            self.written.close()
         self._optimizer.close()
         self._schedule.close()
 
@@ -223,6 +262,13 @@ class Accumulation:
 
     def _end_window(self, max_norm: float | None) -> Step:
         lr = self._schedule.lr
+        if lr == 0.0 and self._looks_for_end and self._schedule.ended:
+            self._looks_for_end = False
+            _logger.warning(
+                "update %d has a learning rate of 0 and trains nothing: scheduler.total_steps is reached; end the loop there, or raise "
+                "scheduler.total_steps, or set scheduler.min_lr_ratio",
+                self._order.updates + 1,
+            )
         self._optimizer.require_one_schedule(writes=self._schedule.writes)
         try:
             divisor = self._divisor()
@@ -239,6 +285,9 @@ class Accumulation:
             self._order.end_window()
             self._items.clear()
             self._finished = None
+        self._sampled = samples(self._order.updates)
+        if self._sampled and self.written is not None:
+            self.written.keep()
         step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
         if updated is None and not self._needs_outcome():
             self._pending = norm.get if isinstance(norm, HostRead) else None
@@ -246,6 +295,8 @@ class Accumulation:
             self._schedule.advance()
             return step
         lowered = self._loss_scale.end_window(skipped=step.skipped)
+        if step.skipped or self._skipped.streak:
+            self._skipped.add(skipped=step.skipped, lowered=lowered)
         if step.updated:
             self._optimizer.updated()
             self._schedule.advance()

@@ -57,6 +57,8 @@ class CallOrder:
         """Micro-batches of the current window that are done."""
         self.updates = 0
         """Accumulation windows that have ended."""
+        self.writes = 0
+        """How often the engine itself has written weights other than by an update."""
         self.graph = False
         """Whether a forward has built a graph that no backward has used."""
         self.discarded = False
@@ -140,7 +142,7 @@ class CallOrder:
             RankMismatchError: The ranks enter different modules; names them.
         """
         if self._forwarding and self._member is not None:
-            self._member.enter_module(name, wait=self._module.training and self.samples_modules)
+            self._member.enter_module(name, wait=self._module.training and collective_check.samples_modules(self.updates))
 
     @property
     def samples_modules(self) -> bool:

@@ -1,13 +1,14 @@
-"""Warn of a loss that the user has divided by the accumulation steps, which the engine does too."""
+"""Warn of a loss that the user has divided by the accumulation steps or the number of items, which the engine does too."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["warn_if_divided"]
+__all__ = ["warn_if_divided", "warn_if_mean"]
 
 _logger = logging.getLogger("unishard")
 
@@ -33,4 +34,30 @@ def warn_if_divided(loss: Tensor, steps: int) -> None:
             "(ignore this if the division has another purpose)",
             steps,
             steps,
+        )
+
+
+_MEAN = 1
+"""`reduction="mean"` in the graph of torch's losses (torch 2.13, aten/src/ATen/core/Reduction.h)."""
+_SAME_VALUE = ("ViewBackward0", "ToCopyBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0")
+
+
+def warn_if_mean(loss: Tensor) -> None:
+    """Log a warning if a loss that is passed with `num_items` ends in a mean. Does not wait for the device.
+
+    Args:
+        loss: With a graph.
+    """
+    node: Any = loss.grad_fn
+    # An engine's own functions around an output have one input, and return its value.
+    while node is not None and (node.name() in _SAME_VALUE or isinstance(node, torch.autograd.function.BackwardCFunction)):
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        node = inputs[0] if len(inputs) == 1 else None
+    kind = "" if node is None else node.name()
+    if kind.startswith("MeanBackward") or ("Loss" in kind and getattr(node, "_saved_reduction", None) == _MEAN):
+        _logger.warning(
+            "the loss that was passed to engine.backward with num_items ends in a mean (%s), and the engine divides it by the number of "
+            "items again; pass the sum of the losses of the items, as with reduction='sum', or leave num_items out (ignore this if the "
+            "mean has another purpose)",
+            kind,
         )

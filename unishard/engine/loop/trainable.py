@@ -40,13 +40,16 @@ class Trainable:
         chosen = [name for name, parameter in named.items() if parameter in meant]
         frozen = [name for name in chosen if name not in self.prepared]
         if trainable and frozen:
-            raise ContractError(
-                f"{frozen[0]} was frozen when the model was prepared, so it has no fp32 master weight and is not in the optimizer; leave "
-                "it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it"
-            )
+            raise _never_trained(frozen[0])
         if not trainable and not any(parameter.requires_grad for parameter in named.values() if parameter not in meant):
             raise ContractError(f"set_trainable({names!r}, False) would leave no trainable parameter; keep at least one trainable")
         return chosen
+
+    def require_frozen(self) -> None:
+        """Raise ContractError if a parameter that was frozen in `prepare` now requires a gradient: no engine would train it."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name not in self.prepared:
+                raise _never_trained(name)
 
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self._module.named_parameters(remove_duplicate=False))
@@ -58,3 +61,10 @@ class Trainable:
             hint = f"did you mean {' or '.join(near)}?" if near else "engine.module.named_parameters() lists the names"
             raise ContractError(f"set_trainable: no parameter or module is called {name!r}; {hint}")
         return matches
+
+
+def _never_trained(name: str) -> ContractError:
+    return ContractError(
+        f"{name} was frozen when the model was prepared, so it has no fp32 master weight and is not in the optimizer; leave "
+        "it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it"
+    )

@@ -22,7 +22,7 @@ from unishard.engine.model.kv_cache import all_empty, caches_in, without_cache
 from unishard.engine.model.units import Unit, find_blocks
 from unishard.errors import ConfigError, ModelError, Problem
 
-__all__ = ["apply", "find", "require_backend"]
+__all__ = ["apply", "eager_modules", "find", "require_backend"]
 
 _logger = logging.getLogger("unishard")
 
@@ -59,6 +59,13 @@ def apply(modules: Sequence[Unit], cfg: config.Compile) -> None:
     for unit in modules:
         _limits().files |= {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(unit.module).__mro__}
         unit.module.forward = Compiled(unit.module.forward, cfg.backend, block=cfg.mode == "per_block")
+
+
+def eager_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules that are not inside a compiled one, where torch would compile their hooks with it."""
+    compiled = [module for module in model.modules() if isinstance(module.forward, Compiled)]
+    inside = {inner for module in compiled for inner in module.modules() if inner is not module}
+    return set(model.modules()) - inside
 
 
 class Compiled:

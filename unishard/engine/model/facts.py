@@ -47,19 +47,21 @@ def description_of(model: Any) -> dict[str, str]:
     return described
 
 
-def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True) -> ModelFacts:
+def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True, forward_writes: bool = True) -> ModelFacts:
     """Collect the facts of a model, and check that it can be sharded.
 
     Args:
         model: Not sharded yet.
         sharding: The section `sharding`.
         train: Whether parameters with `requires_grad` are trained; False for inference.
+        forward_writes: Whether what the forward writes into a parameter stays there, the same on all ranks.
 
     Raises:
         ModelError: It cannot be sharded as configured: it has nothing to train, is already sharded, or has parameters without
-            data, with a dtype that no engine trains, in a layout that cannot be saved, or with hooks that sharding would lose.
+            data, with a dtype that no engine trains, in a layout that cannot be saved, or with hooks that sharding would lose; or its
+            forward writes parameters.
     """
-    problem = next(_problems(model, sharding, train=train), None)
+    problem = next(_problems(model, sharding, train=train, forward_writes=forward_writes), None)
     if problem:
         raise ModelError(problem)
     parameters = list(model.parameters())
@@ -74,7 +76,7 @@ def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True) -> Mod
     )
 
 
-def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[str]:
+def _problems(model: nn.Module, sharding: Sharding, *, train: bool, forward_writes: bool) -> Iterator[str]:
     kind, named = type(model).__name__, dict(model.named_parameters())
     if not named:
         yield f"{kind} has no parameters; there is nothing to {'train' if train else 'shard, so call it as it is'}"
@@ -86,6 +88,13 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[
             yield f"{what} is already compiled; pass the original module, {path}_orig_mod, and set compile to per_block or full"
         if hasattr(module, "_checkpoint_wrapped_module"):
             yield f"module {name} of {kind} is in torch's checkpoint_wrapper; use the original module and set activation_checkpointing"
+        if train and not forward_writes and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            weight = f"{name}.weight" if name else "weight"
+            yield (
+                f"{name or 'the model'} ({type(module).__name__}) of {kind} has max_norm, with which each rank's forward writes the rows "
+                "of its own batch into the weight, where sharding loses them and replicas would differ; leave max_norm out, and limit "
+                f"the norms of the rows after engine.step() in `with engine.gathered([{weight!r}]) as weights:`"
+            )
     for name, parameter in named.items():
         yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter, sharding))
     for name, tensor in (*named.items(), *model.named_buffers()):

@@ -51,6 +51,12 @@ class Schedule:
         """Whether updates change the learning rates."""
         return not self._constant
 
+    @property
+    def ended(self) -> bool:
+        """Whether the coming update is past `total_steps`, with a learning rate that stays 0."""
+        cfg = self._cfg
+        return cfg.total_steps is not None and not cfg.min_lr_ratio and self._updates - cfg.delay_steps >= cfg.total_steps
+
     def advance(self) -> None:
         """Move on by one update."""
         self._updates += 1

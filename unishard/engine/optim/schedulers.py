@@ -91,6 +91,9 @@ class TorchSchedule:
         """Whether updates change the learning rates."""
         return True
 
+    ended = False
+    """Whether all later updates have a learning rate of 0: not known of a user's scheduler."""
+
     def advance(self) -> None:
         """Step the scheduler after an update."""
         self._updates += 1

@@ -110,6 +110,7 @@ class MovingAverage:
     @torch.no_grad()
     def _write(self, weights: list[Tensor]) -> None:
         self._adapter.settle()
+        self._order.writes += 1
         for values, written in zip(self._shards.live, weights, strict=True):
             values.copy_(written)
         self._adapter.weights_written()

@@ -96,6 +96,7 @@ class ParameterAccess:
         shard = self._adapter.master_shard(parameter)
         full = from_first_rank(call, name, shard, value, self._device)
         write_shard(shard, full)
+        self._order.writes += 1
         self._adapter.refresh(parameter, full)
 
 

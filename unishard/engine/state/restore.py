@@ -59,6 +59,7 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     states = on_all(group, lambda: random_states(run, manifest, tensors))
     on_all(group, lambda: _require_schedule(run, manifest))
     run.adapter.settle()
+    run.order.writes += 1
     reader = on_all(group, lambda: CheckpointReader(run, folder, manifest, tensors, strict=strict))
     if run.accumulation is not None:
         run.accumulation.adapter.make_optimizer_state(reader.specs)
