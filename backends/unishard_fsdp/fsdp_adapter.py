@@ -81,7 +81,7 @@ class FSDPAdapter(TorchAdapter):
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
         self._root_first = RootFirst(module, self._look_at_frozen)
-        # FSDP2 casts too, but not inside a UserDict such as a transformers BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
+        # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
         self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
 
     def begin(self, *, last: bool) -> None:

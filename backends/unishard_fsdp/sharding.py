@@ -124,7 +124,7 @@ def _policy(policy: MixedPrecision, module: nn.Module, *, root: bool) -> MixedPr
         param_dtype=_dtype(policy.param_dtype),
         reduce_dtype=_dtype(policy.reduce_dtype) if casts else None,
         output_dtype=_dtype(policy.output_dtype) if root else None,
-        cast_forward_inputs=policy.cast_forward_inputs,
+        cast_forward_inputs=policy.cast_forward_inputs and root,  # hooks cast those of units
     )
 
 

@@ -82,9 +82,9 @@ class Precision(Section):
     accumulate: DType = Field(default_factory=_as_master)
     """Dtype in which the gradients of an accumulation window (the micro-batches of one update) are summed. Default: that of `master`."""
     cast_inputs: bool | Annotated[list[str], Field(min_length=1)] = Field(default=True)
-    """Which floating-point inputs of the model and of its units are cast to a 16-bit `compute`: `true` for all, `false` for none, or the
-    names of the arguments that are cast, as in the signatures of their `forward`. bf16 rounds whole numbers above 256: name the other
-    arguments to keep timesteps or positions as they are."""
+    """Which floating-point inputs are cast to a 16-bit `compute`: `true` for all inputs of the model and the first argument of each unit,
+    `false` for none, or the names of the arguments of both that are cast, as in the signatures of `forward`. bf16 rounds whole numbers
+    above 256: name the other arguments to keep timesteps or positions as they are."""
     keep_fp32: Literal["auto"] | list[Pattern] = Field(default="auto")
     """Parameters and buffers that stay in fp32 under a 16-bit `compute`: regular expressions, matched anywhere in their names. A module
     whose parameters are all kept computes in fp32; its floating-point inputs are cast to fp32, and its outputs back. `auto` keeps what a

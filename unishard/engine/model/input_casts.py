@@ -1,4 +1,8 @@
-"""Which floating-point inputs of the root and of the units are cast to the compute dtype, the same for every engine."""
+"""Which floating-point inputs are cast to the compute dtype, the same for every engine.
+
+By default all of the root, and of a unit its first argument, the hidden states: a table added to them in fp32 must not make fp32 of all
+that follows. What a model passes beside them in fp32, such as rotary tables, stays as it is, as in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ def cast_inputs(modules: Iterable[nn.Module], cfg: Precision) -> list[RemovableH
     """Cast inputs of modules, positional and keyword, to the compute dtype before each forward; those of modules in fp32 to fp32.
 
     Args:
-        modules: The root, and the modules whose parameters are gathered together.
+        modules: The root, and the units.
         cfg: The section `precision`; `cast_inputs` says which inputs.
 
     Returns:
@@ -69,7 +73,7 @@ def cast_inputs(modules: Iterable[nn.Module], cfg: Precision) -> list[RemovableH
         handles.append(module.register_forward_hook(casts.back))
     # Before the module's other hooks, so that the engine's hooks get the cast inputs.
     for module in (root, *(unit for unit in units if not holds_all(unit))) if cfg.cast_inputs else ():
-        handles.append(module.register_forward_pre_hook(_Cast(module, cfg), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(_Cast(module, cfg, root=module is root), prepend=True, with_kwargs=True))
     return handles
 
 
@@ -91,11 +95,17 @@ class _InFp32:
 class _Cast:
     """A forward pre-hook that casts, and that warns once where a cast changes whole numbers."""
 
-    def __init__(self, module: nn.Module, cfg: Precision) -> None:
+    def __init__(self, module: nn.Module, cfg: Precision, *, root: bool) -> None:
         self._dtype = DTYPES[cfg.compute]
-        self._only = None if cfg.cast_inputs is True else frozenset(cfg.cast_inputs)  # type: ignore[arg-type]  # not False
         arguments = signature(module.forward).parameters.values()
-        self._names = [each.name for each in arguments if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+        positional = [each.name for each in arguments if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+        self._names = positional or ["input"]
+        self._only: frozenset[str] | None = None
+        """The arguments that are cast; None for all."""
+        if not isinstance(cfg.cast_inputs, bool):
+            self._only = frozenset(cfg.cast_inputs)
+        elif not root:
+            self._only = frozenset(self._names[:1])
         self._unchecked = _CHECKED
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
