@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +15,23 @@ from torch.utils.hooks import RemovableHandle
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.distributed.broadcast import broadcast, make_dense
-from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.process_group import device_of
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model import materialization
-from unishard.engine.model.inputs import cast_inputs
+from unishard.engine.model.input_casts import cast_inputs
+from unishard.engine.model.kept_fp32 import holds
 from unishard.engine.model.units import ModelUnits
 from unishard.plugins.backend import OptimizerBuilder
-from unishard_deepspeed import sharding, start
+from unishard_deepspeed import kept, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.fields import UNLIMITED
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.building import allow_fp16, clear_mpu, keep_adagrad
+from unishard_deepspeed.patches.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require_for
-from unishard_deepspeed.patches.reduction import reduce_units_by_parameter
+from unishard_deepspeed.patches.reduction import reduce_in_fp32, reduce_units_by_parameter
 from unishard_deepspeed.patches.second_copy import drop_second_copies, own_group
 from unishard_deepspeed.patches.updates import average_between_groups
 from unishard_deepspeed.replica_groups import Replicas, replicas_of
@@ -53,6 +53,7 @@ def build(
         units: The gathered units, which are the leaf modules of stage 3; modules that cast their inputs; conditional modules.
         optimizer: Builds the optimizer from the named trainable parameters; None for inference at stage 3.
     """
+    kept.check(model, cfg)
     deepspeed = start.load(topology)
     start.require_files(cfg)
     device, names = device_of(topology), [unit.name for unit in units.gathered]
@@ -104,8 +105,16 @@ def _build(
         originals = [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
     if kind == "stage-0":
         settings["gradient_clipping"] = 0.0  # its norm is discarded or of rounded gradients; see TorchClipping
-    with start.quiet(), keep_adagrad(inner.optimizer) if kind != "stage-0" else nullcontext():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=inner.optimizer, config=settings, dist_init_required=False, mpu=replicas)
+    client, keeps = kept.after_cast(model, inner.optimizer), any(holds(parameter) for parameter in inner.trained)
+    with ExitStack() as building:
+        building.enter_context(start.quiet())
+        if kind != "stage-0":
+            building.enter_context(keep_adagrad(inner.optimizer))
+        if keeps and kind == "stage-3":
+            building.enter_context(buffers_by_dtype())
+        engine, *_ = deepspeed.initialize(model=model, optimizer=client, config=settings, dist_init_required=False, mpu=replicas)
+    if keeps and kind == "stages-1-2":
+        reduce_in_fp32(engine.optimizer)
     if replicas is not None:
         clear_mpu()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
@@ -127,9 +136,7 @@ def _only_named_leaves(model: nn.Module) -> None:
 
 def _casting(model: nn.Module, cfg: Config, units: ModelUnits) -> list[RemovableHandle]:
     """Register hooks that cast the inputs of the root and of the units."""
-    if cfg.precision.compute == "fp32":
-        return []
-    return cast_inputs([model, *(unit.module for unit in units.casting)], DTYPES[cfg.precision.compute])
+    return cast_inputs([model, *(unit.module for unit in units.casting)], cfg.precision)
 
 
 def completed(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 
 __all__ = [
+    "KEPT_OFFLOADED",
     "UNLIMITED",
     "accumulate",
     "ahead",
@@ -33,6 +34,13 @@ _STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard"
 
 UNLIMITED = 10**15
 """Elements; more than any model has."""
+
+
+KEPT_OFFLOADED = (
+    "DeepSpeed 0.19.8 would round what is kept, because it offloads in the dtype of compute; set offload.{place} to none, "
+    "precision.keep_fp32 to [], or choose another backend"
+)
+"""Why nothing is kept in fp32 that is offloaded."""
 
 
 def stage(cfg: Config) -> int:

@@ -80,14 +80,18 @@ class _StageFootprint(ABC):
 
     @cached_property
     def groups(self) -> list[list[ParameterShape]]:
-        """The trainable parameters by group of the optimizer, each flattened by itself."""
+        """The trainable parameters by group of the optimizer, each flattened by itself; those kept in fp32 have groups of their own."""
         from unishard.engine.optim.parameter_groups import groups_of
 
         named = {parameter.name: parameter for parameter in self.trainable}
-        return [[named[name] for name in group.names] for group in groups_of(self.cfg.optimizer, list(named))]
+        groups = [[named[name] for name in group.names] for group in groups_of(self.cfg.optimizer, list(named))]
+        parts = [[each for each in group if each.kept(self.cfg.precision) is kept] for kept in (False, True) for group in groups]
+        return [part for part in parts if part]
 
     def element(self, parameter: ParameterShape) -> int:
         """Bytes of an element of a parameter as the model holds it."""
+        if parameter.kept(self.cfg.precision):
+            return ITEMSIZE["fp32"]
         if fields.bare(self.cfg) or self.cfg.precision.compute == "fp32" or not parameter.floating:
             return self.master if parameter.trainable else itemsize(parameter.dtype)
         return self.compute
@@ -147,7 +151,7 @@ class _Stage0(_StageFootprint):
         bucket = min(self.numel, 500_000_000) * self.reduce
         traffic = [Collective("all_reduce", "gradients", "step", self.numel * self.reduce, self.world)] if self.world > 1 else []
         return Footprint(
-            parameters=Bytes(self.numel * (self.master if bare else self.compute) + self.whole_frozen()),
+            parameters=Bytes(sum(parameter.numel * self.element(parameter) for parameter in self.shape.parameters if parameter.numel)),
             masters=Bytes(0 if bare else self.numel * self.master),
             optimizer=Bytes(self.state(numels)),
             gradients=Bytes(gradients),
@@ -172,6 +176,11 @@ class _Stage12(_StageFootprint):
         """Elements of each flat group with its padding."""
         step = 2 * self.ranks
         return [-(-sum(parameter.numel for parameter in group) // step) * step for group in self.groups]
+
+    @cached_property
+    def flat(self) -> int:
+        """Bytes of the flat groups."""
+        return sum(numel * self.element(group[0]) for numel, group in zip(self.aligned, self.groups, strict=True))
 
     @cached_property
     def parts(self) -> list[int]:
@@ -204,7 +213,7 @@ class _Stage12(_StageFootprint):
         whole = self.numel * (self.accumulate if wide else self.compute) if late else 0
         elements = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel))
         # The first gradient allocates the bucket, or both with overlap_comm; the root's loss is computed before.
-        bucket = elements * self.compute * (2 if self.zero["overlap_comm"] else 1)
+        bucket = elements * max(map(self.element, self.trainable), default=0) * (2 if self.zero["overlap_comm"] else 1)
         cast = elements * (self.reduce + self.compute) if self.reduce != self.compute else 0
         done = (
             list(self.done(self.accumulate if wide else self.compute))
@@ -212,7 +221,7 @@ class _Stage12(_StageFootprint):
             else [0 if self.micro == 1 else held] * len(self.shape.by_unit)
         )
         return Footprint(
-            parameters=Bytes(sum(self.aligned) * self.compute + self.whole_frozen()),
+            parameters=Bytes(self.flat + self.whole_frozen()),
             masters=self.place(part * self.master),
             optimizer=self.place(self.state(self.parts)),
             gradients=kept if self.offloads else Bytes(max(held, whole)),
@@ -233,7 +242,7 @@ class _Stage12(_StageFootprint):
             late = fields.stage(self.cfg) == 1
             times = 1 if late else self.micro
             yield Collective("all_reduce", "gradients", "step" if late else "backward", self.numel * self.reduce * times, self.ranks)
-            yield Collective("all_gather", "parameters", "step", sum(self.aligned) * self.compute, self.ranks)
+            yield Collective("all_gather", "parameters", "step", self.flat, self.ranks)
         yield from self.between_groups(sum(self.parts), self.accumulate)
 
 
@@ -244,7 +253,7 @@ class _BF16Stage1(_Stage12):
         part, whole = sum(self.parts), sum(self.aligned)
         gradients = whole * self.accumulate
         return Footprint(
-            parameters=Bytes(whole * self.compute + self.whole_frozen()),
+            parameters=Bytes(self.flat + self.whole_frozen()),
             masters=Bytes(part * self.master),
             optimizer=Bytes(self.state(self.parts)),
             gradients=Bytes(gradients),

@@ -171,6 +171,28 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
+    "precision.cast_inputs": loop("hooks on units and root; fp16.auto_cast, which casts the root's alone, is false"),
+    "precision.keep_fp32": Rule(
+        Fit.EXACT,
+        "data_types.keep_in_fp32_modules",
+        "which is [], because DeepSpeed keeps only buffers: kept parameters get their fp32 data back after its cast, in groups of the "
+        "optimizer of their own",
+        when=(
+            unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", ""),
+            When(
+                "patterns with offload.params",
+                lambda cfg: cfg.offload.params != "none" and cfg.precision.keep_fp32 not in ("auto", []),
+                Fit.UNSUPPORTED,
+                fields.KEPT_OFFLOADED.format(place="params"),
+            ),
+            When(
+                "patterns with offload.optimizer, without full_shard",
+                lambda cfg: cfg.offload.optimizer != "none" and fields.stage(cfg) < 3 and cfg.precision.keep_fp32 not in ("auto", []),
+                Fit.UNSUPPORTED,
+                fields.KEPT_OFFLOADED.format(place="optimizer"),
+            ),
+        ),
+    ),
     "precision.buffers": loop("cast before sharding; data_types.buffer_dtype is null"),
     "precision.loss_scale": Rule(
         Fit.EXACT,

@@ -17,6 +17,7 @@ from unishard.config import Config
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model.dtypes import cast_to_compute
+from unishard.engine.model.kept_fp32 import holds
 from unishard.engine.model.materialization import Reader, flat_part, materialize, take_reader
 from unishard_deepspeed import start
 from unishard_deepspeed.patches.building import swapper_of
@@ -76,7 +77,7 @@ def partition(
             if part is not None and reader is not None:
                 unread.append((parameter, reader, parameter.dtype, part(parameter)))
             full = parameter.data.view(-1)
-            if low and parameter.is_floating_point():
+            if low and parameter.is_floating_point() and not holds(parameter):
                 parameter.data = parameter.data.to(DTYPES[cfg.precision.compute])
             if reader is None and master_differs(parameter):
                 size = -(-full.numel() // ranks)

@@ -16,6 +16,7 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.distributed import process_group
 from unishard.engine.adapter import InferenceAdapter
+from unishard.engine.model.kept_fp32 import holds
 from unishard.engine.model.units import ModelUnits
 from unishard.errors import BackendError
 from unishard.plugins.backend import OptimizerBuilder
@@ -48,9 +49,11 @@ def build(
     device = process_group.device_of(topology)
     collective_settings.require(vars(native))
     collective_settings.require_device(vars(native), device)
+    if any(holds(parameter) for parameter in model.parameters()):
+        PATCHES["kept-parameters"].require()
     if optimizer is None:
         sharding.apply_fully_shard(model, units.gathered, device, cast(options.FullyShard, native), frozen=cfg.precision)
-        return FSDPInferenceAdapter(model, device)
+        return FSDPInferenceAdapter(cfg, model, device)
     if isinstance(native, options.DistributedDataParallel):
         return _ddp(model, cfg, native, device, optimizer)
     _require(native, patched=bool(units.conditional), mixed=cfg.precision.compute != "fp32")

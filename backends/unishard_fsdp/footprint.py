@@ -78,7 +78,9 @@ def _buffers(shape: ModelShape, cfg: Config) -> int:
 
 
 def _own(parameter: ParameterShape, cfg: Config) -> int:
-    """Bytes of an element of a parameter: trainable ones are master weights, frozen ones keep their dtype."""
+    """Bytes of an element of a parameter: trainable ones are master weights, frozen ones keep their dtype unless they are kept in fp32."""
+    if parameter.kept(cfg.precision):
+        return ITEMSIZE["fp32"]
     return ITEMSIZE[cfg.precision.master] if parameter.trainable else itemsize(parameter.dtype)
 
 
@@ -127,7 +129,8 @@ class _Sharded:
 
     def _full(self, parameter: ParameterShape) -> int:
         """Bytes of a gathered parameter, padding included."""
-        size = itemsize(self._compute) if self._compute and parameter.floating else _own(parameter, self._cfg)
+        cast = self._compute and parameter.floating and not parameter.kept(self._cfg.precision)
+        size = itemsize(self._compute) if cast else _own(parameter, self._cfg)
         return parameter.rows(self._ranks) * self._ranks * size
 
     def _reduced(self, parameter: ParameterShape) -> int:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Config
-from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.host_read import HostRead
-from unishard.engine.model.inputs import cast_inputs
+from unishard.engine.model.input_casts import cast_inputs
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
@@ -81,12 +80,9 @@ class FSDPAdapter(TorchAdapter):
 
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
-        # FSDP2 casts too, but not inside a UserDict such as a transformers BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
-        casts = cfg.precision.compute != "fp32" and native.mp_policy.cast_forward_inputs
         self._root_first = RootFirst(module, self._look_at_frozen)
-        self._hooks = cast_inputs(
-            (part for part in module.modules() if casts and isinstance(part, FSDPModule)), DTYPES[cfg.precision.compute]
-        )
+        # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
+        self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
 
     def begin(self, *, last: bool) -> None:
         """Set when FSDP2 reduces, averages between groups, and reshards."""

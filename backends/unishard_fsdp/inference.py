@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from unishard.config import Config
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import InferenceAdapter
+from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.results import Placement
 from unishard_fsdp.clipping import local
 from unishard_fsdp.generation import gathering_in_generate
@@ -22,9 +24,10 @@ __all__ = ["FSDPInferenceAdapter"]
 class FSDPInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, cfg: Config, module: nn.Module, device: torch.device) -> None:
         super().__init__(module, device)
         self._root_first = RootFirst(module)
+        self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""
@@ -64,4 +67,6 @@ class FSDPInferenceAdapter(InferenceAdapter):
                 module.reshard()
 
     def close(self) -> None:
-        """Do nothing: FSDP2's hooks stay with the module."""
+        """Remove the input casts from the model; FSDP2's hooks stay with it."""
+        for hook in self._hooks:
+            hook.remove()

@@ -30,6 +30,7 @@ DECIDED: Mapping[str, str] = {
     "keep_last_unit": "sharding.reshard_after_forward and communication.prefetch_bucket_size",
     "mp_policy.param_dtype": "precision.compute",
     "mp_policy.reduce_dtype": "precision.reduce",
+    "mp_policy.cast_forward_inputs": "precision.cast_inputs",
     "offload_policy": "offload.params and offload.optimizer",
     "offload_policy.pin_memory": "offload.pin_memory",
     "host_optimizer": "offload.params and offload.optimizer",

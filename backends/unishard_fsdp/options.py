@@ -165,7 +165,6 @@ FORMS: Mapping[str, type[Options]] = {
 """The native config class of each form, by `data_parallel`."""
 
 CONSTANTS: Mapping[str, tuple[Any, str]] = {
-    "mp_policy.cast_forward_inputs": (True, "inputs of a unit must have its parameters' dtype; torch's default"),
     "mp_policy.output_dtype": (None, "outputs stay in the compute dtype, as in other engines"),
     "reduce_scatter_unused_params": (False, "a parameter that no rank used is not updated, as in plain torch"),
     "separate_reduce_scatter_group": (False, "one communicator fewer on each rank; torch's default"),

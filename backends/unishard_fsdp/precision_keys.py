@@ -72,8 +72,7 @@ def _output(value: Any, given: Given) -> Meaning:
 def _inputs(value: Any, given: Given) -> Meaning:
     if boolean(value):
         return Meaning(Fit.IGNORED, "is what happens: floating-point inputs are cast")
-    note = "another engine casts floating-point inputs to the compute dtype"
-    return Meaning(Fit.APPROXIMATE, note, native={"fsdp.mp_policy.cast_forward_inputs": False})
+    return Meaning(fields={"precision.cast_inputs": False})
 
 
 PRECISION: Mapping[str, Key] = {
@@ -82,6 +81,6 @@ PRECISION: Mapping[str, Key] = {
     "mixed_precision.reduce_dtype": Key(_reduce, "precision.reduce"),
     "mixed_precision.buffer_dtype": Key(_buffers, "precision.buffers"),
     "mixed_precision.output_dtype": Key(_output, "native.fsdp.mp_policy.output_dtype", Fit.APPROXIMATE),
-    "mixed_precision.cast_forward_inputs": Key(_inputs, "native.fsdp.mp_policy.cast_forward_inputs", Fit.APPROXIMATE),
+    "mixed_precision.cast_forward_inputs": Key(_inputs, "precision.cast_inputs"),
 }
 """The rows below `mixed_precision`."""

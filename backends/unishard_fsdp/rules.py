@@ -283,6 +283,10 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
+    "precision.cast_inputs": loop(
+        "hooks cast; MixedPrecisionPolicy(cast_forward_inputs=True) only for the root, and only if all of its inputs are cast"
+    )._replace(to=_for(_MIXED, lambda cfg: {"mp_policy": {"cast_forward_inputs": cfg.precision.cast_inputs is True}})),
+    "precision.keep_fp32": loop("kept units have their own policy; other kept parameters are gathered in fp32 beside those of their unit"),
     "precision.buffers": loop("cast before sharding; FSDP2 casts none"),
     "precision.loss_scale": loop("scales the loss and divides the gradients; a GradScaler is not used", NOT_FP16),
     "offload.params": Rule(

@@ -179,6 +179,30 @@ SCRIPT_RULES: Mapping[str, Rule] = {
             ),
         ),
     ),
+    "precision.cast_inputs": Rule(
+        Fit.EXACT,
+        "mixed_precision.cast_forward_inputs",
+        "",
+        lambda cfg, topology: {} if cfg.precision.cast_inputs is True else {"mixed_precision": {"cast_forward_inputs": False}},
+        (
+            When(
+                "names",
+                lambda cfg: not isinstance(cfg.precision.cast_inputs, bool),
+                Fit.NEEDS_INPUT,
+                "FSDP2 only knows all and none: false is written; cast the named arguments in the training script",
+            ),
+        ),
+    ),
+    "precision.keep_fp32": Rule(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        "call fully_shard on the modules of these parameters with a policy without param_dtype, and cast around them",
+        when=(
+            When("compute is fp32", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
+            When("auto", lambda cfg: cfg.precision.keep_fp32 == "auto", Fit.EXACT, "unless the class of a transformers model names some"),
+            When("empty", lambda cfg: not cfg.precision.keep_fp32, Fit.EXACT, ""),
+        ),
+    ),
     "precision.buffers": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,

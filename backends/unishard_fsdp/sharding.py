@@ -17,6 +17,7 @@ from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
 from unishard.engine.model.compilation import Compiled
 from unishard.engine.model.dtypes import cast_to_compute
+from unishard.engine.model.kept_fp32 import holds, holds_all
 from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard.engine.model.units import Unit
 from unishard.errors import ModelError
@@ -113,7 +114,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else dtype_named(name)
 
 
-def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
+def _policy(policy: MixedPrecision, module: nn.Module, *, root: bool) -> MixedPrecisionPolicy:
+    if holds_all(module):
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
     # fp32 gradients are reduced in fp32 anyway. With the dtype, unreduced gradients fail where a module has not run yet: FSDP2 reads the
     # gathered parameters of every module to cast their gradients (torch 2.13, _fsdp_param.py, to_accumulated_grad_if_needed).
     casts = policy.param_dtype is not None or policy.reduce_dtype != "float32"
@@ -121,7 +124,7 @@ def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
         param_dtype=_dtype(policy.param_dtype),
         reduce_dtype=_dtype(policy.reduce_dtype) if casts else None,
         output_dtype=_dtype(policy.output_dtype) if root else None,
-        cast_forward_inputs=policy.cast_forward_inputs,
+        cast_forward_inputs=policy.cast_forward_inputs and root,  # hooks cast those of units
     )
 
 
@@ -145,7 +148,7 @@ def apply_fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=False if any(module is each for each in kept) else options.reshard_after_forward,
-            mp_policy=_policy(options.mp_policy, root=root),
+            mp_policy=_policy(options.mp_policy, module, root=root),
             offload_policy=offload,
         )
 
@@ -154,6 +157,7 @@ def apply_fully_shard(
 
     shards = mesh["shard"]
     load(model, units, device, apply, frozen=frozen, part=row_part(shards.get_local_rank(), shards.size()))
+    _keep_fp32(model)
     _run_as_unsharded(model)
     collective_settings.apply(model, options)
     if options.reduce_scatter_unused_params:
@@ -175,12 +179,21 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
     mesh = _mesh(device, Mesh(replicate=dist.get_world_size(), shard=1))
 
     def apply(module: nn.Module) -> None:
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=_policy(options.mp_policy, root=module is model))
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=_policy(options.mp_policy, module, root=module is model))
 
     load(model, units, device, apply)
+    _keep_fp32(model)
     _run_as_unsharded(model)
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+
+
+def _keep_fp32(model: nn.Module) -> None:
+    """Gather and reduce marked parameters in fp32 beside the 16-bit ones of the same unit."""
+    if any(holds(parameter) for parameter in model.parameters()):
+        from unishard_fsdp.patches.kept import keep_fp32
+
+        keep_fp32((module for module in model.modules() if isinstance(module, FSDPModule)), holds)
 
 
 def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int | None) -> None:

@@ -78,6 +78,20 @@ def test_buffers_of_a_module_around_it_are_named() -> None:
     assert "leaves buffers in fp32: table; set" in error
 
 
+class Widened(nn.Module):
+    """Multiplies by a tensor that it makes in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(8, 8)
+
+
+def test_without_buffers_the_fields_that_cast_are_named() -> None:
+    error = str(told(nn.Sequential(Widened())))
+    assert error.startswith("the forward of 0 computes with tensors in fp32 and bf16")
+    assert "precision.cast_inputs" in error
+    assert "precision.buffers" not in error
+
+
 def test_other_errors_stay_as_they_are() -> None:
     layer = Layer(torch.matmul)
     assert told(nn.Sequential(layer), Precision()) is None

@@ -56,6 +56,19 @@ def test_sums_over_ranks_travel_in_the_format_of_compute():
     assert item({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}, "data_types.grad_accum_dtype").fit is Fit.EQUIVALENT
 
 
+def test_names_of_buffers_in_fp32_are_patterns():
+    def kept(names):
+        return {"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": names}}
+
+    assert config({"bf16": {"enabled": True}}).precision.keep_fp32 == config(kept("auto")).precision.keep_fp32 == "auto"
+    assert config(kept([])).precision.keep_fp32 == []
+    assert config(kept(["gate.*bias", "norm"])).precision.keep_fp32 == ["gate..*bias", "norm"]
+    assert item(kept(["norm"]), "data_types.keep_in_fp32_modules").fit is Fit.APPROXIMATE, "DeepSpeed keeps no parameters"
+    own = {"precision": {"compute": "bf16", "keep_fp32": ["gate..*bias"]}, "backend": "deepspeed"}
+    written = translate(own, "deepspeed", from_="unishard")
+    assert written.document["data_types"]["keep_in_fp32_modules"] == ["gate.*bias"]
+
+
 def test_adam_is_adamw_unless_it_says_otherwise():
     found = config(ADAM).optimizer
     assert (found.name, found.weight_decay) == ("adamw", 0.0)

@@ -152,7 +152,7 @@ def test_another_format_of_the_output_belongs_to_one_engine():
     formats = {"param_dtype": "bfloat16", "output_dtype": "float32", "cast_forward_inputs": False}
     entries = read({"mixed_precision": formats})
     assert entries["mixed_precision.output_dtype"].meaning.native == {"fsdp.mp_policy.output_dtype": "float32"}
-    assert entries["mixed_precision.cast_forward_inputs"].meaning.native == {"fsdp.mp_policy.cast_forward_inputs": False}
+    assert entries["mixed_precision.cast_forward_inputs"].meaning.fields == {"precision.cast_inputs": False}
     same = read({"mixed_precision": {"param_dtype": "bf16", "output_dtype": "bfloat16"}})["mixed_precision.output_dtype"]
     assert same.meaning.fit is Fit.IGNORED
 

@@ -39,6 +39,7 @@ def _on_two(backend):
         yield "mlp", base
         yield "mlp", base | {"precision": PURE}
         yield "lora", base | {"precision": "bf16"}
+        yield "mlp", base | {"precision": {"compute": "bf16", "keep_fp32": ["norm", "inp"]}}
         if strategy != "no_shard":
             yield "mlp", base | {"precision": "bf16", "offload": {"optimizer": "cpu"}}
             if backend == "deepspeed":

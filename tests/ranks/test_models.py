@@ -263,7 +263,7 @@ class Positions:
 
 
 class Positioned(nn.Module):
-    """Adds an fp32 table before and inside its blocks, so that nothing is in bf16 unless inputs are cast at each block."""
+    """Adds an fp32 table before its blocks, so that hidden states are in bf16 only if they are cast at each block, which gets it too."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +283,7 @@ class Attending(Layer):
 
     def forward(self, x, positions, more):
         given = (x, positions.table, more["tables"][0])
-        out = super().forward(x + self.up.bias.mean() * positions.scale * positions.table)
+        out = super().forward(x + (self.up.bias.mean() * positions.scale * positions.table).to(x.dtype))
         self.seen = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (*given, out))
         return out
 
@@ -303,10 +303,10 @@ POSITIONED = tuple((backend, strategy) for backend in BACKENDS for strategy in S
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_blocks_get_their_inputs_in_bf16_on_both_engines(strategy):
+def test_blocks_get_their_hidden_states_in_bf16_and_tables_as_they_are_on_both_engines(strategy):
     played = play(tuple((positioned, cell) for cell in POSITIONED))
     (_, wanted, _), (done, seen, left) = (values(played[positioned, (backend, strategy)])[0] for backend in BACKENDS)
-    assert seen == wanted == ([("bfloat16",) * 4] * 2, "torch.bfloat16")
+    assert seen == wanted == ([("bfloat16", "float32", "float32", "bfloat16")] * 2, "torch.bfloat16")
     assert left == 0
     assert done.losses[-1] < done.losses[0]
 

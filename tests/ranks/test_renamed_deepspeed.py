@@ -127,6 +127,7 @@ def frees(strategy):
 
 
 OFFLOAD = {"offload": {"optimizer": "cpu"}}
+KEPT = {"precision": {"compute": "bf16", "keep_fp32": ["head"]}}
 IGNORE = {"training": {"nonfinite": "ignore"}}
 MEETING = {
     "leaf-gradients": (trains, "full_shard"),
@@ -142,6 +143,8 @@ MEETING = {
     "conditional-modules-bf16-stage-1": (trains, "shard_optimizer", {"precision": "bf16", "whole": ("Linear",)}),
     "conditional-modules-stages-1-2": (trains, "shard_grad_op", {"whole": ("Linear",)}),
     "conditional-modules-stage-3": (trains, "full_shard", {"whole": ("Linear",)}),
+    "kept-parameters-stages-1-2": (trains, "shard_grad_op", KEPT),
+    "kept-parameters-stage-3": (trains, "full_shard", KEPT),
     "unused-bf16-stage-1": (leaves_out, "shard_optimizer", "bf16"),
     "unused-stages-1-2": (leaves_out, "shard_grad_op", "bf16"),
     "unused-stage-3": (leaves_out, "full_shard", "bf16"),

@@ -20,8 +20,8 @@ from unishard.testing.models import MlpOutput, mlp
 from unishard_fsdp.patches import PATCHES
 
 PACKAGES = ("torch.distributed.fsdp", "torch.nn.parallel.distributed", "torch._C._distributed_c10d")
-NO_RENAMING = ("TrainingState.POST_BACKWARD", "FSDPParam.reduce_dtype")
-"""A member of an enum cannot be taken away, and a documented argument of `MixedPrecisionPolicy` has the name of the other."""
+NO_RENAMING = ("TrainingState.POST_BACKWARD", "FSDPParam.reduce_dtype", "FSDPParam.param_dtype")
+"""A member of an enum cannot be taken away, and documented arguments of `MixedPrecisionPolicy` have the names of the others."""
 
 
 def attributes(patch):
@@ -129,6 +129,10 @@ def conditional_modules():
     return refused(unishard.prepare, Branching(), branching("full_shard", conditional_modules=["Linear"]))
 
 
+def kept_parameters():
+    return refused(unishard.prepare, Branching(), branching("full_shard", {"compute": "bf16", "keep_fp32": ["sometimes"]}))
+
+
 def discard():
     with unishard.prepare(mlp(), configured("fsdp", "shard_optimizer")) as engine:
         first, *_ = own_share(1)
@@ -157,6 +161,7 @@ SCENARIOS = {
     "mixed-accumulation": late_gradients,
     "hybrid-accumulation": hybrid_accumulation,
     "conditional-modules": conditional_modules,
+    "kept-parameters": kept_parameters,
     "discard": discard,
     "trainable-dtypes": trainable_dtypes,
     "foreign-backward": foreign_backward,

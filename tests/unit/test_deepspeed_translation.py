@@ -196,6 +196,15 @@ def test_offload_says_what_the_config_says() -> None:
     assert (only["offload_param"], only["offload_optimizer"]) == (None, {"device": "cpu", "pin_memory": False})
 
 
+def test_what_is_kept_in_fp32_is_not_offloaded_where_deepspeed_would_round_it() -> None:
+    kept = {"compute": "bf16", "keep_fp32": ["norm"]}
+    for offload, strategy, place in (("cpu", "full_shard", "params"), ({"optimizer": "cpu"}, "shard_grad_op", "optimizer")):
+        with pytest.raises(TranslationError, match=f"precision.keep_fp32: .*would round what is kept.*set offload.{place} to none"):
+            translate(precision=kept, sharding=strategy, offload=offload).check(strict=False)
+        translate(precision="bf16", sharding=strategy, offload=offload).check(strict=False)
+    translate(precision=kept, sharding="full_shard", offload={"optimizer": "cpu"}).check(strict=False)
+
+
 def test_files_are_for_parameters_alone() -> None:
     place = {"device": "nvme", "pin_memory": True, "nvme_path": "/local"}
     offload = {"params": "nvme", "optimizer": "cpu", "nvme_path": "/local"}
@@ -241,7 +250,6 @@ def test_an_override_is_merged_last_and_listed() -> None:
         {"zero_optimization": {"zero_quantized_gradients": True}},
         {"zero_optimization": {"zero_quantized_weights": True}},
         {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
-        {"data_types": {"keep_in_fp32_modules": ["norm"]}},
     ],
     ids=lambda native: next(key for key, _ in flat(native)),
 )
@@ -299,7 +307,7 @@ def test_overrides_of_another_backend_are_left_alone() -> None:
         ({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown", "must be bool, got str"),
         ({"steps_per_print": "never"}, "steps_per_print", "must be int or null, got str"),
         ({"tensorboard": {"enable": True}}, "tensorboard", "must have no key 'enable'"),
-        ({"data_types": {"keep_in_fp32_modules": "norm"}}, "data_types.keep_in_fp32_modules", "must be a list"),
+        ({"data_types": {"keep_in_fp32_modules": "norm"}}, "data_types.keep_in_fp32_modules", "precision.keep_fp32"),
     ],
 )
 def test_a_native_key_that_cannot_be_taken_is_refused(native: dict[str, Any], path: str, words: str) -> None:

@@ -222,11 +222,20 @@ def test_a_native_setting_takes_effect_and_has_its_own_line() -> None:
     assert line(translation, "native.fsdp.mp_policy.output_dtype").value == "float32"
 
 
+def test_what_is_cast_is_said_by_a_field() -> None:
+    def cast(cast_inputs: object, **sections: object) -> object:
+        return translate(**({"precision": {"compute": "bf16", "cast_inputs": cast_inputs}} | sections)).native["mp_policy"]
+
+    assert [cast(asked)["cast_forward_inputs"] for asked in (True, False, ["x"])] == [True, False, False]
+    assert problems(native={"fsdp": {"mp_policy": {"cast_forward_inputs": False}}}) == {
+        "native.fsdp.mp_policy.cast_forward_inputs": "is decided by precision.cast_inputs; set it there"
+    }
+
+
 @pytest.mark.parametrize(
     ("sections", "settings"),
     [
         ({}, {"mp_policy": {"output_dtype": "float32"}}),
-        ({}, {"mp_policy": {"cast_forward_inputs": False}}),
         ({}, {"reduce_scatter_unused_params": True}),
         ({"sharding": "no_shard"}, {"forward_sync_buffers": True}),
         ({"precision": {"compute": "bf16", "reduce": "bf16"}}, {"requires_gradient_sync": "last_micro_batch"}),

@@ -53,7 +53,7 @@ ANOTHER: dict[str, Any] = {
     "logging.mlflow_uri": "sqlite:///runs.db",
 }
 """Another value than the default, of each field that the schema refuses when it is unused."""
-NOT_REFUSED = {"communication.desync_timeout"}
+NOT_REFUSED = {"communication.desync_timeout", "precision.cast_inputs", "precision.keep_fp32"}
 CONFIGS: tuple[dict[str, Any], ...] = (
     {},
     {"sharding": "no_shard", "optimizer": {"name": "sgd", "momentum": 0.9}},

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, model_validator
 
 from unishard.config.aliases import Spellings
-from unishard.config.describe import shown
+from unishard.config.patterns import Pattern
 from unishard.config.section import Section, refuse
 
 __all__ = ["Optimizer", "ParameterGroup"]
@@ -25,22 +23,6 @@ def _lower(value: Any) -> Any:
 def _pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
-
-def _pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise PydanticCustomError(
-            "pattern",
-            "contains {value}, which is not a regular expression ({error}); write a substring of a parameter's name",
-            {"value": shown(value), "error": str(error)},
-        ) from None
-    if not value:
-        raise PydanticCustomError("pattern", "contains an empty pattern, which matches everything; write a substring of a parameter's name")
-    return value
-
-
-Pattern = Annotated[str, AfterValidator(_pattern)]
 
 _ADAM = ("adamw", "adam")
 _BELONGS = {

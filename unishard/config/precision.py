@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unishard.config.aliases import Spellings
+from unishard.config.patterns import Pattern
 from unishard.config.section import Section, refuse
 
 __all__ = ["DType", "Precision"]
@@ -70,7 +71,8 @@ class Precision(Section):
     shorthand: ClassVar[tuple[str, ...]] = ("compute",)
 
     compute: DType = Field(default="fp32")
-    """Dtype of parameters and activations in forward and backward; floating-point inputs are cast to it. `fp16` scales the loss."""
+    """Dtype of parameters and activations in forward and backward; floating-point inputs are cast to it, unless `cast_inputs` says
+    otherwise. `fp16` scales the loss."""
     master: DType = Field(default="fp32")
     """Dtype of the weights that the optimizer updates, and of its state. `fp32` keeps master weights beside a `bf16` or `fp16` copy, also
     for a model that was loaded in another dtype. The dtype of `compute` keeps no master weights: less memory, but small updates are
@@ -79,6 +81,15 @@ class Precision(Section):
     """Dtype in which gradients are summed over the ranks. `bf16` or `fp16` halves the traffic and loses small gradients."""
     accumulate: DType = Field(default_factory=_as_master)
     """Dtype in which the gradients of an accumulation window (the micro-batches of one update) are summed. Default: that of `master`."""
+    cast_inputs: bool | Annotated[list[str], Field(min_length=1)] = Field(default=True)
+    """Which floating-point inputs are cast to a 16-bit `compute`: `true` for all inputs of the model and the first argument of each unit,
+    `false` for none, or the names of the arguments of both that are cast, as in the signatures of `forward`. bf16 rounds whole numbers
+    above 256: name the other arguments to keep timesteps or positions as they are."""
+    keep_fp32: Literal["auto"] | list[Pattern] = Field(default="auto")
+    """Parameters and buffers that stay in fp32 under a 16-bit `compute`: regular expressions, matched anywhere in their names. A module
+    whose parameters are all kept computes in fp32; its floating-point inputs are cast to fp32, and its outputs back. `auto` keeps what a
+    transformers model names in `_keep_in_fp32_modules_strict`, and in fp16 also in `_keep_in_fp32_modules`, whose forward casts itself.
+    `[]` keeps nothing."""
     buffers: Annotated[Literal["keep", "fp32", "bf16", "fp16"], BeforeValidator(_lower), Spellings()] = Field(default="keep")
     """Dtype to which `prepare` casts floating-point buffers, such as rotary tables; `keep` does not cast them."""
     matmul: Annotated[Literal["keep", "fp32", "tf32"], BeforeValidator(_matmul), Spellings(tuple(_MATMUL))] = Field(default="keep")

@@ -36,6 +36,7 @@ _CASES = (
     _Case(("sharding.reshard_after_forward",), lambda cfg: cfg.sharding.within_group != "full_shard", "parameters are not sharded"),
     _Case(_SCALE, lambda cfg: cfg.precision.compute != "fp16", "only fp16 has a loss scale"),
     _Case(_SCALE[1:], lambda cfg: cfg.precision.loss_scale != "dynamic", "the loss scale is constant"),
+    _Case(("precision.cast_inputs", "precision.keep_fp32"), lambda cfg: cfg.precision.compute == "fp32", "everything is in fp32"),
     _Case(("offload.pin_memory",), _no_offload, "nothing is offloaded"),
     _Case(("offload.nvme_path",), lambda cfg: "nvme" not in (cfg.offload.params, cfg.offload.optimizer), "nothing is offloaded to nvme"),
     _Case(("optimizer.betas",), _optimizer_without("adamw", "adam", "lion"), "the optimizer has none"),

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from unishard.config import Config
 from unishard.distributed.broadcast import broadcast
-from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.inputs import cast_inputs
+from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.materialization import materialize
 from unishard.engine.results import Placement
 
@@ -43,8 +42,7 @@ class ReplicaAdapter(InferenceAdapter):
         buffers = list(model.buffers())
         materialize(buffers, device)
         broadcast(buffers)
-        modules = [] if cfg.precision.compute == "fp32" else [model, *casting]
-        self._hooks = cast_inputs(modules, DTYPES[cfg.precision.compute])
+        self._hooks = cast_inputs([model, *casting], cfg.precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model itself."""

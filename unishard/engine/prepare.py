@@ -21,7 +21,7 @@ from unishard.engine.loop.guarded_module import holds_full_weights
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.memory import ExpectedMemory
-from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization, matmul
+from unishard.engine.model import activation_checkpointing, batch_norm, compilation, input_casts, kept_fp32, materialization, matmul
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.shape import shape_of
@@ -117,6 +117,7 @@ def _prepare(
     plan = _plan(model, cfg, topology, optimizer, scheduler, train=train)
     collective_check.meet("unishard.prepare (sharding)")
     matmul.apply(cfg.precision)
+    kept_fp32.mark(model, plan.kept)
     # From here on the model changes.
     _prepared.add(model)
     model_class = type(model).__name__  # `fully_shard` changes the class
@@ -172,6 +173,7 @@ class _Plan(NamedTuple):
     """What to build. Making the plan changes nothing and raises on every rank if it cannot be built."""
 
     facts: ModelFacts
+    kept: kept_fp32.Kept
     units: ModelUnits
     recomputed: list[Unit]
     compiled: list[Unit]
@@ -218,7 +220,9 @@ def _plan(
     alone = topology.world_size == 1 and holds_full_weights(cfg, trains=train)
     facts = facts_of(model, cfg.sharding, train=train, forward_writes=alone)
     materialization.check(model)
+    kept = kept_fp32.find(model, cfg.precision, train=train)
     units = units_of(model, cfg.sharding)
+    input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
     recomputed, compiled = activation_checkpointing.find(model, cfg), compilation.find(model, cfg)
     setup = OptimizerSetup(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
@@ -229,7 +233,7 @@ def _plan(
     if given and not train:
         raise ConfigError([Problem(name, "was passed to prepare with train=False, which does no updates; remove it") for name in given])
     replicated = not train and cfg.sharding.strategy not in _SHARDS_PARAMETERS
-    return _Plan(facts, units, recomputed if train else [], compiled, setup, replicated, translation)
+    return _Plan(facts, kept, units, recomputed if train else [], compiled, setup, replicated, translation)
 
 
 def _adapter(model: nn.Module, cfg: Config, backend: Backend, plan: _Plan, topology: Topology) -> InferenceAdapter:
@@ -250,5 +254,6 @@ def _verify(adapter: InferenceAdapter, model_class: str, cfg: Config, plan: _Pla
         engine=model_class if plan.replicated else plan.translation.engine,
         units=[] if plan.replicated else [unit.name for unit in plan.units.gathered],
         group_size=shard_group_size(cfg, topology),
+        kept=plan.kept.elements,
     )
     return placement

@@ -18,7 +18,15 @@ __all__ = ["verify"]
 
 
 def verify(
-    placement: Placement, facts: ModelFacts, cfg: Config, device: torch.device, *, engine: str, units: Sequence[str], group_size: int
+    placement: Placement,
+    facts: ModelFacts,
+    cfg: Config,
+    device: torch.device,
+    *,
+    engine: str,
+    units: Sequence[str],
+    group_size: int,
+    kept: int = 0,
 ) -> None:
     """Compare the engine with the config. Collective.
 
@@ -30,6 +38,7 @@ def verify(
         engine: Class that must run the model.
         units: Names of the modules that must be gathered together.
         group_size: Ranks that share one copy.
+        kept: Elements of parameters that stay in fp32 in a 16-bit run.
 
     Raises:
         EngineMismatchError: On every rank, with every difference.
@@ -55,6 +64,7 @@ def verify(
         found.append(("master weights on all ranks", f"at least {everything:,} elements", f"{int(everywhere):,}"))
     # Frozen parameters keep their dtype on every engine, without an fp32 copy. For inference all are in the compute dtype.
     full = 4 * facts.trainable + facts.frozen_bytes if facts.trainable else DTYPES[cfg.precision.compute].itemsize * facts.elements
+    full += (DTYPES["fp32"].itemsize - DTYPES["bf16"].itemsize) * kept
     largest = -(-full // group_size) + 4 * slack if strategy == "full_shard" else full
     if placement.param_bytes > largest:
         found.append(("parameters on this rank", f"at most {largest:,} bytes", f"{placement.param_bytes:,}"))

@@ -108,6 +108,7 @@ def _scaled(path: str, note: str) -> Rule:
 
 _GRADSCALER = ("precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval")
 """Fields that torch's `GradScaler` has."""
+_IN_FP32 = unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", "everything is in fp32")
 _SMALLER = "the same math with smaller units"
 _GRADIENTS = "gradients add up in the dtype of the master weights, which is more exact"
 _TIME = "affects only time and memory"
@@ -155,6 +156,16 @@ FALLBACKS: Mapping[str, Rule] = {
         *((path, "the tool keeps the newest or all: all are kept") for path in _SPARED),
     ),
     "precision.matmul": MATMUL,
+    "precision.cast_inputs": row(
+        Fit.NEEDS_INPUT, SCRIPT, "cast only these inputs to the compute dtype", _IN_FP32, when_default("precision.cast_inputs")
+    ),
+    "precision.keep_fp32": row(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        "leave these parameters in fp32, and cast around their modules",
+        _IN_FP32,
+        unless("auto or empty", lambda cfg: cfg.precision.keep_fp32 in ("auto", []), "unless the class of the model names some"),
+    ),
     "training.buffers": BUFFERS,
     "training.nonfinite": row(
         Fit.APPROXIMATE,

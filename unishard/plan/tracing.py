@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unishard.config import Config
-from unishard.distributed.dtypes import DTYPES
-from unishard.engine.model import activation_checkpointing
+from unishard.engine.model import activation_checkpointing, kept_fp32
 from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.inputs import cast_inputs
+from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.shape import shape_of
 from unishard.plan.activations import Activations, Segment
 
@@ -114,13 +113,13 @@ def trace(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     recomputed = activation_checkpointing.find(model, cfg)
     activation_checkpointing.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
+    kept_fp32.mark(model, kept_fp32.find(model, cfg.precision, train=False))
     with fake:
         cast_to_compute(model.parameters(), cfg.precision)
         for parameter in trainable:
             parameter.requires_grad_(True)
         units = {name: model.get_submodule(name) for name in shape.units}
-        if cfg.precision.compute != "fp32":
-            cast_inputs([model, *units.values()], DTYPES[cfg.precision.compute])
+        cast_inputs([model, *units.values()], cfg.precision)
         model.train()
         inputs = dict(batch(micro_batch_size, seq_len))
         held = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
+
+from unishard.config import Precision
 
 __all__ = ["ITEMSIZE", "Bytes", "Collective", "Footprint", "ModelShape", "ParameterShape", "TensorShape", "itemsize", "optimizer_tensors"]
 
@@ -58,6 +61,15 @@ class ParameterShape(TensorShape):
     trainable: bool
     unit: int
     """Index in `ModelShape.units`; -1 for the root."""
+    fp32_in: tuple[str, ...] = ()
+    """The compute dtypes in which the model's class keeps it in fp32."""
+
+    def kept(self, precision: Precision) -> bool:
+        """Whether it stays in fp32 under `precision.keep_fp32`."""
+        asked = precision.keep_fp32
+        if precision.compute == "fp32" or not self.floating:
+            return False
+        return precision.compute in self.fp32_in if asked == "auto" else any(re.search(pattern, self.name) for pattern in asked)
 
     def rows(self, ranks: int, rank: int | None = None) -> int:
         """Elements of a shard by rows of the first dimension: of the largest, which padding gives to every rank, or of a rank's own."""

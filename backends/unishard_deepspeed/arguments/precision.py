@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
 from unishard.mapping.express import AUTO
-from unishard.mapping.field_rows import MATMUL
+from unishard.mapping.field_rows import MATMUL, write
 from unishard.mapping.key_rows import boolean, integer, number
 from unishard.mapping.rules import Fit, Rule, When
 from unishard_deepspeed import fields
@@ -20,6 +21,7 @@ from unishard_deepspeed.keys.values import dtype
 
 __all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
 
+_ONLY_BUFFERS = "DeepSpeed keeps only buffers of these names in fp32, and unishard parameters too"
 _ADDED_UP = "DeepSpeed accumulates in the dtype of compute; fp32 is more exact; set precision.accumulate for DeepSpeed's"
 _USUAL_HYSTERESIS = 2
 _AUTOCAST = "DeepSpeed casts operations (torch.autocast); unishard casts parameters"
@@ -164,6 +166,21 @@ def _scaling(read: Any, holds: Any = _dynamic, field: str = "") -> Key:
     return only(Key(read, field), holds, _OFF if holds is _fp16 else _STATIC)
 
 
+def _kept(value: Any, given: Given) -> Meaning:
+    if value == "auto":
+        return Meaning(fields={"precision.keep_fp32": "auto"})
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise Unreadable(f"must be auto or a list of names, got {shown(value)}; write parts of names of the model's buffers")
+    if not value:
+        return Meaning(fields={"precision.keep_fp32": []})
+    return Meaning(Fit.APPROXIMATE, _ONLY_BUFFERS, {"precision.keep_fp32": [name.replace("*", ".*") for name in value]})
+
+
+def _kept_of(cfg: Config, topology: Topology) -> Native:
+    names = cfg.precision.keep_fp32
+    return {} if names == "auto" else {"data_types": {"keep_in_fp32_modules": [name.replace(".*", "*") for name in names]}}
+
+
 def _block(name: str) -> dict[str, Key]:
     return {
         f"{name}.enabled": _enabled("bf16"),
@@ -201,6 +218,7 @@ KEYS: Mapping[str, Key] = {
     "data_types.param_dtype": Key(_param_dtype, "precision.compute"),
     "data_types.grad_accum_dtype": Key(_accumulate, "precision.accumulate"),
     "data_types.buffer_dtype": Key(_buffers, "precision.buffers"),
+    "data_types.keep_in_fp32_modules": Key(_kept, "precision.keep_fp32", Fit.APPROXIMATE, _ONLY_BUFFERS),
 }
 
 
@@ -279,6 +297,17 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         ),
     ),
     "precision.matmul": MATMUL,
+    "precision.keep_fp32": Rule(
+        Fit.APPROXIMATE,
+        "data_types.keep_in_fp32_modules",
+        _ONLY_BUFFERS,
+        _kept_of,
+        (
+            When("auto or empty", lambda cfg: cfg.precision.keep_fp32 in ("auto", []), Fit.EXACT, ""),
+            When("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, ""),
+        ),
+    ),
+    "precision.cast_inputs": write("cast only these inputs to the compute dtype", lambda cfg: cfg.precision.cast_inputs is True, "true"),
     "precision.buffers": Rule(
         Fit.EXACT,
         "data_types.buffer_dtype",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard_deepspeed.keys import values as v
-from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, log, other, refused, removed, same
+from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, log, refused, removed, same
 
 __all__ = ["ROWS"]
 
@@ -81,7 +81,7 @@ _PRECISION: dict[str, Row] = {
     "data_types.param_dtype": decided("precision.compute"),
     "data_types.grad_accum_dtype": decided("precision.accumulate"),
     "data_types.buffer_dtype": decided("precision.buffers", constant=None, why="unishard casts the buffers"),
-    "data_types.keep_in_fp32_modules": other(v.FP32_BUFFERS, [], "buffers keep their dtype"),
+    "data_types.keep_in_fp32_modules": decided("precision.keep_fp32", v.FP32_BUFFERS, [], "unishard keeps parameters and buffers"),
 }
 
 _REDUCTION: dict[str, Row] = {

@@ -14,6 +14,7 @@ from unishard_deepspeed.patches.optimizer_kind import Kind
 __all__ = [
     "drop",
     "gather",
+    "reduce_in_fp32",
     "reduce_last",
     "reduce_units_by_parameter",
     "remove_hooks",
@@ -42,6 +43,11 @@ def reduce_units_by_parameter(optimizer: Any, parameters: Iterable[nn.Parameter]
     for parameter in in_leaves:
         del parameter.ds_z3_leaf_module
     optimizer.create_reduce_and_remove_grad_hooks()
+
+
+def reduce_in_fp32(optimizer: Any) -> None:
+    """Stage 2: reduce gradients from fp32 buffers; they have the dtype of the first parameter, and would round gradients in fp32."""
+    optimizer._gradient_reduction_buffer_dtype = lambda: torch.float32  # runtime/zero/stage_1_and_2.py, setup_buckets
 
 
 def remove_hooks(optimizer: Any, modules: Iterable[nn.Module]) -> None:

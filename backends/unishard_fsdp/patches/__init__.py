@@ -69,6 +69,24 @@ PATCHES = by_name(
         instead="use every module in every forward and remove sharding.conditional_modules, or choose backend deepspeed",
     ),
     Patch(
+        name="kept-parameters",
+        case="precision.keep_fp32, where parameters of a unit stay in fp32 beside others in bf16 or fp16,",
+        names=(
+            *_GROUPS,
+            f"{_GROUP}_init_mp_dtypes",
+            f"{_GROUP}post_backward",
+            f"{_GROUP}reduce_grads",
+            f"{_PARAMETER}param_dtype",
+            f"{_PARAMETER}sharded_param",
+            f"{_PARAMETER}_unsharded_param",
+            f"{_PARAMETER}accumulate_unsharded_grad_if_needed",
+            f"{_PARAMETER}to_accumulated_grad_if_needed",
+        ),
+        versions=_RUN,
+        link=f"{_SOURCE}/_fsdp_param.py#L586",
+        instead="set precision.keep_fp32 to [], choose backend deepspeed, or train in fp32",
+    ),
+    Patch(
         name="discard",
         case="engine.discard() in a window whose gradients are not reduced yet",
         names=(

@@ -10,6 +10,7 @@ from torch import nn
 import unishard
 from mistakes.mistake import Mistakes
 from unishard.config import Training
+from unishard.testing.models import Mlp
 
 CONFIGS = Mistakes("Configs")
 
@@ -102,3 +103,29 @@ def copy_with_a_mapping(backend):
 def buffers_in_fp32(backend):
     with unishard.prepare(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), config(backend, precision="bf16")) as engine:
         engine(torch.ones(4, 5))
+
+
+@CONFIGS.raises(
+    "`precision.keep_fp32: [nrom]`, which no parameter has in its name",
+    "ConfigError: precision.keep_fp32: 'nrom' matches no floating-point parameter or buffer; write part of a name, such as ...",
+    "keep_fp32: [nrom]",
+)
+@CONFIGS.raises(
+    "`precision.keep_fp32: ['.']`, which keeps all of the model",
+    "ConfigError: precision.keep_fp32: keeps every parameter; set precision.compute to fp32 instead",
+    "keep_fp32: ['.']",
+)
+@CONFIGS.raises(
+    "`precision.keep_fp32` beside `reduce: bf16`",
+    "ConfigError: precision.keep_fp32: keeps ...norm.weight in fp32 (precision.reduce bf16 would round it); set precision.reduce to fp32, "
+    "or keep_fp32 to [] to keep nothing",
+    "{keep_fp32: [norm], reduce: bf16}",
+)
+@CONFIGS.raises(
+    "`precision.cast_inputs: [xs]`, an argument that no forward has",
+    "ConfigError: precision.cast_inputs: no forward of the model or of its units has an argument 'xs'; they have ...",
+    "cast_inputs: [xs]",
+)
+def precision_that_does_not_fit_the_model(backend, text):
+    precision = {"compute": "bf16", **YAML(typ="safe", pure=True).load(text)}
+    unishard.prepare(Mlp(), unishard.Config(backend=backend, precision=precision, optimizer={"lr": 0.1}))

@@ -33,11 +33,9 @@ def explained(error: RuntimeError, model: nn.Module, precision: Precision) -> Mo
     if precision.compute == "fp32" or isinstance(error, UnishardError):
         return None
     path = list(_modules(error.__traceback__, model))
-    if _LOW.search(text) and _FP32.search(text):
-        for name, module in path:
-            kept = [f"{name}.{each}".lstrip(".") for each, buffer in module.named_buffers() if buffer.dtype == DTYPES["fp32"]]
-            if kept:
-                return ModelError(_mixes(path[0], kept, precision.compute, text))
+    if path and _LOW.search(text) and _FP32.search(text):
+        kept = next((found for found in (list(_fp32_buffers(*each)) for each in path) if found), [])
+        return ModelError(_mixes(path[0], kept, precision.compute, text))
     if text == _STRIDES and path:
         return ModelError(
             f"{_where(path[0])} multiplies experts in groups, which torch does in {precision.compute} only if their sizes are multiples "
@@ -46,11 +44,22 @@ def explained(error: RuntimeError, model: nn.Module, precision: Precision) -> Mo
     return None
 
 
+def _fp32_buffers(name: str, module: nn.Module) -> Iterator[str]:
+    return (f"{name}.{each}".lstrip(".") for each, buffer in module.named_buffers() if buffer.dtype == DTYPES["fp32"])
+
+
 def _mixes(place: tuple[str, nn.Module], kept: list[str], compute: str, text: str) -> str:
+    mixed = f"{_where(place)} computes with tensors in fp32 and {compute} ({text}); "
+    if not kept:
+        return mixed + (
+            "it got or made a tensor that is not in precision.compute, which plain torch refuses too: cast it in the model's code, name "
+            "the arguments of the model and its units that are to be cast in precision.cast_inputs, or keep the module in "
+            "precision.keep_fp32"
+        )
     buffers = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
-    return (
-        f"{_where(place)} computes with tensors in fp32 and {compute} ({text}); precision.compute is {compute}, but precision.buffers: "
-        f"keep leaves buffers in fp32: {buffers}; set precision.buffers to {compute}, or cast them where the module uses them"
+    return mixed + (
+        f"precision.compute is {compute}, but precision.buffers: keep leaves buffers in fp32: {buffers}; set precision.buffers to "
+        f"{compute}, keep the module in precision.keep_fp32, or cast them where the module uses them"
     )
 
 

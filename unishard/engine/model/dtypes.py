@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unishard.config import Precision
 from unishard.distributed.dtypes import DTYPES
+from unishard.engine.model import kept_fp32
 
 __all__ = ["cast_model", "cast_to_compute"]
 
@@ -18,7 +19,8 @@ def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
     """Cast the trainable parameters to `precision.master`, and the buffers to `precision.buffers`, in place.
 
     So a model loaded in bf16 has fp32 master weights on every engine: DeepSpeed creates them itself, but FSDP2 would update bf16
-    weights. Frozen parameters keep their dtype, because nothing updates them. Parameters stay the same objects and stay tied.
+    weights. Frozen parameters keep their dtype, because nothing updates them. What `precision.keep_fp32` keeps becomes fp32. Parameters
+    stay the same objects and stay tied.
 
     Args:
         model: The full model, not sharded.
@@ -27,21 +29,28 @@ def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
     """
     master = DTYPES[cfg.master]
     for parameter in model.parameters():
-        if train and parameter.requires_grad and parameter.dtype != master:
+        trained = train and parameter.requires_grad
+        if trained and parameter.dtype != master:
             parameter.data = parameter.data.to(master)
             parameter.grad = None
-    if cfg.buffers == "keep":
-        return
+        elif not trained and kept_fp32.holds(parameter):
+            parameter.data = _at_least_fp32(parameter.data)
     for buffer in model.buffers():
-        if buffer.is_floating_point():
+        if kept_fp32.holds(buffer):
+            buffer.data = _at_least_fp32(buffer.data)
+        elif cfg.buffers != "keep" and buffer.is_floating_point():
             buffer.data = buffer.data.to(DTYPES[cfg.buffers])
 
 
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.itemsize < torch.float32.itemsize else tensor
+
+
 def cast_to_compute(tensors: Iterable[Tensor], cfg: Precision) -> None:
-    """Cast floating-point parameters to `precision.compute` and freeze all parameters; buffers keep their dtype."""
+    """Cast floating-point parameters to `precision.compute`, but for those kept in fp32, and freeze all; buffers keep their dtype."""
     dtype = DTYPES[cfg.compute]
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter):
             tensor.requires_grad_(False)
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and not kept_fp32.holds(tensor):
                 tensor.data = tensor.data.to(dtype)

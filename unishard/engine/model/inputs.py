@@ -1,38 +1,18 @@
-"""Cast floating-point inputs to the compute dtype, the same for every engine, so that all accept the same models."""
+"""Cast and find tensors in whatever a forward takes and returns."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.hooks import RemovableHandle
 
-__all__ = ["cast", "cast_inputs", "replace_tensors", "tensors_in"]
-
-
-def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[RemovableHandle]:
-    """Cast the floating-point inputs of modules, positional and keyword, before each forward.
-
-    Args:
-        modules: The root, and the modules whose parameters are gathered together.
-        dtype: The compute dtype.
-
-    Returns:
-        Handles of the hooks.
-    """
-    # Before the module's other hooks, so that the engine's hooks get the cast inputs.
-    return [module.register_forward_pre_hook(partial(_before_forward, dtype), prepend=True, with_kwargs=True) for module in modules]
-
-
-def _before_forward(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return cast(args, dtype), cast(kwargs, dtype)
+__all__ = ["cast", "replace_tensors", "tensors_in"]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ from torch import nn
 
 from unishard.config import Sharding
 from unishard.distributed.dtypes import name_of
+from unishard.engine.model.kept_fp32 import declared_by
 from unishard.engine.model.units import find_units
 from unishard.plugins.footprint import ModelShape, ParameterShape, TensorShape
 
@@ -26,10 +27,18 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
         model,
         Sharding(units=sharding.units, min_unit_params=sharding.min_unit_params, conditional_modules=sharding.conditional_modules),
     )
+    declared = {compute: declared_by(model, compute) for compute in ("bf16", "fp16")}
     unit_of = {id(parameter): index for index, unit in enumerate(found) for parameter in unit.module.parameters()}
     return ModelShape(
         parameters=tuple(
-            ParameterShape(name, tuple(each.shape), name_of(each.dtype), each.requires_grad, unit_of.get(id(each), -1))
+            ParameterShape(
+                name,
+                tuple(each.shape),
+                name_of(each.dtype),
+                each.requires_grad,
+                unit_of.get(id(each), -1),
+                tuple(dtype for dtype, names in declared.items() if name in names),
+            )
             for name, each in model.named_parameters()
         ),
         buffers=tuple(TensorShape(name, tuple(each.shape), name_of(each.dtype)) for name, each in model.named_buffers()),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
+from unishard.engine.optim.kept_groups import separate
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 from unishard.errors import ConfigError, Problem
@@ -57,6 +58,7 @@ class OptimizerSetup:
         """The optimizer over these trainable parameters."""
         pairs = list(named)
         optimizer: torch.optim.Optimizer = self._build(pairs)
+        separate(optimizer, self.scheduler)
         self.optimizer = optimizer
         names = {id(parameter): name for name, parameter in pairs}
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]

@@ -37,6 +37,22 @@ UPDATING = (
         instead=_USE_ALL,
     ),
     Patch(
+        name="kept-parameters-stages-1-2",
+        case="precision.keep_fp32 with shard_grad_op",
+        names=of(STAGES_1_2, "_gradient_reduction_buffer_dtype"),
+        versions=RUN,
+        link=SOURCE["stages-1-2"],
+        instead="set precision.keep_fp32 to [], or sharding.strategy to full_shard",
+    ),
+    Patch(
+        name="kept-parameters-stage-3",
+        case="precision.keep_fp32 with full_shard",
+        names=(*of("deepspeed.runtime.zero.stage3", "defragment"), *of(STAGE_3, "_set_fp16_partitioned_groups_flat")),
+        versions=RUN,
+        link=SOURCE["stage-3"],
+        instead="set precision.keep_fp32 to [], or sharding.strategy to shard_grad_op",
+    ),
+    Patch(
         name="stale-gradients",
         case="A micro-batch that does not use a parameter, with full_shard,",
         names=of(STAGE_3, "grad_partitions_flat_buffer"),

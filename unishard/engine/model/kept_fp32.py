@@ -1,0 +1,143 @@
+"""What stays in fp32 in a 16-bit run (`precision.keep_fp32`), the same for every engine.
+
+The patterns in `keep_fp32`, or in transformers' lists, are matched with names of parameters and buffers, as transformers does. What is kept
+is marked, so that whatever casts or shards it can ask; sharding keeps attributes of parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from unishard.config import Precision
+from unishard.errors import ConfigError, Problem
+
+__all__ = ["Kept", "declared_by", "find", "holds", "holds_all", "mark", "modules_kept"]
+
+_MARK = "_unishard_keeps_fp32"
+_SHOWN = 8
+
+
+class Kept(NamedTuple):
+    """Tensors of a model that stay in fp32."""
+
+    parameters: tuple[str, ...] = ()
+    """Names of parameters; of a tied one, one name."""
+    buffers: tuple[str, ...] = ()
+    elements: int = 0
+    """Elements of the parameters."""
+
+
+def find(model: nn.Module, cfg: Precision, *, train: bool = True) -> Kept:
+    """Find what stays in fp32. Changes nothing.
+
+    Args:
+        model: Not sharded yet.
+        cfg: The section `precision`, with `keep_fp32`.
+        train: Whether there are master weights and gradients.
+
+    Raises:
+        ConfigError: A pattern matches nothing or everything, or the other dtypes would round what is kept.
+    """
+    if cfg.compute == "fp32":
+        return Kept()
+    names = dict(_floating(model))
+    matched = declared_by(model, cfg.compute) if cfg.keep_fp32 == "auto" else _asked(names, cfg.keep_fp32)
+    kept = {id(names[name]) for name in matched if name in names}
+    inside = {id(each) for module in model.modules() if _whole(module, kept) for each in module.buffers()}
+    found = Kept(
+        tuple(name for name, each in model.named_parameters() if id(each) in kept),
+        tuple(name for name, each in model.named_buffers() if id(each) in kept | inside and each.is_floating_point()),
+        sum(each.numel() for each in model.parameters() if id(each) in kept),
+    )
+    if problem := next(_problems(model, found, cfg, train=train), None):
+        raise ConfigError([Problem("precision.keep_fp32", problem)])
+    return found
+
+
+def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Floating-point parameters and buffers, under all their names."""
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def declared_by(model: nn.Module, compute: str) -> set[str]:
+    """Names of parameters and buffers that the classes of a model keep in fp32.
+
+    transformers has a list for fp16 and bf16, and one for fp16 alone (transformers 5.23, modeling_utils.py, _get_dtype_plan).
+
+    Args:
+        model: Any.
+        compute: The compute dtype, `bf16` or `fp16`.
+    """
+    lists = ("_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if compute == "fp16" else []))
+    found: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        patterns = [pattern.replace("*", ".*") for name in lists for pattern in getattr(module, name, None) or ()]
+        if patterns:
+            prefix = f"{path}." if path else ""
+            found |= {prefix + name for name, _ in _floating(module) if any(re.search(pattern, name) for pattern in patterns)}
+    return found
+
+
+def _asked(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if re.search(pattern, name)}
+        if not matched:
+            candidates = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
+            more = ", ..." if len(candidates) > _SHOWN else ""
+            what = f"{pattern!r} matches no floating-point parameter or buffer; write part of a name, such as "
+            raise ConfigError([Problem("precision.keep_fp32", f"{what}{', '.join(candidates[:_SHOWN])}{more}")])
+        found |= matched
+    return found
+
+
+def _problems(model: nn.Module, found: Kept, cfg: Precision, *, train: bool) -> Iterator[str]:
+    named = dict(model.named_parameters())
+    if found.parameters and len(found.parameters) == sum(each.is_floating_point() for each in named.values()):
+        yield "keeps every parameter; set precision.compute to fp32 instead"
+    trained = [name for name in found.parameters if named[name].requires_grad]
+    rounding = [name for name in ("master", "reduce", "accumulate") if getattr(cfg, name) != "fp32"]
+    if train and trained and rounding:
+        whose = f"{type(model).__name__} asks for it, and " if cfg.keep_fp32 == "auto" else ""
+        yield (
+            f"keeps {trained[0]} in fp32 ({whose}precision.{rounding[0]} {getattr(cfg, rounding[0])} would round it); set "
+            f"precision.{rounding[0]} to fp32, or keep_fp32 to [] to keep nothing"
+        )
+
+
+def mark(model: nn.Module, found: Kept) -> None:
+    """Mark the tensors that are kept."""
+    names = {*found.parameters, *found.buffers}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in names:
+            setattr(tensor, _MARK, True)
+
+
+def holds(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer stays in fp32."""
+    return getattr(tensor, _MARK, False)
+
+
+def holds_all(module: nn.Module) -> bool:
+    """Whether a module has parameters and all of them stay in fp32, so that it also computes in fp32."""
+    return _whole(module, {id(each) for each in module.parameters() if holds(each)})
+
+
+def _whole(module: nn.Module, kept: set[int]) -> bool:
+    parameters = [id(each) for each in module.parameters()]
+    return bool(parameters) and kept.issuperset(parameters)
+
+
+def modules_kept(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that compute in fp32 and have a forward."""
+    for child in module.children():
+        if holds_all(child) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+        else:
+            yield from modules_kept(child)
