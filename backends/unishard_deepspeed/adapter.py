@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
+from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
+from unishard_deepspeed.patches.reduction import gather
 from unishard_deepspeed.patches.second_copy import drop_second_copies
 from unishard_deepspeed.patches.state import copy_masters, relink_states, reshard_all
+from unishard_deepspeed.patches.updates import clear_before_backward
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.shards import Shards
 from unishard_deepspeed.stale_gradients import StaleGradients
+from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
 from unishard_deepspeed.unused_parameters import UnusedParameters
 
 __all__ = ["DeepSpeedAdapter"]
@@ -54,10 +59,14 @@ class DeepSpeedAdapter(EngineAdapter):
         self._kind = kind_of(cfg)
         self._masters = MasterWeights(self._kind, inner)
         self._clipping = clipping_of(cfg, engine, inner)
+        early = PATCHES.get(f"early-gradients-{self._kind}")
+        self._clear_first = clear_before_backward(engine.optimizer) if early is not None and early.works else _nothing
         self._shards = Shards(cfg, engine, inner)
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
         self._conditional = conditional
+        self._kept: dict[nn.Parameter, None] = {}
+        """Parameters that stay gathered, inside `unsharded` at stage 3."""
         self._stale = StaleGradients(cfg, engine.optimizer)
         stage = engine.zero_optimization_stage()
         # Stage 0 adds zeros for missing gradients (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
@@ -106,10 +115,11 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of the `DeepSpeedEngine`, without its division by accumulation steps."""
+        self._clear_first()
         # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss by the accumulation steps, because
         # it runs before the hook that `backward` registers (DeepSpeed 0.19.8, runtime/engine.py, _backward_prologue_per_tensor).
         self._engine.backward(loss.view(()), scale_wrt_gas=False)
-        self._conditional.drop()
+        self._conditional.drop(self._kept)
         self._unused.record_backward()
 
     def begin(self, *, last: bool) -> None:
@@ -142,6 +152,25 @@ class DeepSpeedAdapter(EngineAdapter):
     def gradient_order(self) -> str:
         """At stage 2, where DeepSpeed fills its buckets with gradients in the order in which they come."""
         return self._unused.order
+
+    @contextmanager
+    def unsharded(self, names: Sequence[str]) -> Iterator[None]:
+        """Keep parameters gathered at stage 3; at the other stages they are full."""
+        require("unsharded", self._kind)
+        require("early-gradients", self._kind)
+        if self._kind != "stage-3" or not names:
+            yield
+            return
+        self._kept = dict.fromkeys(map(self.module.get_parameter, names))
+        try:
+            with keep_gathered(self._engine, [*self._kept]):
+                yield
+        finally:
+            self._kept = {}
+
+    def reads_shard(self, error: RuntimeError) -> str | None:
+        """A parameter was used that is not gathered, and so empty."""
+        return "" if self._kind == "stage-3" and is_of_shard(error) else None
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""
@@ -180,6 +209,7 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shards.drop()
         self._stale.clear()
         self._unused.forget()
+        gather([*self._kept])
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -230,4 +260,18 @@ class DeepSpeedAdapter(EngineAdapter):
             hook.remove()
         self._engine.destroy()
         forget(self._engine)
-        del self._engine, self._inner, self._clipping, self._shards, self._state, self._stale, self._unused, self._conditional
+        del (
+            self._engine,
+            self._inner,
+            self._clipping,
+            self._clear_first,
+            self._shards,
+            self._state,
+            self._stale,
+            self._unused,
+            self._conditional,
+        )
+
+
+def _nothing() -> None:
+    pass

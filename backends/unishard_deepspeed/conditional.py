@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -41,10 +41,10 @@ class ConditionalModules:
         if self._gathered:
             gather(self._gathered)
 
-    def drop(self) -> None:
-        """Keep only this rank's shard after each backward."""
-        if self._gathered:
-            drop(self._gathered)
+    def drop(self, kept: Collection[nn.Parameter]) -> None:
+        """Keep only this rank's shard after each backward, but for parameters that stay gathered."""
+        if dropped := [parameter for parameter in self._gathered if parameter not in kept]:
+            drop(dropped)
 
 
 def entered_modules(model: nn.Module, *names: Sequence[str]) -> list[Unit]:

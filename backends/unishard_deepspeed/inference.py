@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import require
 from unishard_deepspeed.patches.second_copy import drop_second_copies
 from unishard_deepspeed.placement import parameter_bytes, units
+from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
 
 __all__ = ["DeepSpeedInferenceAdapter"]
 
@@ -34,6 +36,17 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         """Run the module, whose hooks gather parameters."""
         # Not the engine, which would treat a backward through the outputs as its own (runtime/engine.py, forward).
         return self.module(*args, **kwargs)
+
+    def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Keep parameters gathered."""
+        if not names:
+            return nullcontext()
+        require("unsharded", "stage-3")
+        return keep_gathered(self._engine, [self.module.get_parameter(name) for name in names])
+
+    def reads_shard(self, error: RuntimeError) -> str | None:
+        """A parameter was used that is not gathered, and so empty."""
+        return "" if is_of_shard(error) else None
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""

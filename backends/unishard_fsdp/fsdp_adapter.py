@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from unishard.config import Config
 from unishard.distributed.host_read import HostRead
 from unishard.engine.model.input_casts import cast_inputs
-from unishard.errors import ContractError, ModelError
+from unishard.errors import ContractError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
@@ -26,11 +26,9 @@ from unishard_fsdp.patches import PATCHES
 from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
+from unishard_fsdp.unsharded import UnshardedModules, sharded_read
 
 __all__ = ["FSDPAdapter"]
-
-_MIXED = "mixed torch.Tensor and DTensor"
-"""In torch 2.13's error for an operation on a parameter that is not gathered (torch/distributed/tensor/_dispatch.py)."""
 
 _DISCARD, _DTYPES, _FOREIGN = PATCHES["discard"], PATCHES["trainable-dtypes"], PATCHES["foreign-backward"]
 
@@ -81,6 +79,7 @@ class FSDPAdapter(TorchAdapter):
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
         self._root_first = RootFirst(module, self._look_at_frozen)
+        self._unsharded = UnshardedModules(module)
         # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
         self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
 
@@ -104,8 +103,10 @@ class FSDPAdapter(TorchAdapter):
         if self._stale_dtypes:
             self._refresh_trainable()
             self._stale_dtypes = not self._toggled.all_trainable()
+        self._unsharded.set_reshard_after_backward(False)
         with self._unreduced.backward(last=self._last):
             super().backward(loss)
+            self._unsharded.reduce_late()
 
     def input_gradients(self, *, graph: bool) -> None:
         """Refuse a graph: FSDP2 frees gathered and cast parameters after a backward, which a backward through gradients uses again.
@@ -121,22 +122,13 @@ class FSDPAdapter(TorchAdapter):
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the sharded module.
-
-        Raises:
-            ModelError: A unit's parameter is used outside it.
-        """
+        """Run the sharded module."""
         self._look_at_frozen()
-        try:
-            return self.module(*args, **kwargs)
-        except RuntimeError as error:
-            if _MIXED not in str(error) or not self._sharded:
-                raise
-            raise ModelError(
-                f"the forward uses a unit's parameter outside the unit, where only its shard is available ({error}); the units are "
-                f"{', '.join(self._units()[:8])}: name only the classes of the blocks in sharding.units, so that weights used "
-                "elsewhere, such as an embedding's, stay with the root"
-            ) from error
+        return self.module(*args, **kwargs)
+
+    def reads_shard(self, error: RuntimeError) -> str | None:
+        """A shard, which is a DTensor, was used with a full tensor."""
+        return sharded_read(error, self._units())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` with the root's parameters gathered."""
@@ -169,6 +161,7 @@ class FSDPAdapter(TorchAdapter):
         # A forward between backward and step leaves units gathered, and the next forward would use the old values.
         for _, part in self._sharded_modules:
             part.reshard()
+        self._unsharded.gather_again()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -186,6 +179,16 @@ class FSDPAdapter(TorchAdapter):
         finally:
             if changes_dtypes:
                 self._refresh_trainable()
+
+    @contextmanager
+    def unsharded(self, names: Sequence[str]) -> Iterator[None]:
+        """Keep the modules that hold these parameters gathered."""
+        self._root_first.run()
+        with self._unsharded.gathered(names):
+            try:
+                yield
+            finally:
+                self._unsharded.set_reshard_after_backward(self._last or not self._reshards_late)
 
     def _refresh_trainable(self) -> None:
         from unishard_fsdp.patches.leaves import refresh_trainable

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from unishard_fsdp.clipping import local
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.shards import shard_of
+from unishard_fsdp.unsharded import UnshardedModules, sharded_read
 
 __all__ = ["FSDPInferenceAdapter"]
 
@@ -27,6 +30,7 @@ class FSDPInferenceAdapter(InferenceAdapter):
     def __init__(self, cfg: Config, module: nn.Module, device: torch.device) -> None:
         super().__init__(module, device)
         self._root_first = RootFirst(module)
+        self._unsharded = UnshardedModules(module)
         self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +42,15 @@ class FSDPInferenceAdapter(InferenceAdapter):
         self._root_first.forget()
         with gathering_in_generate(self.module):
             return super().generate(*args, **kwargs)
+
+    def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Keep the modules that hold these parameters gathered."""
+        self._root_first.run()
+        return self._unsharded.gathered(names)
+
+    def reads_shard(self, error: RuntimeError) -> str | None:
+        """A shard, which is a DTensor, was used with a full tensor."""
+        return sharded_read(error, self.placement().units)
 
     @torch.no_grad()
     def placement(self) -> Placement:
@@ -65,6 +78,7 @@ class FSDPInferenceAdapter(InferenceAdapter):
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        self._unsharded.gather_again()
 
     def close(self) -> None:
         """Remove the input casts from the model; FSDP2's hooks stay with it."""

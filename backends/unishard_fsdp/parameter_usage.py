@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["GatheredLeaves", "ParameterUsage"]
+__all__ = ["GatheredLeaves", "ParameterUsage", "own_names"]
 
 
 class GatheredLeaves:
@@ -23,7 +23,7 @@ class GatheredLeaves:
         self._hooks = {}
         for name, module in modules:
             # After FSDP2's own hook, which sets the gathered parameters on the module.
-            self._hooks[module] = module.register_forward_pre_hook(partial(self._enter, f"{name}." if name else "", _own_names(module)))
+            self._hooks[module] = module.register_forward_pre_hook(partial(self._enter, f"{name}." if name else "", own_names(module)))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -48,7 +48,7 @@ class ParameterUsage:
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         for module in modules:
             # After FSDP2's own hook, which sets the gathered parameters on the module.
-            self._hooks[module] = module.register_forward_pre_hook(partial(self._enter, _own_names(module)))
+            self._hooks[module] = module.register_forward_pre_hook(partial(self._enter, own_names(module)))
 
     def not_entered(self) -> list[nn.Module]:
         """Modules whose forward has not run yet."""
@@ -82,7 +82,7 @@ class ParameterUsage:
                 parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
 
 
-def _own_names(module: nn.Module) -> dict[str, None]:
+def own_names(module: nn.Module) -> dict[str, None]:
     """Names of a sharded module's parameters, without those of sharded modules inside it."""
     return dict.fromkeys(name for name, _ in _own(module, ""))
 

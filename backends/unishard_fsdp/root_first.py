@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
+
+from unishard_fsdp.forward_methods import run_as_forward
 
 __all__ = ["RootFirst"]
 
@@ -30,21 +31,18 @@ class RootFirst:
             self._hooks = [module.register_forward_pre_hook(self.forget, prepend=True)]
             self._hooks += [unit.register_forward_pre_hook(self._run_root, prepend=True) for unit in units]
 
-    def forget(self, *forward: Any) -> None:
+    def forget(self, *forward: object) -> None:
         """Remove the hooks: the root runs, or does not matter any more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _run_root(self, *forward: Any) -> None:
+    def run(self) -> None:
+        """Initialize FSDP2 from the root, if nothing has."""
+        if self._hooks:
+            self._run_root()
+
+    def _run_root(self, *forward: object) -> None:
         self.forget()
         self._before()
-        vars(self._module)[_EMPTY] = lambda: None
-        try:
-            register_fsdp_forward_method(self._module, _EMPTY)
-            getattr(self._module, _EMPTY)()
-        finally:
-            vars(self._module).pop(_EMPTY)
-
-
-_EMPTY = "_unishard_initializes_fsdp"
+        run_as_forward(self._module, lambda: None)

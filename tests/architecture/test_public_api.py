@@ -96,6 +96,7 @@ def test_what_an_engine_is() -> None:
         "set_trainable",
         "step",
         "train",
+        "unsharded",
         "windows",
         *("save", "load", "on_save", "wait", "export"),
         *("ema", "is_main", "print", "rank", "world_size"),

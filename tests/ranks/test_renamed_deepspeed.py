@@ -178,6 +178,11 @@ def discard(engine):
     engine.discard()
 
 
+def read_in_a_loss(engine):
+    with torch.no_grad(), engine.unsharded(["head.bias"]):
+        pass
+
+
 def clip_once(engine):
     engine.step(clip_grad_norm=0.1)
 
@@ -197,6 +202,8 @@ CALLS = {
     "discard-stage-0": (discard, "no_shard", "fp32"),
     "discard-stages-1-2": (discard, "shard_grad_op", "fp32"),
     "discard-stage-3": (discard, "full_shard", "fp32"),
+    "early-gradients-bf16-stage-1": (read_in_a_loss, "shard_optimizer", "bf16"),
+    "unsharded-stage-3": (read_in_a_loss, "full_shard", "fp32"),
 }
 """Cases that a call meets, after a backward: the call, and the engine's strategy and precision."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -86,6 +86,24 @@ class InferenceAdapter(ABC):
     def weights_written(self) -> None:
         """Update every copy after master weights were written in place, between two updates. Collective."""
         self.loaded()
+
+    def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """A block in which these parameters are full tensors that autograd knows, also outside the forward of their modules. Collective.
+
+        A gradient that reaches them in a `backward` inside the block is accumulated and reduced like any other, whenever it comes.
+
+        Args:
+            names: Names in the user's model, the same and in the same order on every rank. No state is read or written in the block.
+        """
+        return nullcontext()
+
+    def reads_shard(self, error: RuntimeError) -> str | None:
+        """Recognize the error of an operation on a parameter that is sharded at the time.
+
+        Returns:
+            None for other errors; else what helps besides `engine.unsharded`, or nothing.
+        """
+        return None
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from unishard.engine.loop.inference_mode import with_inference_as_no_grad, witho
 from unishard.engine.metrics.recorder import check_values
 from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
+from unishard.engine.state.unsharded import naming_sharded_reads
 from unishard.errors import ContractError
 
 __all__ = ["Engine"]
@@ -44,6 +45,10 @@ class Engine(ParametersByName):
         Raises:
             ContractError: The engine is closed, or the model is in training mode inside a `lockstep` block.
         """
+        with naming_sharded_reads(self._adapter):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._order.require_open("forward")
         self._buffers.stale = self._buffers.stale or self.module.training
         if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
@@ -71,7 +76,8 @@ class Engine(ParametersByName):
                 step (gradients of `engine.module(...)` would not be reduced), `step` was not called since the last
                 backward, or `num_items` is not a count or is missing for some micro-batches of the window.
         """
-        self._training("backward").backward(loss, num_items)
+        with naming_sharded_reads(self._adapter):
+            self._training("backward").backward(loss, num_items)
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
         """End a micro-batch; at the end of an accumulation window, update the parameters. Call it after every backward. Collective.
@@ -234,6 +240,7 @@ class Engine(ParametersByName):
         checkpointing recomputes the forward there. This engine's accumulation window and gradients do not change.
         """
         self._order.require_open("frozen")
+        self._order.require_sharded("frozen")
         was, self._order.frozen = self._order.frozen, True
         try:
             with self._adapter.frozen():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from unishard.engine.prepared_model import PreparedModel
 from unishard.engine.state.moving_average import MovingAverage, begin_average
+from unishard.engine.state.unsharded import unsharded
 
 __all__ = ["ParametersByName"]
 
@@ -47,7 +48,8 @@ class ParametersByName(PreparedModel):
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[dict[str, Tensor]]:
         """Edit several master weights: on exit the tensors are written back, as with `set_parameter`. Collective.
 
-        Rank 0's edits are used. After an exception inside the block, nothing is written.
+        For editing: the tensors have no graph. To use weights in a loss, see `unsharded`. Rank 0's edits are used. After an exception
+        inside the block, nothing is written.
 
         Args:
             names: Names in `module.named_parameters()`. All these parameters are gathered at once, in fp32, on every rank.
@@ -60,6 +62,27 @@ class ParametersByName(PreparedModel):
                 backward, or the engine is closed.
         """
         return self._parameters.gathered(names)
+
+    def unsharded(self, names: Iterable[str]) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """Use weights outside the forward of their modules, in a loss for example: full tensors that autograd knows. Collective.
+
+        For a fused loss that takes `lm_head.weight`, a penalty on weights, or an output projection with the embedding's weight. Put the
+        forward and its backward into the block, and `step` after it. To edit weights, see `gathered`.
+
+        Args:
+            names: Names in `module.named_parameters()`. All these parameters, and those that are gathered with them, are in memory at once
+                on every rank: naming all of them needs the memory of the unsharded model.
+
+        Yields:
+            The parameters by name, as the model's modules have them in the block: full, in the dtype that the model computes with. Tied
+            names share one parameter. They are only valid in the block.
+
+        Raises:
+            ContractError: There is no such parameter, a parameter was edited, the block ends before a backward that needs it, it is inside
+                another one, or the engine is closed.
+            RankMismatchError: The ranks pass different names.
+        """
+        return unsharded(self._parameters, self._adapter, self._order, names)
 
     def parameter_norms(self) -> dict[str, float]:
         """L2 norm of each master weight, frozen ones too, at any time. Collective: one all-reduce, as `grad_norms`.

@@ -38,6 +38,7 @@ from unishard.engine.state.parameter_access import GradientAccess, ParameterAcce
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
 from unishard.engine.state.tensors import StateTensors
+from unishard.engine.state.unsharded import explain_sharded_read
 from unishard.errors import ContractError
 
 __all__ = ["PreparedModel"]
@@ -283,6 +284,8 @@ class PreparedModel(Process):
     def _close(self, why: BaseException | None) -> None:
         if self._order.phase is Phase.CLOSED:
             return
+        if why is not None and (note := explain_sharded_read(self._adapter, why)):  # from the script, outside the engine's calls
+            why.add_note(note)
         process_group.ended_by(why)
         self._order.close(why)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from unishard_deepspeed.patches.optimizer_kind import Kind
 
 __all__ = [
     "average_between_groups",
+    "clear_before_backward",
     "clear_stale_gradients",
     "clip_to",
     "divide_gradients",
@@ -29,6 +30,17 @@ _ELEMENTS_AT_ONCE = 2**25
 def clear_stale_gradients(optimizer: Any) -> None:
     """Zero gradients that stage 3 would apply again if later steps do not use their parameter (runtime/zero/stage3.py)."""
     optimizer.grad_partitions_flat_buffer.zero_()
+
+
+def clear_before_backward(optimizer: Any) -> Callable[[], None]:
+    """Stage 1 in bf16: return what clears the gradients of the last micro-batch, to be called before a backward.
+
+    BF16_Optimizer clears them in a hook on the outputs of the forward (runtime/engine.py, _backward_prologue), together with those that
+    this backward has computed before it: of a weight that the loss uses outside the forward.
+    """
+    optimizer.backward_prologue = lambda: None  # runtime/bf16_optimizer.py
+    clear: Callable[[], None] = optimizer.clear_lp_grads
+    return clear
 
 
 def average_between_groups(optimizer: Any, group: Any, kind: Kind) -> None:

@@ -599,3 +599,60 @@ def move_of_the_model(backend, strategy):
 def backward_in_evaluation(backend):
     with prepare(config(backend)) as engine:
         engine.backward(engine.eval()(**own_share(1)[0]).loss)
+
+
+# -- weights outside their modules -----------------------------------------------------------------------------------------------------
+
+
+def in_unsharded(backend, strategy, act, names=("head.weight",)):
+    """Do something inside `engine.unsharded`."""
+    with prepare(config(backend, strategy)) as engine, engine.unsharded(names) as weights:
+        act(engine, weights)
+
+
+@HABITS.raises(
+    "`engine.step()` inside `engine.unsharded`",
+    "ContractError: step was called inside engine.unsharded(), where weights are full for a forward and its backward; call it after the "
+    "block",
+)
+@in_every_strategy
+def step_inside_unsharded(backend, strategy):
+    in_unsharded(backend, strategy, lambda engine, weights: train(engine, own_share(1)))
+
+
+@HABITS.raises(
+    "`engine.backward` after the block of `engine.unsharded`",
+    "ContractError: engine.unsharded() ended without a backward, which needs the full weights; call engine.backward(loss) inside the "
+    "block, or use torch.no_grad() around it if you only read weights",
+)
+@in_every_strategy
+def backward_after_unsharded(backend, strategy):
+    in_unsharded(backend, strategy, lambda engine, weights: weights["head.weight"].square().sum())
+
+
+@HABITS.raises(
+    "edits a weight inside `engine.unsharded`",
+    "ContractError: a parameter was edited inside engine.unsharded(), which holds copies: head.weight; edit weights inside "
+    "`with engine.gathered(names):`, which writes them back",
+)
+@in_every_strategy
+def edit_inside_unsharded(backend, strategy):
+    in_unsharded(backend, strategy, lambda engine, weights: weights["head.weight"].detach().mul_(2))
+
+
+@HABITS.raises(
+    "`engine.unsharded` inside `engine.unsharded`",
+    "ContractError: engine.unsharded() was entered inside engine.unsharded(); name all parameters in one block",
+)
+@in_every_strategy
+def unsharded_inside_unsharded(backend, strategy):
+    in_unsharded(backend, strategy, lambda engine, weights: engine.unsharded(["head.bias"]).__enter__())
+
+
+@HABITS.raises(
+    "a name that the model does not have in `engine.unsharded`",
+    "ContractError: unsharded: the model has no parameter 'heads.weight'; did you mean head.weight...?",
+)
+@in_every_strategy
+def unknown_name_in_unsharded(backend, strategy):
+    in_unsharded(backend, strategy, lambda engine, weights: None, names=["heads.weight"])

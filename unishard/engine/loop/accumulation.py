@@ -192,6 +192,7 @@ class Accumulation:
     def step(self, clip_grad_norm: float | EllipsisType | None) -> Step:
         """Count the micro-batch; update at the end of the window."""
         order = self._order
+        order.require_sharded("step")
         if order.phase is not Phase.BACKWARD_DONE:
             raise ContractError("step was called without a backward; call engine.backward(loss) first, once for each micro-batch")
         max_norm = self._training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm

@@ -67,6 +67,8 @@ class CallOrder:
         """Whether `engine.frozen()` is open."""
         self.averaged = False
         """Whether the model has averaged weights, inside `ema.weights()`."""
+        self.unsharded = False
+        """Whether `engine.unsharded()` is open."""
         self.progress: Progress | None = None
         """The progress bar of the current loop."""
         self.before_update: Callable[[], None] | None = None
@@ -209,9 +211,18 @@ class CallOrder:
         if self.phase is Phase.CLOSED:
             raise ContractError(f"{call} was called on a closed engine; build a new model and prepare it")
 
+    def require_sharded(self, call: str) -> None:
+        """Raise ContractError inside `unsharded`."""
+        if self.unsharded:
+            raise ContractError(
+                f"{call} was called inside engine.unsharded(), where weights are full for a forward and its backward; "
+                "call it after the block"
+            )
+
     def require_boundary(self, call: str) -> None:
-        """Raise ContractError on a closed engine, inside an accumulation window, and inside `frozen`."""
+        """Raise ContractError on a closed engine, inside an accumulation window, and inside `frozen` and `unsharded`."""
         self.require_open(call)
+        self.require_sharded(call)
         if self.frozen:
             raise ContractError(f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block")
         if self.averaged and call != "export":
@@ -239,8 +250,9 @@ class CallOrder:
             )
 
     def require_no_graph(self, call: str) -> None:
-        """Raise ContractError while the graph of a forward waits for its backward."""
+        """Raise ContractError while the graph of a forward waits for its backward, and inside `unsharded`."""
         self.require_open(call)
+        self.require_sharded(call)
         if self.averaged:
             raise ContractError(f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block")
         if self.graph:

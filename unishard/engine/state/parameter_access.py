@@ -5,6 +5,7 @@ The adapter returns each rank's shard of a tensor; this module builds full tenso
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -83,10 +84,29 @@ class ParameterAccess:
             ContractError: There is no such parameter, or the engine is closed.
             RankMismatchError: Another rank makes another call.
         """
+        parameter = self._known(call, name)
+        self._order.meet(call, f", {name}")
+        return parameter
+
+    def find_all(self, call: str, names: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Find parameters by name, in the order of the model, and check that all ranks make the same call. Collective.
+
+        Raises:
+            ContractError: There is no such parameter, `names` is a single name, or the engine is closed.
+            RankMismatchError: Another rank makes another call.
+        """
+        if isinstance(names, str):
+            raise ContractError(f"{call} needs a list of names, got {names!r}; write {call}([{names!r}])")
+        asked = {name: self._known(call, name) for name in names}
+        found = {name: asked[name] for name in self._tensors.named if name in asked}
+        all_names = ", ".join(found)
+        self._order.enter(call, f", {all_names}" if len(found) < 3 else f", {len(found)} parameters ({zlib.crc32(all_names.encode()):08x})")
+        return found
+
+    def _known(self, call: str, name: str) -> nn.Parameter:
         self._order.require_open(call)
         named = self._tensors.named
         if name in named:
-            self._order.meet(call, f", {name}")
             return named[name]
         near = get_close_matches(str(name), named, 3) or [known for known in named if str(name) in known][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else f"the first of {len(named)} are {', '.join([*named][:3])}"

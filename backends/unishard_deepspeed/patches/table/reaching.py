@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unishard.patches import Patch
-from unishard_deepspeed.patches.table.classes import BF16, ENGINE, FRAGMENT, INIT, RUN, SOURCE, STAGE_3, STAGES_1_2, of
+from unishard_deepspeed.patches.table.classes import BF16, ENGINE, FRAGMENT, INIT, RUN, SOURCE, STAGE_3, STAGES_1_2, TAG, of
 
 __all__ = ["REACHING"]
 
@@ -136,5 +136,21 @@ REACHING = (
         versions=RUN,
         link=SOURCE["stage-3"],
         instead=_INSTALL,
+    ),
+    Patch(
+        name="early-gradients-bf16-stage-1",
+        case="A weight that the loss uses outside the forward, with shard_optimizer in bf16,",
+        names=of(BF16, "backward_prologue", "clear_lp_grads"),
+        versions=RUN,
+        link=SOURCE["engine"],
+        instead="read the weight inside the forward, or choose shard_grad_op",
+    ),
+    Patch(
+        name="unsharded-stage-3",
+        case="engine.unsharded, with full_shard,",
+        names=of(INIT, "is_external_param"),
+        versions=RUN,
+        link=f"{TAG}/runtime/zero/partitioned_param_coordinator.py",
+        instead="choose shard_grad_op, or install a tested DeepSpeed",
     ),
 )

@@ -1,0 +1,37 @@
+"""Stage 3: keep parameters gathered for `engine.unsharded`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from unishard_deepspeed.patches.unsharded import not_freed
+
+__all__ = ["is_of_shard", "keep_gathered"]
+
+_EMPTY = re.compile(r"\(0\)|\[0\]|\b0x\d|\dx0\b|'weight' must be 2-D")
+"""In torch 2.13's errors for shapes, where one tensor is a parameter that is not gathered, which has the shape (0,)."""
+
+
+def is_of_shard(error: RuntimeError) -> bool:
+    """Whether an error is that of an operation on an empty tensor."""
+    return _EMPTY.search(str(error)) is not None
+
+
+@contextmanager
+def keep_gathered(engine: Any, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A block in which parameters are full. Collective.
+
+    Args:
+        engine: The `DeepSpeedEngine`.
+        parameters: Its parameters.
+    """
+    import deepspeed
+
+    engine.empty_partition_cache()  # what was prefetched and not used is in flight, and would be freed by the next forward
+    with not_freed(parameters), deepspeed.zero.GatheredParameters(list(parameters)):
+        yield

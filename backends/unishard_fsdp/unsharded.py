@@ -1,0 +1,101 @@
+"""Sharded modules whose parameters stay gathered for `engine.unsharded`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from unishard_fsdp.forward_methods import run_as_forward
+from unishard_fsdp.parameter_usage import own_names
+
+__all__ = ["UnshardedModules", "sharded_read"]
+
+_MIXED = "mixed torch.Tensor and DTensor"
+"""In torch 2.13's error for an operation on a parameter that is not gathered (torch/distributed/tensor/_dispatch.py)."""
+
+
+def sharded_read(error: RuntimeError, units: Sequence[str]) -> str | None:
+    """What helps against the error of an operation on a shard and a full tensor; None for other errors."""
+    if _MIXED not in str(error):
+        return None
+    if not units:
+        return ""
+    return (
+        f"the units are {', '.join(units[:8])}: name only the classes of the blocks in sharding.units, so that weights used elsewhere, "
+        "such as an embedding's, stay with the root"
+    )
+
+
+class UnshardedModules:
+    """Keeps sharded modules gathered in a block, and reduces the gradients of reads that FSDP2 does not expect."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._open: list[FSDPModule] = []
+        self._leaves: list[Tensor] = []
+
+    @contextmanager
+    def gathered(self, names: Iterable[str]) -> Iterator[None]:
+        """A block in which the modules that hold these parameters are gathered. Collective."""
+        owners = list(dict.fromkeys(map(self._owner, names)))
+        # A number in reshard_after_forward has no public setter, so what was resharded after a forward is gathered again at once.
+        hooks = [cast(nn.Module, owner).register_forward_hook(_unshard) for owner in owners]
+        try:
+            self._open = owners
+            self.gather_again()
+            self._leaves = [leaf for owner in owners for leaf in _own_leaves(cast(nn.Module, owner))]
+            yield
+        finally:
+            self._open, self._leaves = [], []
+            for hook in hooks:
+                hook.remove()
+            for owner in owners:
+                owner.reshard()
+
+    def gather_again(self) -> None:
+        """Gather the modules of the block, after all were sharded."""
+        for owner in self._open:
+            owner.unshard()
+
+    def set_reshard_after_backward(self, reshard: bool) -> None:
+        """Set it for the modules of the block."""
+        for owner in self._open:
+            owner.set_reshard_after_backward(reshard, recurse=False)
+
+    def reduce_late(self) -> None:
+        """Reduce gradients that came after FSDP2 had reduced those of their module. Collective.
+
+        It does so once the inputs of the module have their gradients. A read that was made before the module's forward gets its gradient
+        only then, and the gradient would wait for the next backward. An empty forward of one module makes FSDP2 go through all of them
+        (torch 2.13, _fsdp_state.py, _root_post_backward_final_callback).
+        """
+        late = next((leaf for leaf in self._leaves if leaf.grad is not None), None)
+        if late is not None:
+            empty = torch.zeros((), device=late.device, requires_grad=True)
+            run_as_forward(cast(nn.Module, self._open[0]), torch.clone, empty).backward()
+
+    def _owner(self, name: str) -> FSDPModule:
+        """The sharded module around a parameter that is nearest to it."""
+        owner = module = self._module
+        for part in name.split(".")[:-1]:
+            module = getattr(module, part)
+            if isinstance(module, FSDPModule):
+                owner = cast(nn.Module, module)
+        return cast(FSDPModule, owner)
+
+
+def _unshard(module: Any, *forward: Any) -> None:
+    module.unshard()
+
+
+def _own_leaves(owner: nn.Module) -> Iterator[Tensor]:
+    for name in own_names(owner):
+        parameter = owner.get_parameter(name)
+        if not isinstance(parameter, DTensor):  # else a module inside this one shards it
+            yield parameter
