@@ -18,8 +18,8 @@ from unishard.distributed.dtypes import dtype_named
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard.engine.model.units import Unit
-from unishard.errors import ModelError
 from unishard_fsdp import collective_settings
+from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 
 __all__ = ["apply_fully_shard", "apply_replicate", "load"]
@@ -102,6 +102,7 @@ def apply_fully_shard(
     model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Precision | None = None
 ) -> None:
     """Call `fully_shard` on each unit and the root; `frozen` as in `load`. Collective."""
+    add_dimension(model)
     mesh = _mesh(device, options.mesh)
     sizes = [unit.numel for unit in units]
     offload = OffloadPolicy()
@@ -136,14 +137,8 @@ def apply_fully_shard(
 
 
 def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
-    """Call `fully_shard` over groups of one rank on each unit, so that all-reduces overlap backward, and on the root. Collective.
-
-    Raises:
-        ModelError: A parameter has no dimensions.
-    """
-    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
-    if scalar:
-        raise ModelError(f"parameter {scalar} is 0-d, which fully_shard does not support (torch 2.13); give it the shape (1,)")
+    """Call `fully_shard` over groups of one rank on each unit, so that all-reduces overlap backward, and on the root. Collective."""
+    add_dimension(model)
     mesh = _mesh(device, Mesh(replicate=dist.get_world_size(), shard=1))
 
     def apply(module: nn.Module) -> None:

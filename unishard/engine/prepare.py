@@ -22,6 +22,7 @@ from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.memory import ExpectedMemory
 from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization, matmul
 from unishard.engine.model.dtypes import cast_model
+from unishard.engine.model.empty_parameters import freeze_empty
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import ModelUnits, Unit, units_of
@@ -166,7 +167,7 @@ def _resume(engine: Engine) -> None:
 
 
 class _Plan(NamedTuple):
-    """What to build. Making the plan changes nothing and raises on every rank if it cannot be built."""
+    """What to build. Making the plan changes nothing that holds data and raises on every rank if it cannot be built."""
 
     facts: ModelFacts
     units: ModelUnits
@@ -207,12 +208,13 @@ def _plan(
     *,
     train: bool,
 ) -> _Plan:
-    """Check everything. Collective."""
+    """Check everything, and freeze empty parameters. Collective."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     if model in _prepared:
         raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
     facts = facts_of(model, cfg.sharding, train=train)
+    freeze_empty(model)
     materialization.check(model)
     units = units_of(model, cfg.sharding)
     recomputed, compiled = activation_checkpointing.find(model, cfg), compilation.find(model, cfg)

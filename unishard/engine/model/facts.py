@@ -87,7 +87,7 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[
         if hasattr(module, "_checkpoint_wrapped_module"):
             yield f"module {name} of {kind} is in torch's checkpoint_wrapper; use the original module and set activation_checkpointing"
     for name, parameter in named.items():
-        yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter, sharding))
+        yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter))
     for name, tensor in (*named.items(), *model.named_buffers()):
         if not isinstance(tensor, UninitializedBuffer) and (problem := obstacle(tensor)) is not None:
             yield (
@@ -105,13 +105,11 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[
         )
 
 
-def _parameter_problems(parameter: nn.Parameter, sharding: Sharding) -> Iterator[str]:
+def _parameter_problems(parameter: nn.Parameter) -> Iterator[str]:
     if isinstance(parameter, UninitializedParameter):
         yield "has no shape yet (lazy module); run the model once on a batch, then prepare it"
     elif isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
         yield "is already sharded; build a new model and prepare it once"
-    elif sharding.strategy != "no_shard" and parameter.dim() == 0:
-        yield "has no dimensions, so it cannot be sharded; give it the shape (1,)"
     # torch 2.13 keeps both kinds of hooks in private attributes of the tensor, which sharding replaces.
     elif any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
         yield "has a gradient hook, which sharding would lose; remove it and edit gradients with engine.set_grad instead"
