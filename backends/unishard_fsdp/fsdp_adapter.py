@@ -20,6 +20,7 @@ from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
+from unishard_fsdp.embeddings import UngatheredEmbeddings
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import HostCopies
 from unishard_fsdp.patches import PATCHES
@@ -50,6 +51,7 @@ class FSDPAdapter(TorchAdapter):
         native: options.FullyShard | options.Replicate,
         root: FSDPModule,
         conditional: ConditionalParameters,
+        embeddings: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._strategy, self._compute = cfg.sharding.strategy, cfg.precision.compute
@@ -72,6 +74,7 @@ class FSDPAdapter(TorchAdapter):
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
         self._unreduced = UnreducedGradients(self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late)
         self._conditional = conditional
+        self._embeddings = UngatheredEmbeddings(embeddings)
         if conditional.parameters:
             from unishard_fsdp.patches.conditional import fill_unused
 
@@ -101,6 +104,7 @@ class FSDPAdapter(TorchAdapter):
     def backward(self, loss: Tensor) -> None:
         """Run autograd, with patches for unreduced gradients."""
         self._toggled.restore()
+        self._embeddings.look()
         if self._stale_dtypes:
             self._refresh_trainable()
             self._stale_dtypes = not self._toggled.all_trainable()

@@ -60,11 +60,19 @@ def load(
         broadcast(materialize(own, device, part))
         if frozen is not None:
             cast_to_compute(own, frozen)
-        if apply is not None:
-            make_dense(tensor for tensor in own if isinstance(tensor, nn.Parameter))  # `fully_shard` refuses others
+        # `fully_shard` refuses others; fused optimizers step the memory from the first element on (torch 2.13), gaps included.
+        make_dense(tensor for tensor in own if isinstance(tensor, nn.Parameter) and (apply is not None or _has_gaps(tensor)))
         del own[:]
         if apply is not None:
             _keep_attributes(apply, module)
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are not all of the memory between its first and its last, as for a slice of columns."""
+    return (
+        tensor.numel() > 0
+        and sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1 != tensor.numel()
+    )
 
 
 def _keep_attributes(apply: Apply, module: nn.Module) -> None:
@@ -100,8 +108,12 @@ def _policy(policy: MixedPrecision, *, root: bool) -> MixedPrecisionPolicy:
 
 def apply_fully_shard(
     model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Precision | None = None
-) -> None:
-    """Call `fully_shard` on each unit and the root; `frozen` as in `load`. Collective."""
+) -> list[nn.Module]:
+    """Call `fully_shard` on each unit and the root; `frozen` as in `load`. Collective.
+
+    Returns:
+        The embeddings that are not gathered in backward.
+    """
     add_dimension(model)
     mesh = _mesh(device, options.mesh)
     sizes = [unit.numel for unit in units]
@@ -111,7 +123,7 @@ def apply_fully_shard(
 
     keeps = options.keep_last_unit and frozen is None
     kept = [model, *(unit.module for unit in units[-1:] if keeps)]
-    embeddings = [unit.module for unit in units if unit.is_embedding]
+    embeddings = [unit.module for unit in units if unit.is_embedding and not options.unshard_embeddings_in_backward]
 
     def apply(module: nn.Module) -> None:
         root = module is model
@@ -123,7 +135,7 @@ def apply_fully_shard(
             offload_policy=offload,
         )
 
-        if not options.unshard_embeddings_in_backward and any(module is each for each in embeddings):
+        if any(module is each for each in embeddings):
             cast(FSDPModule, module).set_unshard_in_backward(False)
 
     shards = mesh["shard"]
@@ -134,6 +146,7 @@ def apply_fully_shard(
     if options.prefetch_numel:
         limit = None if options.prefetch_numel == "next_unit" else options.prefetch_numel
         _set_prefetch(model, [unit.module for unit in units], sizes, limit)
+    return embeddings
 
 
 def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -41,7 +42,7 @@ from unishard.plugins.translate import translate
 __all__ = ["prepare"]
 
 _prepared: WeakSet[nn.Module] = WeakSet()
-"""Models that were sharded in place; this is possible only once."""
+"""Models that were sharded in place, and their modules; this is possible only once."""
 
 _SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
 """The strategies that shard parameters, so that they also apply to inference."""
@@ -118,7 +119,7 @@ def _prepare(
     collective_check.meet("unishard.prepare (sharding)")
     matmul.apply(cfg.precision)
     # From here on the model changes.
-    _prepared.add(model)
+    _prepared.update(model.modules())
     model_class = type(model).__name__  # `fully_shard` changes the class
     shape = shape_of(model, cfg.sharding)
     cast_model(model, cfg.precision, train=train)
@@ -211,11 +212,10 @@ def _plan(
     """Check everything, and freeze empty parameters. Collective."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
-    if model in _prepared:
-        raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
+    _require_new(model)
     facts = facts_of(model, cfg.sharding, train=train)
     freeze_empty(model)
-    materialization.check(model)
+    materialization.check(model, train=train)
     units = units_of(model, cfg.sharding)
     recomputed, compiled = activation_checkpointing.find(model, cfg), compilation.find(model, cfg)
     setup = OptimizerSetup(cfg, model, optimizer, scheduler) if train else None
@@ -228,6 +228,23 @@ def _plan(
         raise ConfigError([Problem(name, "was passed to prepare with train=False, which does no updates; remove it") for name in given])
     replicated = not train and cfg.sharding.strategy not in _SHARDS_PARAMETERS
     return _Plan(facts, units, recomputed if train else [], compiled, setup, replicated, translation)
+
+
+def _require_new(model: nn.Module) -> None:
+    """Check that no part of a model belongs to an engine.
+
+    Raises:
+        ModelError: It was prepared, or a part of it with parameters was.
+    """
+    if model in _prepared:
+        raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
+    shared = (f"module {name}" for name, module in model.named_modules() if module in _prepared and any(True for _ in module.parameters()))
+    tied = (f"parameter {name}" for name, parameter in model.named_parameters() if stepping.is_marked(parameter))
+    if part := next(chain(shared, tied), None):
+        raise ModelError(
+            f"{part} of {type(model).__name__} was already prepared in another model, whose engine shards and trains it; prepare one model "
+            "that contains both and let its forward choose, or give each model its own copy before prepare, such as copy.deepcopy(module)"
+        )
 
 
 def _adapter(model: nn.Module, cfg: Config, backend: Backend, plan: _Plan, topology: Topology) -> InferenceAdapter:

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Config
+from unishard.distributed import collective_check
 from unishard.distributed.host_read import HostRead
 from unishard.engine.adapter import EngineAdapter
+from unishard.engine.loop.added_modules import AddedModules
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.divided_loss import warn_if_divided
 from unishard.engine.loop.edited_gradients import EditedGradients
@@ -49,6 +51,7 @@ class Accumulation:
         self._items = Items()
         self._foreign = ForeignBackwardCheck(adapter)
         self._edited = EditedGradients(adapter.module, order)
+        self._added = AddedModules(adapter.module)
         self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
@@ -106,6 +109,8 @@ class Accumulation:
                 "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after the block"
             )
         order.enter("forward")
+        if not order.micro_batch and collective_check.samples(order.updates):
+            self._added.refuse()
         if order.before_update is not None:
             order.before_update()
             order.before_update = None
