@@ -24,7 +24,8 @@ def add_dimension(model: nn.Module) -> None:
     for module in model.modules() if numbers else ():
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         if names := tuple(name for name, parameter in own if not parameter.dim()):
-            module.__class__ = _showing(type(module), names)
+            kind: Any = type(module)
+            module.__class__ = _showing(kind, names)
     for parameter in numbers:
         setattr(parameter, _NUMBER, True)
         parameter.data = parameter.data.view(1)
@@ -46,7 +47,7 @@ def _showing(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
 def _without_dimension(name: str) -> Any:
     def show(module: nn.Module) -> Tensor:
-        parameter = nn.Module.__getattr__(module, name)  # finds the parameter, where `getattr` finds the property
+        parameter: Any = nn.Module.__getattr__(module, name)  # finds the parameter, where `getattr` finds the property
         return parameter if isinstance(parameter, DTensor) else parameter.view(())
 
     return show

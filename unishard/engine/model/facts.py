@@ -86,6 +86,11 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool) -> Iterator[
             yield f"{what} is already compiled; pass the original module, {path}_orig_mod, and set compile to per_block or full"
         if hasattr(module, "_checkpoint_wrapped_module"):
             yield f"module {name} of {kind} is in torch's checkpoint_wrapper; use the original module and set activation_checkpointing"
+        if train and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            yield (
+                f"{name or 'the model'} ({type(module).__name__}) of {kind} has sparse=True, and engines reduce and shard only dense "
+                "gradients; build it with sparse=False, and train it with an optimizer for dense gradients, such as AdamW"
+            )
     for name, parameter in named.items():
         yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter))
     for name, tensor in (*named.items(), *model.named_buffers()):
