@@ -17,10 +17,11 @@ from unishard.config import Config
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model.dtypes import cast_to_compute
+from unishard.engine.model.empty_parameters import is_empty
 from unishard.engine.model.kept_fp32 import holds
 from unishard.engine.model.materialization import Reader, flat_part, materialize, take_reader
 from unishard_deepspeed import start
-from unishard_deepspeed.patches.building import swapper_of
+from unishard_deepspeed.patches.building import gather_empty, swapper_of
 from unishard_deepspeed.patches.second_copy import group_of_init
 from unishard_deepspeed.replica_groups import Replicas
 
@@ -99,6 +100,7 @@ def partition(
                 originals.append((parameter, values.clone()))
         for parameter, size in zip(parameters, sizes, strict=True):
             _clear_padding(parameter, size, rank)
+    gather_empty(parameter for parameter in model.parameters() if is_empty(parameter))
     buffers = list(model.buffers())
     materialize(buffers, device)
     broadcast(buffers)

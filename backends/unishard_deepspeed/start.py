@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from unishard.config import Config
 from unishard.config.topology import Topology
@@ -111,10 +113,22 @@ def require_files(cfg: Config) -> None:
         )
 
 
+class _SendsNumbers(TorchFunctionMode):
+    """Lets DeepSpeed send parameters without dimensions: it views each as bytes, which torch 2.13 refuses for a tensor without dimensions.
+
+    (DeepSpeed 0.19.8, runtime/engine.py, _broadcast_model; runtime/zero/partition_parameters.py, _zero_init_param.)
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function is Tensor.view and args[1:] == (torch.uint8,) and not args[0].dim():
+            args = (args[0].view(1), torch.uint8)
+        return function(*args, **kwargs or {})
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress what DeepSpeed prints while it builds an engine, and deprecation warnings of modules that it imports."""
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), _SendsNumbers():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 

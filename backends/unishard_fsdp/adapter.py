@@ -134,7 +134,7 @@ class TorchAdapter(EngineAdapter):
             if not create:
                 return None
             parameter.grad = torch.zeros_like(parameter)
-        return shard_of(parameter.grad)
+        return shard_of(parameter, parameter.grad)
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """The parameter itself."""

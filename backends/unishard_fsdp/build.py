@@ -57,12 +57,22 @@ def build(
     if isinstance(native, options.DistributedDataParallel):
         return _ddp(model, cfg, native, device, optimizer)
     _require(native, patched=bool(units.conditional), mixed=cfg.precision.compute != "fp32")
+    embeddings: list[nn.Module] = []
     if isinstance(native, options.Replicate):
         sharding.apply_replicate(model, units.casting, device, native)
     else:
-        sharding.apply_fully_shard(model, units.gathered, device, native)
+        embeddings = sharding.apply_fully_shard(model, units.gathered, device, native)
     conditional = ConditionalParameters([parameter for unit in units.conditional for parameter in unit.module.parameters()], device)
-    return FSDPAdapter(cfg, model, optimizer(_named(model)), device, native=native, root=cast(FSDPModule, model), conditional=conditional)
+    return FSDPAdapter(
+        cfg,
+        model,
+        optimizer(_named(model)),
+        device,
+        native=native,
+        root=cast(FSDPModule, model),
+        conditional=conditional,
+        embeddings=embeddings,
+    )
 
 
 def _require(native: options.FullyShard | options.Replicate, *, patched: bool, mixed: bool) -> None:

@@ -19,6 +19,7 @@ from unishard.errors import ContractError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
+from unishard_fsdp.embeddings import UngatheredEmbeddings
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import HostCopies
 from unishard_fsdp.parameter_usage import GatheredLeaves
@@ -48,6 +49,7 @@ class FSDPAdapter(TorchAdapter):
         native: options.FullyShard | options.Replicate,
         root: FSDPModule,
         conditional: ConditionalParameters,
+        embeddings: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(cfg, module, optimizer, device)
         self._strategy, self._compute = cfg.sharding.strategy, cfg.precision.compute
@@ -73,6 +75,7 @@ class FSDPAdapter(TorchAdapter):
         self._conditional = conditional
         self._skippable = set(self._trainable if native.reduce_scatter_unused_params else conditional.parameters)
         self._leaves = GatheredLeaves(zip((name for name, _ in self._sharded_modules), self._modules(), strict=True))
+        self._embeddings = UngatheredEmbeddings(embeddings)
         if conditional.parameters:
             from unishard_fsdp.patches.conditional import fill_unused
 
@@ -100,6 +103,7 @@ class FSDPAdapter(TorchAdapter):
     def backward(self, loss: Tensor) -> None:
         """Run autograd, with patches for unreduced gradients."""
         self._toggled.restore()
+        self._embeddings.look()
         if self._stale_dtypes:
             self._refresh_trainable()
             self._stale_dtypes = not self._toggled.all_trainable()

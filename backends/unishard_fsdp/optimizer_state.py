@@ -39,7 +39,7 @@ class TorchOptimizerState:
         tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[tensor], tensor, state)
         place = shard_of(parameter)
         found = {
-            key: place._replace(values=local(value) if place.group is None else local(value).view(-1)) for key, value in tensors.items()
+            key: place._replace(values=local(value).view(place.shape if place.group is None else -1)) for key, value in tensors.items()
         }
         return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
 

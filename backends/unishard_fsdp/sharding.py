@@ -20,8 +20,8 @@ from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.kept_fp32 import holds, holds_all
 from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard.engine.model.units import Unit
-from unishard.errors import ModelError
 from unishard_fsdp import collective_settings
+from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 
 __all__ = ["apply_fully_shard", "apply_replicate", "load"]
@@ -64,11 +64,19 @@ def load(
         broadcast(materialize(own, device, part))
         if frozen is not None:
             cast_to_compute(own, frozen)
-        if apply is not None:
-            make_dense(tensor for tensor in own if isinstance(tensor, nn.Parameter))  # `fully_shard` refuses others
+        # `fully_shard` refuses others; fused optimizers step the memory from the first element on (torch 2.13), gaps included.
+        make_dense(tensor for tensor in own if isinstance(tensor, nn.Parameter) and (apply is not None or _has_gaps(tensor)))
         del own[:]
         if apply is not None:
             _keep_attributes(apply, module)
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are not all of the memory between its first and its last, as for a slice of columns."""
+    return (
+        tensor.numel() > 0
+        and sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1 != tensor.numel()
+    )
 
 
 def _keep_attributes(apply: Apply, module: nn.Module) -> None:
@@ -130,8 +138,13 @@ def _policy(policy: MixedPrecision, module: nn.Module, *, root: bool) -> MixedPr
 
 def apply_fully_shard(
     model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Precision | None = None
-) -> None:
-    """Call `fully_shard` on each unit and the root; `frozen` as in `load`. Collective."""
+) -> list[nn.Module]:
+    """Call `fully_shard` on each unit and the root; `frozen` as in `load`. Collective.
+
+    Returns:
+        The embeddings that are not gathered in backward.
+    """
+    add_dimension(model)
     mesh = _mesh(device, options.mesh)
     sizes = [unit.numel for unit in units]
     offload = OffloadPolicy()
@@ -140,7 +153,7 @@ def apply_fully_shard(
 
     keeps = options.keep_last_unit and frozen is None
     kept = [model, *(unit.module for unit in units[-1:] if keeps)]
-    embeddings = [unit.module for unit in units if unit.is_embedding]
+    embeddings = [unit.module for unit in units if unit.is_embedding and not options.unshard_embeddings_in_backward]
 
     def apply(module: nn.Module) -> None:
         root = module is model
@@ -152,7 +165,7 @@ def apply_fully_shard(
             offload_policy=offload,
         )
 
-        if not options.unshard_embeddings_in_backward and any(module is each for each in embeddings):
+        if any(module is each for each in embeddings):
             cast(FSDPModule, module).set_unshard_in_backward(False)
 
     shards = mesh["shard"]
@@ -165,17 +178,12 @@ def apply_fully_shard(
     if options.prefetch_numel:
         limit = None if options.prefetch_numel == "next_unit" else options.prefetch_numel
         _set_prefetch(model, [unit.module for unit in units], sizes, limit)
+    return embeddings
 
 
 def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
-    """Call `fully_shard` over groups of one rank on each unit, so that all-reduces overlap backward, and on the root. Collective.
-
-    Raises:
-        ModelError: A parameter has no dimensions.
-    """
-    scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
-    if scalar:
-        raise ModelError(f"parameter {scalar} is 0-d, which fully_shard does not support (torch 2.13); give it the shape (1,)")
+    """Call `fully_shard` over groups of one rank on each unit, so that all-reduces overlap backward, and on the root. Collective."""
+    add_dimension(model)
     mesh = _mesh(device, Mesh(replicate=dist.get_world_size(), shard=1))
 
     def apply(module: nn.Module) -> None:

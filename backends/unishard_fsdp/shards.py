@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unishard.distributed.shards import Shard
 from unishard_fsdp.clipping import local
+from unishard_fsdp.dimensionless import shape_of
 
 __all__ = ["shard_of"]
 
 
-def shard_of(tensor: Tensor) -> Shard:
-    """This rank's shard of a parameter or gradient. Call it under `no_grad`.
+def shard_of(parameter: nn.Parameter, values: Tensor | None = None) -> Shard:
+    """This rank's shard of a parameter, or of `values`, a tensor that is sharded like it. Call it under `no_grad`.
 
     `fully_shard` splits dim 0 like `torch.chunk`; on a mesh of two axes each group holds a full tensor.
     """
+    tensor, shape = parameter if values is None else values, shape_of(parameter)
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
             mesh = tensor.device_mesh
             if placement.is_shard(0) and mesh.size(axis) > 1:
                 rows = -(-len(tensor) // mesh.size(axis)) * mesh.get_local_rank(axis)
                 start = min(rows, len(tensor)) * tensor.shape[1:].numel()
-                return Shard(tensor.shape, tensor.to_local().view(-1), start, mesh.get_group(axis))
-    return Shard(tensor.shape, local(tensor))
+                return Shard(shape, tensor.to_local().view(-1), start, mesh.get_group(axis))
+    return Shard(shape, local(tensor).view(shape))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from unishard.config import Sharding
 from unishard.engine.model.facts import description_of, facts_of
 from unishard.errors import ModelError
 
@@ -23,12 +22,6 @@ def hooked_after_accumulation() -> nn.Module:
     return model
 
 
-def scalar() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -36,7 +29,7 @@ def scalar() -> nn.Module:
         (nn.Linear(2, 2).requires_grad_(False), "all 2 parameters of Linear are frozen; unfreeze the ones to train"),
         (nn.Linear(2, 2).double(), "must be fp32, bf16 or fp16, .* weight and 1 others of Linear are torch.float64; call model.float()"),
         (nn.LazyLinear(2), "parameter weight of LazyLinear has no shape yet .lazy module.; run the model once on a batch"),
-        (scalar(), r"parameter scale of Linear has no dimensions, so it cannot be sharded; give it the shape \(1,\)"),
+        (nn.Embedding(3, 2, sparse=True), r"the model \(Embedding\) of Embedding has sparse=True, .*; build it with sparse=False"),
         (hooked(), "parameter weight of Linear has a gradient hook, which sharding would lose; remove it"),
         (hooked_after_accumulation(), "parameter bias of Linear has a gradient hook"),
         (
@@ -44,21 +37,17 @@ def scalar() -> nn.Module:
             "already compiled; pass the original module, model._orig_mod",
         ),
     ],
-    ids=["none", "frozen", "double", "lazy", "scalar", "hook", "late hook", "compiled"],
+    ids=["none", "frozen", "double", "lazy", "sparse", "hook", "late hook", "compiled"],
 )
 def test_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        facts_of(model, Sharding())
-
-
-def test_a_scalar_needs_no_shape_where_nothing_is_sharded() -> None:
-    assert facts_of(scalar(), Sharding(strategy="no_shard")).elements == 7
+        facts_of(model)
 
 
 def test_facts() -> None:
     model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 3).requires_grad_(False))
     model.append(model[1])
-    facts = facts_of(model, Sharding())
+    facts = facts_of(model)
     assert (facts.elements, facts.trainable) == (4015, 4000)
     assert facts.indivisible == 4000, "ZeroRedundancyOptimizer may leave the whole embedding on one rank"
 

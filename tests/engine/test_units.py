@@ -170,3 +170,10 @@ def test_units_survive_meta_models() -> None:
     with torch.device("meta"):
         model = llama()
     assert names(model) == names(llama())
+
+
+def test_an_embedding_with_a_hook_may_compute_with_its_weight() -> None:
+    plain, hooked, normed = (nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)) for _ in range(3))
+    hooked[0].register_forward_hook(lambda module, args, output: output * module.weight.mean())
+    normed[0] = nn.utils.spectral_norm(normed[0])
+    assert [find_units(model, Sharding())[0].is_embedding for model in (plain, hooked, normed)] == [True, False, False]

@@ -313,5 +313,5 @@ def test_a_tie_stays_one_parameter_under_all_its_names(cell):
 
 
 def test_what_prepare_allows_an_engine_to_hold_counts_frozen_parameters_in_their_own_format():
-    facts = facts_of(lora(torch.bfloat16), config("fsdp").sharding)
+    facts = facts_of(lora(torch.bfloat16))
     assert (facts.trainable, facts.frozen_bytes) == (TRAINABLE, 2 * FROZEN)

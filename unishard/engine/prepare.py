@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -23,6 +24,7 @@ from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.memory import ExpectedMemory
 from unishard.engine.model import activation_checkpointing, batch_norm, compilation, input_casts, kept_fp32, materialization, matmul
 from unishard.engine.model.dtypes import cast_model
+from unishard.engine.model.empty_parameters import freeze_empty
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import ModelUnits, Unit, units_of
@@ -41,7 +43,7 @@ from unishard.plugins.translate import translate
 __all__ = ["prepare"]
 
 _prepared: WeakSet[nn.Module] = WeakSet()
-"""Models that were sharded in place; this is possible only once."""
+"""Models that were sharded in place, and their modules; this is possible only once."""
 
 _SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
 """The strategies that shard parameters, so that they also apply to inference."""
@@ -119,7 +121,7 @@ def _prepare(
     matmul.apply(cfg.precision)
     kept_fp32.mark(model, plan.kept)
     # From here on the model changes.
-    _prepared.add(model)
+    _prepared.update(model.modules())
     model_class = type(model).__name__  # `fully_shard` changes the class
     shape = shape_of(model, cfg.sharding)
     cast_model(model, cfg.precision, train=train)
@@ -170,7 +172,7 @@ def _resume(engine: Engine) -> None:
 
 
 class _Plan(NamedTuple):
-    """What to build. Making the plan changes nothing and raises on every rank if it cannot be built."""
+    """What to build. Making the plan changes nothing that holds data and raises on every rank if it cannot be built."""
 
     facts: ModelFacts
     kept: kept_fp32.Kept
@@ -212,14 +214,14 @@ def _plan(
     *,
     train: bool,
 ) -> _Plan:
-    """Check everything. Collective."""
+    """Check everything, and freeze empty parameters. Collective."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
-    if model in _prepared:
-        raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
+    _require_new(model)
     alone = topology.world_size == 1 and holds_full_weights(cfg, trains=train)
-    facts = facts_of(model, cfg.sharding, train=train, forward_writes=alone)
-    materialization.check(model)
+    facts = facts_of(model, train=train, forward_writes=alone)
+    freeze_empty(model)
+    materialization.check(model, train=train)
     kept = kept_fp32.find(model, cfg.precision, train=train)
     units = units_of(model, cfg.sharding)
     input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
@@ -234,6 +236,23 @@ def _plan(
         raise ConfigError([Problem(name, "was passed to prepare with train=False, which does no updates; remove it") for name in given])
     replicated = not train and cfg.sharding.strategy not in _SHARDS_PARAMETERS
     return _Plan(facts, kept, units, recomputed if train else [], compiled, setup, replicated, translation)
+
+
+def _require_new(model: nn.Module) -> None:
+    """Check that no part of a model belongs to an engine.
+
+    Raises:
+        ModelError: It was prepared, or a part of it with parameters was.
+    """
+    if model in _prepared:
+        raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
+    shared = (f"module {name}" for name, module in model.named_modules() if module in _prepared and any(True for _ in module.parameters()))
+    tied = (f"parameter {name}" for name, parameter in model.named_parameters() if stepping.is_marked(parameter))
+    if part := next(chain(shared, tied), None):
+        raise ModelError(
+            f"{part} of {type(model).__name__} was already prepared in another model, whose engine shards and trains it; prepare one model "
+            "that contains both and let its forward choose, or give each model its own copy before prepare, such as copy.deepcopy(module)"
+        )
 
 
 def _adapter(model: nn.Module, cfg: Config, backend: Backend, plan: _Plan, topology: Topology) -> InferenceAdapter:

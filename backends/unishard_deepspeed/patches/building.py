@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unishard_deepspeed.patches import PATCHES
 
-__all__ = ["allow_fp16", "buffers_by_dtype", "clear_mpu", "compile_nothing", "forget", "keep_adagrad", "leave_process_group", "swapper_of"]
+__all__ = [
+    "allow_fp16",
+    "buffers_by_dtype",
+    "clear_mpu",
+    "compile_nothing",
+    "forget",
+    "gather_empty",
+    "keep_adagrad",
+    "leave_process_group",
+    "swapper_of",
+]
 
 
 def allow_fp16() -> None:
@@ -115,6 +126,22 @@ def clear_mpu() -> None:
 def swapper_of(init: Any) -> Any:
     """The object that reads and writes parameters in files, shared by all `deepspeed.zero.Init` of a model."""
     return init.param_swapper
+
+
+def gather_empty(parameters: Iterable[Any]) -> None:
+    """Let each rank gather its empty parameters alone: no communication, as stage 3 does on one rank.
+
+    Stage 3 skips modules whose shards have no elements, and then expects their parameters to be gathered
+    (runtime/zero/partitioned_param_coordinator.py, _fetch_sub_module_impl); among several ranks it fails to put together a full tensor of
+    no elements (runtime/zero/partition_parameters.py, AllGatherCoalescedHandle).
+    """
+    empty = list(parameters)
+    if empty:
+        PATCHES["empty-parameters"].require()
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        for parameter in empty:
+            parameter.ds_process_group = alone
+            parameter.partition_numel = lambda: 1
 
 
 def forget(engine: Any) -> None:

@@ -183,7 +183,7 @@ def update_low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None
         return
     part = _stage_3_shard(parameter, parameter.ds_tensor.data)
     part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
-    if parameter.data.numel() == parameter.ds_numel:  # gathered now
+    if parameter.data.shape == parameter.ds_shape:  # gathered now
         parameter.data.copy_(value)
 
 

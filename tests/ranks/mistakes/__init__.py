@@ -7,7 +7,8 @@ from mistakes.configs import CONFIGS
 from mistakes.damage import DAMAGE
 from mistakes.habits import HABITS
 from mistakes.loop import LOOP
+from mistakes.models import MODELS
 from mistakes.own_loaders import DATA
 from mistakes.ranks import RANKS
 
-SUBJECTS = (CONFIGS, LOOP, HABITS, DATA, RANKS, CHECKPOINTS, DAMAGE)
+SUBJECTS = (CONFIGS, LOOP, MODELS, HABITS, DATA, RANKS, CHECKPOINTS, DAMAGE)

@@ -20,6 +20,7 @@ from unishard.config import Config
 from unishard.distributed.collective_check import samples
 from unishard.distributed.host_read import HostRead
 from unishard.engine.adapter import EngineAdapter
+from unishard.engine.loop.added_modules import AddedModules
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.divided_loss import warn_if_divided, warn_if_mean
 from unishard.engine.loop.edited_gradients import EditedGradients
@@ -67,6 +68,7 @@ class Accumulation:
         self._foreign = ForeignBackwardCheck(adapter)
         self._edited = EditedGradients(adapter.module, order)
         self._reached = ReachedParameters(adapter, order, classes)
+        self._added = AddedModules(adapter.module)
         self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
         self._skipped = SkippedUpdates()
@@ -134,6 +136,8 @@ class Accumulation:
                 "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after the block"
             )
         watched = self._sampled and not order.micro_batch
+        if watched:
+            self._added.refuse()
         if watched and self.written is not None:
             self.written.before_forward()
         order.enter("forward")

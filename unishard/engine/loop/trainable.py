@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from unishard.distributed import process_group
+from unishard.engine.model.empty_parameters import is_empty
 from unishard.errors import ContractError
 
 __all__ = ["Trainable"]
@@ -37,7 +38,7 @@ class Trainable:
         process_group.agree({"names": wanted, "trainable": trainable}, "calls of set_trainable")
         named = self._named()
         meant = {named[found] for name in wanted for found in self._matches(name, named)}
-        chosen = [name for name, parameter in named.items() if parameter in meant]
+        chosen = [name for name, parameter in named.items() if parameter in meant and not is_empty(parameter)]
         frozen = [name for name in chosen if name not in self.prepared]
         if trainable and frozen:
             raise _never_trained(frozen[0])

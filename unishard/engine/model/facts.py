@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from unishard.config import Sharding
 from unishard.distributed.storable import obstacle
 from unishard.errors import ModelError
 
@@ -47,12 +46,11 @@ def description_of(model: Any) -> dict[str, str]:
     return described
 
 
-def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True, forward_writes: bool = True) -> ModelFacts:
+def facts_of(model: nn.Module, *, train: bool = True, forward_writes: bool = True) -> ModelFacts:
     """Collect the facts of a model, and check that it can be sharded.
 
     Args:
         model: Not sharded yet.
-        sharding: The section `sharding`.
         train: Whether parameters with `requires_grad` are trained; False for inference.
         forward_writes: Whether what the forward writes into a parameter stays there, the same on all ranks.
 
@@ -61,7 +59,7 @@ def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True, forwar
             data, with a dtype that no engine trains, in a layout that cannot be saved, or with hooks that sharding would lose; or its
             forward writes parameters.
     """
-    problem = next(_problems(model, sharding, train=train, forward_writes=forward_writes), None)
+    problem = next(_problems(model, train=train, forward_writes=forward_writes), None)
     if problem:
         raise ModelError(problem)
     parameters = list(model.parameters())
@@ -76,7 +74,7 @@ def facts_of(model: nn.Module, sharding: Sharding, *, train: bool = True, forwar
     )
 
 
-def _problems(model: nn.Module, sharding: Sharding, *, train: bool, forward_writes: bool) -> Iterator[str]:
+def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterator[str]:
     kind, named = type(model).__name__, dict(model.named_parameters())
     if not named:
         yield f"{kind} has no parameters; there is nothing to {'train' if train else 'shard, so call it as it is'}"
@@ -95,8 +93,13 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool, forward_writ
                 "of its own batch into the weight, where sharding loses them and replicas would differ; leave max_norm out, and limit "
                 f"the norms of the rows after engine.step() in `with engine.gathered([{weight!r}]) as weights:`"
             )
+        if train and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            yield (
+                f"{name or 'the model'} ({type(module).__name__}) of {kind} has sparse=True, and engines reduce and shard only dense "
+                "gradients; build it with sparse=False, and train it with an optimizer for dense gradients, such as AdamW"
+            )
     for name, parameter in named.items():
-        yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter, sharding))
+        yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter))
     for name, tensor in (*named.items(), *model.named_buffers()):
         if not isinstance(tensor, UninitializedBuffer) and (problem := obstacle(tensor)) is not None:
             yield (
@@ -114,13 +117,11 @@ def _problems(model: nn.Module, sharding: Sharding, *, train: bool, forward_writ
         )
 
 
-def _parameter_problems(parameter: nn.Parameter, sharding: Sharding) -> Iterator[str]:
+def _parameter_problems(parameter: nn.Parameter) -> Iterator[str]:
     if isinstance(parameter, UninitializedParameter):
         yield "has no shape yet (lazy module); run the model once on a batch, then prepare it"
     elif isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
         yield "is already sharded; build a new model and prepare it once"
-    elif sharding.strategy != "no_shard" and parameter.dim() == 0:
-        yield "has no dimensions, so it cannot be sharded; give it the shape (1,)"
     # torch 2.13 keeps both kinds of hooks in private attributes of the tensor, which sharding replaces.
     elif any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
         yield "has a gradient hook, which sharding would lose; remove it and edit gradients with engine.set_grad instead"

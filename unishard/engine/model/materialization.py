@@ -7,6 +7,7 @@ only a part of it on each rank, every rank reads its own part; else rank 0 reads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from unishard.engine.model.shared_memory import shared_memory
 from unishard.errors import ModelError
 
 __all__ = [
@@ -78,13 +80,18 @@ def flat_part(rank: int, ranks: int) -> Part:
     return part
 
 
-def check(model: nn.Module) -> None:
+def check(model: nn.Module, *, train: bool) -> None:
     """Check that rank 0 has the data of every parameter and buffer, or can read it. Collective.
+
+    Args:
+        model: Not sharded yet.
+        train: Whether it is trained: parameters then need memory of their own.
 
     Raises:
         ModelError: On every rank.
     """
-    problem: list[Any] = [next(_without_data(model), None) if dist.get_rank() == 0 else None]
+    problems = chain(_without_data(model), shared_memory(model) if train else ())
+    problem: list[Any] = [next(problems, None) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(problem, src=0)
     if problem[0]:
         raise ModelError(problem[0])

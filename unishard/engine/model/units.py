@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -32,16 +32,22 @@ class Unit:
     name: str
     """Name in `model.named_modules()`."""
     module: nn.Module
+    is_embedding: bool = field(init=False)
+    """Whether it is torch's table of embeddings and nothing else, whose gradient depends on the indices and not on the weights.
+
+    Decided when it is found, before `prepare` adds hooks and functions of its own.
+    """
+
+    def __post_init__(self) -> None:
+        """Look for what may compute with the weights, as the hook of `torch.nn.utils.spectral_norm` does."""
+        module = self.module
+        added = bool(module._forward_pre_hooks or module._forward_hooks) or "forward" in vars(module)
+        object.__setattr__(self, "is_embedding", type(module) is nn.Embedding and not added)
 
     @property
     def numel(self) -> int:
         """Elements of all its parameters."""
         return _numel(self.module)
-
-    @property
-    def is_embedding(self) -> bool:
-        """Whether it is torch's table of embeddings, whose gradient depends on the indices and not on the weights."""
-        return type(self.module) is nn.Embedding
 
 
 class ModelUnits(NamedTuple):

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unishard.errors import ContractError
 
-__all__ = ["OwnCalls", "forget", "mark", "watch"]
+__all__ = ["OwnCalls", "forget", "is_marked", "mark", "watch"]
 
 
 class OwnCalls:
@@ -55,6 +55,11 @@ def mark(model: nn.Module) -> None:
     number = next(_numbers)
     for parameter in model.parameters():
         setattr(parameter, _MARK, number)
+
+
+def is_marked(parameter: nn.Parameter) -> bool:
+    """Whether a parameter belongs to a model that was prepared for training."""
+    return hasattr(parameter, _MARK)
 
 
 def watch(model: nn.Module, class_name: str, optimizers: Iterable[Any], own: OwnCalls) -> int:

@@ -39,6 +39,14 @@ BUILDING = (
         instead="set offload.params to cpu",
     ),
     Patch(
+        name="empty-parameters",
+        case="full_shard of a model with parameters that have no elements",
+        names=of(INIT, "ds_process_group", "partition_numel"),
+        versions=RUN,
+        link=f"{TAG}/runtime/zero/partitioned_param_coordinator.py",
+        instead="choose shard_grad_op, or remove these parameters",
+    ),
+    Patch(
         name="second-process-group",
         case="A process group that was started again in the same process",
         names=(*of("deepspeed.utils.groups", "_release_process_group_references"), *of("deepspeed.comm.comm", "cdb")),

@@ -1,0 +1,38 @@
+"""Find modules and parameters that were added to a model after `prepare`, which no engine trains or saves."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from unishard.errors import ContractError
+
+__all__ = ["AddedModules"]
+
+
+class AddedModules:
+    """Refuses what the user adds to a prepared model, such as adapters or a new head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember the modules and their parameters."""
+        self._model = model
+        self._known = {part: dict(part.named_parameters(recurse=False)) for part in model.modules()}
+
+    def refuse(self) -> None:
+        """Look through the model.
+
+        Raises:
+            ContractError: A module or a parameter is new.
+        """
+        for name, part in self._model.named_modules():
+            known = self._known.get(part, {})
+            for own, parameter in part.named_parameters(recurse=False):
+                if own in known and (
+                    parameter is known[own] or isinstance(known[own], DTensor)
+                ):  # FSDP2 replaces shards by what it gathers
+                    continue
+                what = f"parameter {name}{'.' if name else ''}{own}" if part in self._known else f"module {name}"
+                raise ContractError(
+                    f"{what} was added or replaced after unishard.prepare, so no engine trains or saves it; change the model before "
+                    "prepare: get_peft_model, a new head, a resized embedding"
+                )

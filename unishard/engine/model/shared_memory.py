@@ -1,0 +1,56 @@
+"""Find parameters that share memory with another tensor of the model although they are another object.
+
+In plain torch they train as one: `decoder.weight = nn.Parameter(encoder.weight.t())`. Engines move each parameter to memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+__all__ = ["shared_memory"]
+
+
+def shared_memory(model: nn.Module) -> Iterator[str]:
+    """Yield the trainable parameters that share elements with another parameter or buffer, and how to write that instead.
+
+    Frozen ones stay equal without sharing. Slices of one flat tensor may lie beside each other.
+    """
+    by_storage: dict[tuple[str, int], list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer) or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        if address := tensor.untyped_storage().data_ptr():  # 0 on the meta device
+            by_storage[str(tensor.device), address].append((name, tensor))
+    kind = type(model).__name__
+    for tensors in by_storage.values():
+        for (first, one), (second, other) in combinations(tensors, 2):
+            if (one.requires_grad or other.requires_grad) and _overlap(one, other):
+                yield _refusal(kind, first, second, buffer=not isinstance(other, nn.Parameter))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if one.element_size() != other.element_size():
+        return True
+    seen = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    torch.as_strided(seen, one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(torch.as_strided(seen, other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _refusal(kind: str, first: str, second: str, *, buffer: bool) -> str:
+    if buffer:
+        return (
+            f"buffer {second} of {kind} shares memory with parameter {first}, and would keep the old values when the parameter trains; "
+            f"compute it from the parameter in the forward, or register a copy, {first}.detach().clone()"
+        )
+    return (
+        f"parameters {first} and {second} of {kind} share memory but are two objects, which engines would train apart; tie them by one "
+        f"object, {second} = {first}; for a transpose or a slice, keep only {first} and compute with it in the forward, such as "
+        f"F.linear(x, {first}.t())"
+    )
