@@ -47,5 +47,6 @@ def test_the_page_has_a_row_for_each_model_and_none_is_beyond_its_bounds_without
     rows = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     assert [name for name, *_ in rows if name != "Model"] == list(CASES), "run make models"
     for name, *cells in rows:
+        assert any(cells), f"{name} has no figures"
         known = name == "Model" or CASES[name].known
         assert known or not any("**" in cell for cell in cells), f"{name}: {cells}"

@@ -7,11 +7,11 @@ from typing import Any
 from models.case import Kind, hugging_face
 from models.data import SIZES, VOCABULARY, tokens
 
-__all__ = ["DECODER", "KIND"]
+__all__ = ["DECODER", "GPT2", "KIND"]
 
 KIND = Kind("Language models")
 DECODER: dict[str, Any] = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
 
 def _add(
@@ -62,11 +62,11 @@ _add("nanochat", "NanoChat")
 _add("doge", "Doge")
 _add("diffllama", "DiffLlama", sizes=SIZES)
 _add("bitnet", "BitNet")
-_add("gpt2", "GPT2", "{}LMHeadModel", sizes=_GPT2)
-_add("gpt1", "OpenAIGPT", "{}LMHeadModel", sizes=_GPT2, low_buffers=True)
-_add("gptj", "GPTJ", sizes=_GPT2, rotary_dim=4)
-_add("codegen", "CodeGen", sizes=_GPT2 | {"n_head": 4}, rotary_dim=4)
-_add("gpt_bigcode", "GPTBigCode", sizes=_GPT2)
+_add("gpt2", "GPT2", "{}LMHeadModel", sizes=GPT2)
+_add("gpt1", "OpenAIGPT", "{}LMHeadModel", sizes=GPT2, low_buffers=True)
+_add("gptj", "GPTJ", sizes=GPT2, rotary_dim=4)
+_add("codegen", "CodeGen", sizes=GPT2 | {"n_head": 4}, rotary_dim=4)
+_add("gpt_bigcode", "GPTBigCode", sizes=GPT2)
 _add(
     "gpt_neo",
     "GPTNeo",
@@ -85,7 +85,7 @@ _add("biogpt", "BioGpt", sizes=SIZES)
 _add(
     "xglm", "XGLM", sizes={"vocab_size": VOCABULARY, "d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2}, low_buffers=True
 )
-_add("ctrl", "CTRL", "{}LMHeadModel", sizes=_GPT2 | {"dff": 24})
+_add("ctrl", "CTRL", "{}LMHeadModel", sizes=GPT2 | {"dff": 24})
 _add("xlnet", "XLNet", "{}LMHeadModel", sizes={"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24})
 KIND.add(
     "llama, recomputed", hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER), tokens, sections={"activation_checkpointing": "full"}

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from models.case import Kind, hugging_face
-from models.data import SIZES, VOCABULARY, audio, masked, sequence_pair, tokens
+from models.data import SIZES, audio, masked, sequence_pair, tokens
 from models.encoder_decoder import BART
 from models.habits.blocks import Block, add
 from models.speech import WAVES
+from models.text import GPT2
 
 __all__ = ["KIND"]
 
@@ -38,14 +39,11 @@ class _LayerDrop(nn.Module):
 
 
 _BART = BART | {"encoder_layers": 3}
-_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 add(KIND, "dropout", lambda: nn.Sequential(_Dropout(), _Dropout()))
 add(KIND, "dropout, recomputed", lambda: nn.Sequential(_Dropout(), _Dropout()), sections={"activation_checkpointing": "full"})
 add(KIND, "LayerDrop", _LayerDrop)
 add(KIND, "LayerDrop, conditional_modules", _LayerDrop, sections={"sharding": {"conditional_modules": ["Block"]}})
-KIND.add(
-    "gpt2 with dropout", hugging_face("GPT2LMHeadModel", "GPT2Config", random={"resid_pdrop": 0.2, "embd_pdrop": 0.2}, **_GPT2), tokens
-)
+KIND.add("gpt2 with dropout", hugging_face("GPT2LMHeadModel", "GPT2Config", random={"resid_pdrop": 0.2, "embd_pdrop": 0.2}, **GPT2), tokens)
 KIND.add("bert with dropout", hugging_face("BertForMaskedLM", "BertConfig", random={"hidden_dropout_prob": 0.2}, **SIZES), masked)
 KIND.add(
     "bart with LayerDrop, conditional_modules",
