@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Case", "Kind", "drawn", "hugging_face", "micro_batch", "own_loss", "seeded"]
+__all__ = ["REORDERED", "Case", "Kind", "drawn", "hugging_face", "micro_batch", "own_loss", "seeded"]
 
 MICRO_BATCH = 2
+REORDERED = "bf16: an activation has several uses, whose gradients autograd adds in another order"
+"""Why figures are beyond their bounds: the engines add nodes to the graph where units begin and end."""
 Batch = dict[str, Tensor]
 
 

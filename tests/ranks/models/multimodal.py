@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.case import Batch, Kind, drawn, hugging_face
+from models.case import REORDERED, Batch, Kind, drawn, hugging_face
 from models.data import SIZES, VOCABULARY
 from models.text import DECODER
 from models.vision import TOWER
@@ -104,6 +104,7 @@ KIND.add(
         image_seq_length=16,
     ),
     _with_image_tokens(16),
+    known=REORDERED,
 )
 KIND.add(
     "paligemma",

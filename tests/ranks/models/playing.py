@@ -74,8 +74,8 @@ def _prepare_references(case: Case, runs: Sequence[Run], rank: int, place: Path)
             answer = reference(case, precision)
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
-        torch.save(answer, place / "unfinished.pt")
-        (place / "unfinished.pt").rename(_path(place, precision))
+        torch.save(answer, place / f"{precision}.unfinished")
+        (place / f"{precision}.unfinished").rename(_path(place, precision))
 
 
 def _path(place: Path, precision: str) -> Path:
