@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash faults soak parity matrix mistakes versions bench gpu gpu-wheels clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash faults soak parity matrix mistakes models versions bench gpu gpu-wheels clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ matrix: $(READY) ## Resume every kind of run by every other and write how far ea
 mistakes: $(READY) ## Make every mistake on both engines and write docs/mistakes.md.
 	$(PYTEST) tests/ranks/test_mistakes.py -k "not up_to_date" --deep
 	PYTHONPATH=tests/ranks $(BIN)/python -m mistakes.page docs/mistakes.md
+
+models: $(READY) ## Train every model of tests/ranks/models on both engines beside plain torch; writes docs/models-tested.md; ONLY="llama, t5" for some.
+	PYTHONPATH=tests/ranks $(BIN)/python -m models.sweep docs/models-tested.md $(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torch-2.11 for one, ARGS="--venv DIR" for one of yours.
 	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)

@@ -1,0 +1,18 @@
+"""Habits of own modules."""
+
+from __future__ import annotations
+
+from models.habits import autograd, control_flow, layers, losses, parameters, random, reparametrized, sharing
+
+__all__ = ["HABITS"]
+
+HABITS = (
+    layers.KIND,
+    parameters.KIND,
+    reparametrized.KIND,
+    sharing.KIND,
+    control_flow.KIND,
+    autograd.KIND,
+    losses.KIND,
+    random.KIND,
+)

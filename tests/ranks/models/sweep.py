@@ -1,0 +1,137 @@
+"""Plays every case in pairs of ranks, and keeps what came of each run in a file of JSON lines: `make models`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from models import CASES
+from models.page import page
+from models.playing import play
+from models.runs import WORLD, Run, runs_of
+from unishard.testing import RankFailure, run_ranks
+
+__all__ = ["attempt", "played"]
+
+Record = dict[str, Any]
+_TIMEOUT = 600.0
+_BESIDE = 2
+"""Cases that are played at a time: ranks wait for each other a good part of the time."""
+
+
+def played(name: str) -> list[Record]:
+    """What came of each run of a case, in order. An error ends the ranks; the runs after it are played by new ones."""
+    todo = list(runs_of(list(CASES).index(name)))
+    records: list[Record] = []
+    with TemporaryDirectory(prefix="models-") as folder:
+        while todo:
+            found = attempt({name: todo}, folder)[name]
+            records += found
+            broken = {record["run"] for record in records if "error" in record}
+            todo = [run for run in todo[len(found) :] if str(run.source) not in broken]
+    return records
+
+
+def attempt(todo: Mapping[str, Sequence[Run]], folder: str) -> dict[str, list[Record]]:
+    """By case, what came of its runs in one pair of ranks, until one failed."""
+    failure = None
+    try:
+        run_ranks(WORLD, play, todo, folder, timeout=_TIMEOUT, grace=20.0)
+    except RankFailure as error:
+        failure = error
+    return {name: list(_until_failed(Path(folder, name), runs, failure)) for name, runs in todo.items()}
+
+
+def _until_failed(folder: Path, runs: Sequence[Run], failure: RankFailure | None) -> Iterator[Record]:
+    ranks = [{record.pop("run"): record for record in _lines(folder / f"rank{rank}.jsonl")} for rank in range(WORLD)]
+    for run in runs:
+        record = _combined([each.get(str(run)) for each in ranks], failure)
+        yield {"case": folder.name, "run": str(run), **record}
+        if "error" in record and failure is not None:
+            return
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    if path.exists():
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def _combined(ranks: list[Record | None], failure: RankFailure | None) -> Record:
+    """What came of a run, from what came of it on each rank."""
+    given = [each for each in ranks if each is not None]
+    errors = [each["error"] for each in given if "error" in each]
+    if errors:
+        return {"error": errors[0], "ours": len(errors) == WORLD and all(each["ours"] for each in given)}
+    if len(given) < WORLD:
+        return {"error": _ending(failure), "ours": False}
+    if any(each.get("norms") != given[0].get("norms") for each in given):
+        return {"error": "the ranks have different gradient norms", "ours": False}
+    return given[0]
+
+
+def _ending(failure: RankFailure | None) -> str:
+    """Why a rank wrote nothing: `playing.play` ends it with exit code 1 if it hangs."""
+    errors = {} if failure is None else failure.errors
+    died = [error.message for error in errors.values() if error.type == "Died" and "exit code 1" not in error.message]
+    other = [f"{error.type}: {error.message}" for error in errors.values() if error.type not in ("Died", "Hung")]
+    return (died + other + ["hangs"])[0]
+
+
+def main() -> int:
+    """Play the cases and write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--only", default="", metavar="NAMES", help="play cases whose names contain one of these; writes no page")
+    parser.add_argument("--records", type=Path, default=Path("models-out/records.jsonl"), help="the file of what came of each run")
+    parser.add_argument("--resume", action="store_true", help="play only cases that have no records there")
+    asked = parser.parse_args()
+    asked.records.parent.mkdir(parents=True, exist_ok=True)
+    if not asked.resume:
+        asked.records.write_text("")
+    records = list(_lines(asked.records))
+    names = [name for name in CASES if any(each.strip() in name for each in asked.only.split(","))]
+    begin = time.monotonic()
+    for number, found in enumerate(_all([name for name in names if name not in {record["case"] for record in records}]), 1):
+        records += found
+        with asked.records.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in found)
+        sys.stderr.write(f"{time.monotonic() - begin:6.0f} s {number:4} {_line(found)}\n")
+    if not asked.only:
+        asked.page.write_text(page(records), encoding="utf-8")
+    return 0
+
+
+def _all(names: Sequence[str]) -> Iterator[list[Record]]:
+    with ProcessPoolExecutor(_BESIDE, multiprocessing.get_context("spawn")) as pool:
+        for each in as_completed([pool.submit(played, name) for name in names]):
+            yield each.result()
+
+
+def _line(records: Sequence[Record]) -> str:
+    """The worst of a case, for who watches."""
+    good = [record for record in records if "losses" in record]
+    figures = [
+        f"{kind} {max(max(record['losses']) for record in chosen):.0e} {max(max(record['norms']) for record in chosen):.0e} "
+        f"{max(record['parameters'] for record in chosen):.0e}"
+        for kind in ("fp32", "bf16")
+        if (chosen := [record for record in good if f" {kind}" in record["run"]])
+    ]
+    exports = {record["export"] for record in good if record.get("export")} - {"equal"}
+    wrong = [
+        f"\n    {record['run']}: {record.get('error') or 'plain torch: ' + record['plain']}"[:300]
+        for record in records
+        if record not in good
+    ]
+    return f"{records[0]['case']:28} {'; '.join(figures)}{''.join(f'; export: {each}' for each in exports)}{''.join(wrong)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
