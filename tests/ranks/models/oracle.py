@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -65,10 +66,16 @@ def _in_fp32(case: Case, master: nn.Module) -> list[nn.Module]:
 def _in_low(case: Case, dtype: torch.dtype) -> list[nn.Module]:
     ranks = [case.build().train() for _ in range(WORLD)]
     for model in ranks:
-        for tensor in (*model.parameters(), *(model.buffers() if case.low_buffers else ())):
-            tensor.data = _cast(tensor.data, dtype)
+        for name, tensor in (*model.named_parameters(), *(model.named_buffers() if case.low_buffers else ())):
+            if not any(re.search(pattern, name) for pattern in _patterns_of_fp32(model, dtype)):
+                tensor.data = _cast(tensor.data, dtype)
         model.register_forward_pre_hook(lambda _, args, kwargs: tree_map(lambda each: _cast(each, dtype), (args, kwargs)), with_kwargs=True)
     return ranks
+
+
+def _patterns_of_fp32(model: Any, dtype: torch.dtype) -> Iterable[str]:
+    """What a model of transformers loads in fp32 although the dtype is asked for."""
+    return model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else ()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
