@@ -20,7 +20,7 @@ from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.memory import ExpectedMemory
-from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization, matmul
+from unishard.engine.model import activation_checkpointing, batch_norm, compilation, materialization, matmul, zero3_of_transformers
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.shape import shape_of
@@ -212,6 +212,7 @@ def _plan(
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     if model in _prepared:
         raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
+    zero3_of_transformers.check()
     facts = facts_of(model, cfg.sharding, train=train)
     materialization.check(model)
     units = units_of(model, cfg.sharding)
