@@ -17,6 +17,7 @@ from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import require
 from unishard_deepspeed.patches.second_copy import drop_second_copies
 from unishard_deepspeed.placement import parameter_bytes, units
+from unishard_deepspeed.replaced_parameters import explained
 
 __all__ = ["DeepSpeedInferenceAdapter"]
 
@@ -33,7 +34,8 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose hooks gather parameters."""
         # Not the engine, which would treat a backward through the outputs as its own (runtime/engine.py, forward).
-        return self.module(*args, **kwargs)
+        with explained(self.module):
+            return self.module(*args, **kwargs)
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""
