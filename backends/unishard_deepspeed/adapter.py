@@ -30,6 +30,7 @@ from unishard_deepspeed.patches.second_copy import drop_second_copies
 from unishard_deepspeed.patches.state import copy_masters, relink_states, reshard_all
 from unishard_deepspeed.patches.updates import clear_before_backward
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
+from unishard_deepspeed.replaced_parameters import explained
 from unishard_deepspeed.shards import Shards
 from unishard_deepspeed.stale_gradients import StaleGradients
 from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
@@ -86,7 +87,8 @@ class DeepSpeedAdapter(EngineAdapter):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the `DeepSpeedEngine`."""
         self._conditional.gather()
-        return self._engine(*args, **kwargs)
+        with explained(self.module):
+            return self._engine(*args, **kwargs)
 
     def watch(self, output: Any) -> None:
         """Do nothing: a hook on the model does this before DeepSpeed's hooks on the outputs."""

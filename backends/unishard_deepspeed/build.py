@@ -118,7 +118,7 @@ def _build(
     if replicas is not None:
         clear_mpu()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
-    hooks = restore_fp32_weights(cfg, model, inner, originals) + _casting(model, cfg, units)
+    hooks = restore_fp32_weights(cfg, inner, originals) + _casting(model, cfg, units)
     conditional = ConditionalModules(engine, units.conditional, names, kind)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,9 +18,7 @@ __all__ = ["restore_fp32_weights"]
 
 
 @torch.no_grad()
-def restore_fp32_weights(
-    cfg: Config, model: nn.Module, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]
-) -> list[RemovableHandle]:
+def restore_fp32_weights(cfg: Config, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]) -> list[RemovableHandle]:
     """Copy fp32 weights into the master weights after `deepspeed.initialize`, and undo what stage 0 has done.
 
     Stage 0 with master weights steps once when it is built (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py,
@@ -32,7 +29,6 @@ def restore_fp32_weights(
 
     Args:
         cfg: The config.
-        model: The model, for its tied weights.
         inner: The torch optimizer.
         originals: The fp32 weights of each parameter: at stage 3 this rank's shard, otherwise the full tensor.
 
@@ -46,22 +42,22 @@ def restore_fp32_weights(
         _set_master(parameter, value, inner.full_masters.get(parameter) if stage_0_masters else None)
     if not stage_0_masters or cfg.precision.accumulate != "fp32":
         return []
-    for parameter in inner.trained:
-        parameter.grad_dtype = torch.float32
-    names = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    return [_round_sums(parameter) for parameter in inner.trained if names[parameter] > 1]
+    return [_accumulate_in_fp32(parameter) for parameter in inner.trained]
 
 
-def _round_sums(parameter: nn.Parameter) -> RemovableHandle:
-    """Round the sum of a tied weight's gradients in one backward to the compute dtype, as plain torch and the other stages add them.
+def _accumulate_in_fp32(parameter: nn.Parameter) -> RemovableHandle:
+    """Cast a window's first gradient, to which later ones are added in place.
 
-    With `grad_dtype`, autograd casts each of them to fp32 before it adds them.
+    `grad_dtype = fp32` would also cast the gradient of each use of a weight before autograd adds them; plain torch and the other
+    stages add them in the compute dtype.
     """
+    parameter.grad_dtype = None  # any
 
-    def rounded(gradient: Tensor) -> Tensor:
-        return gradient.to(parameter.dtype).to(gradient.dtype)
+    def cast(parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+            parameter.grad = parameter.grad.float()
 
-    handle: RemovableHandle = parameter.register_hook(rounded)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(cast)  # type: ignore[no-untyped-call]
     return handle
 
 

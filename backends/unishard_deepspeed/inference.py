@@ -18,6 +18,7 @@ from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import require
 from unishard_deepspeed.patches.second_copy import drop_second_copies
 from unishard_deepspeed.placement import parameter_bytes, units
+from unishard_deepspeed.replaced_parameters import explained
 from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
 
 __all__ = ["DeepSpeedInferenceAdapter"]
@@ -35,7 +36,8 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose hooks gather parameters."""
         # Not the engine, which would treat a backward through the outputs as its own (runtime/engine.py, forward).
-        return self.module(*args, **kwargs)
+        with explained(self.module):
+            return self.module(*args, **kwargs)
 
     def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Keep parameters gathered."""

@@ -19,14 +19,14 @@ __all__ = ["Shards", "give_gradients"]
 
 
 def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Stage 0: create zero gradients in the accumulation dtype for parameters without one.
+    """Stage 0: create zero gradients in fp32 for parameters without one that accumulate in fp32.
 
-    DeepSpeed would create them in the parameter's dtype, which torch then refuses (DeepSpeed 0.19.8, runtime/engine.py,
-    _get_gradients_for_reduction).
+    DeepSpeed would create them in the parameter's dtype, and reduce them apart from those of ranks that used the parameter
+    (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
     """
     for parameter in parameters:
-        if parameter.grad is None and parameter.grad_dtype not in (None, parameter.dtype):
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        if parameter.grad is None and parameter.grad_dtype is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
 
 
 class Shards:

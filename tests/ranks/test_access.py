@@ -516,3 +516,51 @@ AT_TWO = (
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_for_a_frozen_parameter_is_refused(backend):
     assert error(play(AT_TWO)[frozen_gradient, (backend,)]).startswith("ContractError: set_grad: frozen.weight is frozen")
+
+
+# -- complex parameters ---------------------------------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """Turns its input by a frozen complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.turn = nn.Parameter(torch.polar(torch.ones(13), torch.linspace(0, 3, 13)), requires_grad=False)
+        self.head = nn.Linear(13, 11)
+
+    def forward(self, x, labels):
+        logits = self.head((x.float() * self.turn).imag.to(x.dtype))
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
+
+
+def complex_parameter(*cell):
+    """Before and after edits by both calls: the value, its norm, the loss; and what a real parameter says to a complex value."""
+    backend, strategy, precision = cell
+    with unishard.prepare(Turned(), config(backend, strategy, precision=precision)) as engine, torch.no_grad():
+
+        def look():
+            return engine.parameter("turn"), engine.parameter_norms()["turn"], engine.mean(engine(**own_share(1)[0]).loss)
+
+        found = [look()]
+        engine.set_parameter("turn", found[0][0] * 1j)
+        found.append(look())
+        with engine.gathered(["turn"]) as tensors:
+            tensors["turn"].mul_(2j)
+        found.append(look())
+        try:
+            engine.set_parameter("head.bias", torch.zeros(11, dtype=torch.complex64))
+        except unishard.ContractError as problem:
+            return found, str(problem)
+
+
+@pytest.mark.parametrize("cell", SPANNING, ids="-".join)
+def test_a_frozen_complex_parameter_is_read_and_written_whole(cell):
+    turn = Turned().turn.detach()
+    for found, said in values(play(tuple((complex_parameter, each) for each in SPANNING))[complex_parameter, cell]):
+        for (value, norm, _), factor in zip(found, (1, 1j, -2), strict=True):
+            assert torch.allclose(value, factor * turn)
+            assert norm == pytest.approx(abs(factor) * 13**0.5)
+        assert len({loss for *_, loss in found}) == 3, "the model computes with each of them"
+        assert said == "set_parameter: head.bias needs a floating-point tensor, got torch.complex64"

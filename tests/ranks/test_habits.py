@@ -11,6 +11,7 @@ import torch
 from mistakes.habits import ACCUMULATION, clip_each_micro_batch
 from playing import checked as config
 from playing import error, own_share, play, prepare, train, values
+from torch import nn
 from torch.nn import functional
 
 import unishard
@@ -228,7 +229,28 @@ def closed(backend):
     return kinds == (type(own), type(scheduler)), named, math.isclose(rate[0], scheduler.get_last_lr()[0] * 10), said.partition(",")[0]
 
 
+SHARED = nn.ReLU()
+
+
+def beside(backend):
+    """The names that a plain model saves beside a prepared one, and after it is closed."""
+    prepared, plain = (nn.Sequential(nn.Linear(4, 4), SHARED, nn.Linear(4, 4)) for _ in range(2))
+    with unishard.prepare(prepared, config(backend)):
+        found = [*plain.state_dict()]
+        plain.load_state_dict(plain.state_dict())
+    return found, [*plain.state_dict()]
+
+
+CLOSED = tuple((scenario, (backend,)) for scenario in (closed, beside) for backend in BACKENDS)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_closed_engine_gives_optimizer_and_scheduler_back(backend):
     wanted = (True, "StepLR", True, "state_dict() was called on a prepared Mlp")
-    assert values(play(tuple((closed, (each,)) for each in BACKENDS))[closed, (backend,)]) == [wanted] * 2
+    assert values(play(CLOSED)[closed, (backend,)]) == [wanted] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plain_model_is_saved_though_it_shares_an_activation_with_a_prepared_one(backend):
+    wanted = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert values(play(CLOSED)[beside, (backend,)]) == [(wanted, wanted)] * 2

@@ -274,18 +274,40 @@ class Normalized(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
-def normalized(backend, strategy):
-    with unishard.prepare(Normalized(), config(backend, strategy, precision={"compute": "bf16", "buffers": "bf16"})) as engine:
+class Looped(nn.Module):
+    """Calls one layer three times, as ALBERT and recurrent cells do: its weight gets three gradients in one backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.body, self.block, self.head = nn.Linear(13, 12), nn.Linear(12, 12), nn.Linear(12, 11)
+
+    def forward(self, x, labels):
+        hidden = self.body(x)
+        for _ in range(3):
+            hidden = hidden + torch.tanh(self.block(hidden))
+        logits = self.head(hidden)
+        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
+
+
+def in_bf16(model, backend, strategy):
+    with unishard.prepare(model(), config(backend, strategy, precision={"compute": "bf16", "buffers": "bf16"})) as engine:
         return curve(train(engine, own_share(3)))
 
 
+IN_BF16 = tuple((in_bf16, (model, *cell)) for model in (Normalized, Looped) for cell in CELLS)
+
+
 @everywhere
-def test_a_model_with_bf16_buffers_trains_as_in_plain_torch_in_bf16(cell):
-    plain = Normalized()
-    plain.norm.running_mean, plain.norm.running_var = plain.norm.running_mean.bfloat16(), plain.norm.running_var.bfloat16()
+@pytest.mark.parametrize("model", [Normalized, Looped])
+def test_a_model_trains_as_in_plain_torch_in_bf16(model, cell):
+    plain = model()
+    for module in plain.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.bfloat16() if buffer.is_floating_point() else buffer)
     windows = [everyones(turn, turn + 1, world=2) for turn in range(3)]
     wanted = oracle.train(plain, windows, config("fsdp", precision="bf16"), world=2)
-    for found in values(play(tuple((normalized, cell) for cell in CELLS))[normalized, cell]):
+    for found in values(play(IN_BF16)[in_bf16, (model, *cell)]):
         assert found.losses == pytest.approx(wanted.losses, rel=TOLERANCES["bf16"].first_losses)
         assert found.norms[0] == pytest.approx(wanted.norms[0], rel=TOLERANCES["bf16"].first_norm)
 

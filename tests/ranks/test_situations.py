@@ -7,12 +7,16 @@ from functools import cache
 import pytest
 import torch
 from conforming import ACCUMULATION, MICRO_BATCHES, UPDATES, assert_conforms, configured, tolerance, windows
-from playing import SPANNING, curve, own_share, play, prepare, train, values
+from playing import SPANNING, config, curve, error, everyones, own_share, play, prepare, train, values
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.utils.parametrize import register_parametrization
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.models import llama, mlp
+from unishard.testing.models import MlpOutput, llama, mlp
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CELLS = SPANNING
@@ -219,3 +223,53 @@ def test_two_engines_train_side_by_side_and_one_outlives_the_other(couple):
     for curves in played(two_engines, couple, COUPLES):
         for cell, seed, updates, trained in zip(PAIRS[couple[0]], SEEDS, (TOGETHER, UPDATES), curves, strict=True):
             assert_conforms(trained, plain(cell[2], seed, updates), tolerance(*cell))
+
+
+# -- a layer that is called with other tensors in place of its weights ----------------------------------------------------------------
+
+
+class Tenth(nn.Module):
+    def forward(self, weight):
+        return 0.9 * weight
+
+
+class Replaced(nn.Module):
+    """Computes a layer with nine tenths of its weight: by a call with other tensors, or by a parametrization."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(5)
+        self.way, self.block, self.head = way, nn.Linear(13, 12), nn.Linear(12, 11)
+        if way == "parametrization":
+            register_parametrization(self.block, "weight", Tenth())
+
+    def forward(self, x, labels):
+        if self.way == "call":
+            hidden = functional_call(self.block, {"weight": 0.9 * self.block.weight, "bias": self.block.bias}, (x,))
+        else:
+            hidden = self.block(x)
+        logits = self.head(torch.tanh(hidden))
+        return MlpOutput(functional.cross_entropy(logits, labels), logits)
+
+
+def replaced(backend, strategy, way, train_):
+    with unishard.prepare(Replaced(way), config(backend, strategy), train=train_) as engine:
+        return curve(train(engine, own_share(2))) if train_ else engine(**own_share(1)[0]).loss
+
+
+REPLACED = (("deepspeed", "full_shard", "call"), ("deepspeed", "full_shard", "parametrization"), ("deepspeed", "shard_grad_op", "call"))
+REFUSED = tuple((replaced, (*REPLACED[0], train_)) for train_ in (True, False))
+
+
+def test_a_layer_with_other_tensors_for_its_weights_trains_or_is_named_with_what_does():
+    played = play((*REFUSED, *((replaced, (*cell, True)) for cell in REPLACED[1:])))
+    for refused in REFUSED:
+        said = error(played[refused])
+        assert said.startswith("ModelError: the forward of block was called with other tensors in place of its parameters")
+        assert said.endswith("register_parametrization, or set sharding to shard_grad_op")
+    windows = [everyones(turn, turn + 1, world=2) for turn in range(2)]
+    wanted = oracle.train(Replaced("call"), windows, config("fsdp"), world=2)
+    for cell in REPLACED[1:]:
+        for found in values(played[replaced, (*cell, True)]):
+            assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+            assert found.norms == pytest.approx(wanted.norms, rel=1e-5)

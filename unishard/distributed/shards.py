@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Shard", "flat", "full_tensor", "norm_of", "shard_norms", "write_shard"]
+__all__ = ["Shard", "copy_dtype", "flat", "full_tensor", "norm_of", "shard_norms", "write_shard"]
 
 
 class Shard(NamedTuple):
@@ -36,19 +36,27 @@ def flat(values: Tensor) -> Tensor:
 
 
 def norm_of(values: Tensor) -> Tensor:
-    """L2 norm of a floating-point tensor, taken in fp64 if it is fp64, else in fp32."""
+    """L2 norm of a floating-point or complex tensor, taken in fp64 if it is fp64, else in fp32."""
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
     if values.dtype.itemsize == 1:  # float8, which torch promotes to no other dtype (torch 2.13)
         values = values.float()
     norm: Tensor = torch.linalg.vector_norm(values, 2, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
     return norm
 
 
+def copy_dtype(values: Tensor) -> torch.dtype:
+    """The dtype of full copies: fp32, or complex64 of complex tensors, which may be frozen parameters."""
+    return torch.complex64 if values.is_complex() else torch.float32
+
+
 def full_tensor(shard: Shard, device: torch.device) -> Tensor:
-    """A full fp32 copy on a device. Collective."""
+    """A full copy on a device in `copy_dtype`. Collective."""
+    dtype = copy_dtype(shard.values)
     if shard.group is None:
-        return torch.empty(shard.shape, dtype=torch.float32, device=device).copy_(shard.values)
+        return torch.empty(shard.shape, dtype=dtype, device=device).copy_(shard.values)
     # A sum with zeros is exact, and shards may have any size, which an all-gather would have to pad.
-    flat = torch.zeros(shard.shape.numel(), dtype=torch.float32, device=device)
+    flat = torch.zeros(shard.shape.numel(), dtype=dtype, device=device)
     flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values)
     if dist.get_world_size(shard.group) > 1:
         dist.all_reduce(flat, group=shard.group)

@@ -24,8 +24,8 @@ class ParametersByName(PreparedModel):
             name: Name in `module.named_parameters()`; for a tied parameter any of its names.
 
         Returns:
-            A full fp32 copy on `device`; for a frozen parameter a copy of what the engine keeps, which may be rounded to
-            `precision.compute`.
+            A full copy on `device`, in fp32, or complex64 if it is complex; for a frozen parameter a copy of what the engine keeps,
+            which may be rounded to `precision.compute`.
 
         Raises:
             ContractError: There is no such parameter, or the engine is closed.

@@ -22,7 +22,16 @@ from unishard.engine.loop.guarded_module import holds_full_weights
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.memory import ExpectedMemory
-from unishard.engine.model import activation_checkpointing, batch_norm, compilation, input_casts, kept_fp32, materialization, matmul
+from unishard.engine.model import (
+    activation_checkpointing,
+    batch_norm,
+    compilation,
+    input_casts,
+    kept_fp32,
+    materialization,
+    matmul,
+    zero3_of_transformers,
+)
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.empty_parameters import freeze_empty
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
@@ -218,6 +227,7 @@ def _plan(
     if not isinstance(model, nn.Module):
         raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     _require_new(model)
+    zero3_of_transformers.check()
     alone = topology.world_size == 1 and holds_full_weights(cfg, trains=train)
     facts = facts_of(model, train=train, forward_writes=alone)
     freeze_empty(model)

@@ -88,7 +88,7 @@ def gradient_shards(engine: Any, inner: InnerOptimizer, kind: Kind) -> dict[nn.P
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+                parameter.grad = torch.zeros_like(parameter)  # frozen in `prepare`; the others have one
             parts[parameter] = Shard(parameter.shape, parameter.grad)
     return parts
 

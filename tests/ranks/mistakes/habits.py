@@ -656,3 +656,23 @@ def unsharded_inside_unsharded(backend, strategy):
 @in_every_strategy
 def unknown_name_in_unsharded(backend, strategy):
     in_unsharded(backend, strategy, lambda engine, weights: None, names=["heads.weight"])
+
+
+# -- what transformers does for its Trainer -------------------------------------------------------------------------------------------
+
+
+@HABITS.raises(
+    "`HfDeepSpeedConfig(...)` or `TrainingArguments(deepspeed=...)` of stage 3 beside `prepare`",
+    "ModelError: transformers holds a DeepSpeed config of stage 3, from HfDeepSpeedConfig(...), TrainingArguments(deepspeed=...) or "
+    "Accelerate's DeepSpeedPlugin; with it, its models partition the weights that they load and run without LayerDrop; remove it from the "
+    "script: the config of unishard.prepare says how the model is sharded",
+)
+def zero3_of_transformers(backend):
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        prepare(config(backend))
+    finally:
+        assert kept.is_zero3()
+        unset_hf_deepspeed_config()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from types import TracebackType
 
 from torch import nn
 
 from unishard.config import Precision
 from unishard.distributed.dtypes import DTYPES
+from unishard.engine.loop.failed_modules import modules_in
 from unishard.errors import ModelError, UnishardError
 
 __all__ = ["explained"]
@@ -32,7 +31,7 @@ def explained(error: RuntimeError, model: nn.Module, precision: Precision) -> Mo
     text = str(error)
     if precision.compute == "fp32" or isinstance(error, UnishardError):
         return None
-    path = list(_modules(error.__traceback__, model))
+    path = list(modules_in(error.__traceback__, model))
     if path and _LOW.search(text) and _FP32.search(text):
         kept = next((found for found in (list(_fp32_buffers(*each)) for each in path) if found), [])
         return ModelError(_mixes(path[0], kept, precision.compute, text))
@@ -65,16 +64,3 @@ def _mixes(place: tuple[str, nn.Module], kept: list[str], compute: str, text: st
 
 def _where(place: tuple[str, nn.Module]) -> str:
     return f"the forward of {place[0] or 'the model'}"
-
-
-def _modules(traceback: TracebackType | None, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model that a traceback goes through, by name, the innermost first."""
-    names = {module: name for name, module in model.named_modules()}
-    frames = []
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    for frame in reversed(frames):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and owner in names:
-            yield names[owner], owner

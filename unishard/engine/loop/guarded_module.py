@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -70,7 +71,7 @@ class GuardedModule:
         self._lifted = False
         if not full:
             parts: list[Any] = [*module.modules()]  # torch has no types for these methods
-            for part in parts:
+            for part in filter(_has_state, parts):  # models may share others: transformers has one `nn.ReLU` for all models of GPT-1
                 part.register_state_dict_pre_hook(self._before_state_dict)
                 part.register_load_state_dict_pre_hook(self._before_load_state_dict)
         vars(module).update(self._while_open | self._for_good)
@@ -145,6 +146,10 @@ class GuardedModule:
                 f"load_state_dict() was called on a prepared {self._name}, and would not reach the engine's shards; load the weights "
                 "before unishard.prepare, or load a checkpoint with engine.load(folder), or set one with engine.set_parameter(name, value)"
             )
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _changes(example: torch.Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

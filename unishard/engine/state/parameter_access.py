@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.distributed.shards import Shard, full_tensor, shard_norms, write_shard
+from unishard.distributed.shards import Shard, copy_dtype, full_tensor, shard_norms, write_shard
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
@@ -36,7 +36,7 @@ class ParameterAccess:
 
     @torch.no_grad()
     def parameter(self, name: str) -> Tensor:
-        """A full fp32 copy of a master weight."""
+        """A full copy of a master weight in fp32, or complex64 if it is complex."""
         return full_tensor(self._adapter.master_shard(self.find("parameter", name)), self._device)
 
     @torch.no_grad()
@@ -169,17 +169,18 @@ class GradientAccess:
 
 
 def from_first_rank(call: str, name: str, shard: Shard, value: Tensor, device: torch.device) -> Tensor:
-    """Broadcast rank 0's value as a new full fp32 tensor. Collective.
+    """Broadcast rank 0's value as a new full tensor in `copy_dtype`. Collective.
 
     Raises:
-        ContractError: `value` does not have the tensor's shape, or is not floating-point.
+        ContractError: `value` does not have the tensor's shape, or is neither floating-point nor, for a complex parameter, complex.
     """
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    dtype = copy_dtype(shard.values)
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or (value.is_complex() and dtype.is_complex)):
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ContractError(f"{call}: {name} needs a floating-point tensor, got {kind}")
+        raise ContractError(f"{call}: {name} needs a {'complex' if dtype.is_complex else 'floating-point'} tensor, got {kind}")
     if value.shape != shard.shape:
         raise ContractError(f"{call}: {name} has the shape {tuple(shard.shape)}, got {tuple(value.shape)}")
-    full = torch.empty(shard.shape, dtype=torch.float32, device=device).copy_(value)
+    full = torch.empty(shard.shape, dtype=dtype, device=device).copy_(value)
     if dist.get_world_size() > 1:
         dist.broadcast(full, src=0)
     return full
