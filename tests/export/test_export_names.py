@@ -48,6 +48,19 @@ def test_the_tensors_are_those_of_save_pretrained_and_transformers_loads_them(ki
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
 
 
+def test_a_class_that_writes_more_itself_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Chatty(type(tiny("Llama"))):  # type: ignore[misc]
+        def save_pretrained(self, folder: str, **options: object) -> None:
+            super().save_pretrained(folder, **options)
+            Path(folder, "more.json").write_text("{}")
+
+    for model in (Chatty(tiny("Llama").config), tiny("Llama"), Chatty(tiny("Llama").config)):
+        assets_of(model, stretches_of(model))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("Chatty.save_pretrained replaces that of transformers, and an export does not call it")
+
+
 @pytest.mark.parametrize("changes", [{}, {"modules_to_save": None, "use_dora": True}, {"target_modules": ["embed_tokens", "lm_head"]}])
 def test_adapters_are_those_of_peft(changes: dict[str, object], tmp_path: Path) -> None:
     from peft import PeftModel

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +27,8 @@ from unishard.patches import CORE_PATCHES
 
 __all__ = ["assets_of"]
 
+_logger = logging.getLogger("unishard")
+
 _VIEWS = CORE_PATCHES["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices"
 _INSTEAD = (
@@ -33,6 +38,7 @@ _INSTEAD = (
 
 def assets_of(model: Any, stretches: Mapping[str, LazyShard]) -> Assets:
     """What `save_pretrained` would write, without tensors."""
+    _warn_of_own_save(_saving_class(model))
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
@@ -44,6 +50,23 @@ def assets_of(model: Any, stretches: Mapping[str, LazyShard]) -> Assets:
         files=_files(model),
         refusal=refusal or _quantized(model),
     )
+
+
+def _saving_class(model: Any) -> type:
+    return next(kind for kind in type(model).__mro__ if "save_pretrained" in vars(kind))
+
+
+@cache
+def _warn_of_own_save(kind: type) -> None:
+    """Say once that a class, or a mixin of it, replaces `save_pretrained`, and may write more than this module knows of."""
+    from transformers import PreTrainedModel
+
+    if kind is not PreTrainedModel and (not dist.is_initialized() or dist.get_rank() == 0):
+        _logger.warning(
+            "%s.save_pretrained replaces that of transformers, and an export does not call it: what it writes besides weights and config "
+            "is missing; build the model in one process as here, load the exported weights, and call its save_pretrained",
+            kind.__name__,
+        )
 
 
 def _shape(source: str, stretches: Mapping[str, LazyShard]) -> torch.Size:
