@@ -25,4 +25,4 @@ def shard_of(parameter: nn.Parameter, values: Tensor | None = None) -> Shard:
                 rows = -(-len(tensor) // mesh.size(axis)) * mesh.get_local_rank(axis)
                 start = min(rows, len(tensor)) * tensor.shape[1:].numel()
                 return Shard(shape, tensor.to_local().view(-1), start, mesh.get_group(axis))
-    return Shard(shape, local(tensor).view(shape))
+    return Shard(shape, local(tensor).detach().view(shape))

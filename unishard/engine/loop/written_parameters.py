@@ -82,13 +82,14 @@ class WrittenParameters:
         """
         found = _Comparison()
         now = _marks(self._own, bits=self._order.updates < _FIRST)
-        same = self._writes == self._order.writes
-        for name, was in self._kept.items():
-            # Not the bits if the engine has written them, nor the storage of empty tensors, which an evaluation replaces.
-            compared = was if was.bits is not None and same else was._replace(storage=None, bits=None)
-            found.add(name, compared, now[name])
-            if now[name].bits is None and (self._order.updates or was.storage is not now[name].storage):
-                now[name] = now[name]._replace(storage=None)  # only before anything was gathered, with which ZeRO-3 replaces it
+        by_engine = self._writes != self._order.writes
+        for name, mark in now.items():
+            was = self._kept.get(name)
+            if was is not None and not by_engine:  # not the storage of empty tensors, which an evaluation replaces
+                found.add(name, was if was.bits is not None else was._replace(storage=None), mark)
+            untouched = was is not None and was.storage is mark.storage and not (by_engine or self._order.updates)
+            if mark.bits is None and not untouched:
+                now[name] = mark._replace(storage=None)  # only before anything was gathered, with which ZeRO-3 replaces it
         self._kept = now
         if written := found.names(self._own):
             self._kept = {}
@@ -218,7 +219,8 @@ def _sum_of_bits(parameter: Any) -> Tensor | None:
     local: Tensor = parameter.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     local = torch.view_as_real(local) if local.is_complex() else local
-    return local.view(_INTEGERS[local.itemsize]).sum(dtype=torch.int64) if local.numel() else None
+    bits = local.view(_INTEGERS[local.itemsize])
+    return bits.sum(dtype=bits.dtype) if local.numel() else None  # it may wrap; in a wider dtype torch would copy all of it on the CPU
 
 
 def _named(written: list[str]) -> str:
