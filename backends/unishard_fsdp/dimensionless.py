@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["add_dimension", "shape_of"]
+__all__ = ["add_dimension", "parameter_named", "shape_of"]
 
 _NUMBER = "_unishard_number"
 """An attribute of the parameter, which its shards get as well."""
@@ -34,6 +34,12 @@ def add_dimension(model: nn.Module) -> None:
 def shape_of(parameter: Tensor) -> torch.Size:
     """The shape that a parameter has in the user's model."""
     return torch.Size() if hasattr(parameter, _NUMBER) else parameter.shape
+
+
+def parameter_named(module: nn.Module, name: str) -> Any:
+    """`module.get_parameter(name)`, also for a parameter that its module shows without dimensions."""
+    path, _, own = name.rpartition(".")
+    return nn.Module.__getattr__(module.get_submodule(path), own)
 
 
 @cache

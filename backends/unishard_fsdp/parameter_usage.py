@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from unishard_fsdp.dimensionless import parameter_named
+
 __all__ = ["GatheredLeaves", "ParameterUsage", "own_names"]
 
 
@@ -33,7 +35,7 @@ class GatheredLeaves:
     def _enter(self, prefix: str, names: Mapping[str, None], module: nn.Module, args: Any) -> None:
         self._hooks.pop(module).remove()
         # A parameter shared with a module inside this one may be sharded now; it is found there.
-        own = {name: module.get_parameter(name) for name in names}
+        own = {name: parameter_named(module, name) for name in names}
         self.by_name.update({prefix + name: parameter for name, parameter in own.items() if not isinstance(parameter, DTensor)})
 
 
@@ -71,7 +73,7 @@ class ParameterUsage:
     def _enter(self, names: Mapping[str, None], module: nn.Module, args: Any) -> None:
         self._hooks.pop(module).remove()
         # A parameter shared with a module inside this one may be sharded now; it is tracked there.
-        parameters = [module.get_parameter(name) for name in names]
+        parameters = [parameter_named(module, name) for name in names]
         self._gathered[module] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
 
     def _watch(self, trained: Iterable[nn.Parameter]) -> None:

@@ -6,6 +6,8 @@ from operator import attrgetter
 
 from torch import nn
 
+from unishard_fsdp.dimensionless import parameter_named
+
 __all__ = ["ToggledParameters"]
 
 _requires_grad = attrgetter("requires_grad")
@@ -44,5 +46,5 @@ class ToggledParameters:
         if self._found:
             self._found = False
             for name, shard in self._shards.items():
-                if not shard.requires_grad and self._module.get_parameter(name).requires_grad:
+                if not shard.requires_grad and parameter_named(self._module, name).requires_grad:
                     shard.requires_grad_(True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from unishard_fsdp.dimensionless import parameter_named
 from unishard_fsdp.forward_methods import run_as_forward
 from unishard_fsdp.parameter_usage import own_names
 
@@ -96,6 +97,6 @@ def _unshard(module: Any, *forward: Any) -> None:
 
 def _own_leaves(owner: nn.Module) -> Iterator[Tensor]:
     for name in own_names(owner):
-        parameter = owner.get_parameter(name)
+        parameter = parameter_named(owner, name)
         if not isinstance(parameter, DTensor):  # else a module inside this one shards it
             yield parameter

@@ -213,8 +213,9 @@ class EngineAdapter(InferenceAdapter):
 
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
         """Freeze parameters or make them trainable, between two windows. Updates must not change parameters without a gradient."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
         for name in names:
-            self.module.get_parameter(name).requires_grad_(trainable)
+            named[name].requires_grad_(trainable)
 
     def watch(self, output: Any) -> None:
         """Call `on_gradient` with the gradient of each tensor in an output of `forward`.

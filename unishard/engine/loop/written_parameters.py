@@ -158,8 +158,9 @@ class WrittenParameters:
             for name, parameter in self._held(prefix, watched):
                 was = self._kept.get(name)
                 if was is not None and was.bits is None and parameter is self._own[name] and not parameter.numel():
-                    found.add(name, was, _mark(parameter, bits=False))
-                    self._kept[name] = was._replace(storage=None)  # gathering and releasing replaces it
+                    # Gathering ahead replaces storages outside units, and gathering at all those inside.
+                    found.add(name, was if watched in self._units else was._replace(storage=None), _mark(parameter, bits=False))
+                    self._kept[name] = was._replace(storage=None)
 
         def gathered(module: nn.Module, args: Any) -> None:
             for name, parameter in self._held(prefix, watched):

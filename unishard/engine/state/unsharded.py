@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ def unsharded(
     order.unsharded = True
     try:
         with adapter.unsharded(found):
-            parameters.update((name, adapter.module.get_parameter(name)) for name in found)
+            parameters.update((name, attrgetter(name)(adapter.module)) for name in found)
             versions = [parameter._version for parameter in parameters.values()]
             yield parameters
             if [parameter._version for parameter in parameters.values()] != versions:
