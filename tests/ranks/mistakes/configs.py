@@ -98,7 +98,8 @@ def copy_with_a_mapping(backend):
 @CONFIGS.raises(
     "`precision: bf16` for a model with fp32 buffers that torch does not take together with bf16, such as those of BatchNorm",
     "ModelError: the forward of 1 computes with tensors in fp32 and bf16 (...); precision.compute is bf16, but precision.buffers: keep "
-    "leaves buffers in fp32: 1.running_mean, 1.running_var; set precision.buffers to bf16, or cast them where the module uses them",
+    "leaves buffers in fp32: 1.running_mean, 1.running_var; set precision.buffers to bf16, keep the module in "
+    "precision.keep_fp32, or cast them where the module uses them",
 )
 def buffers_in_fp32(backend):
     with unishard.prepare(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), config(backend, precision="bf16")) as engine:
