@@ -96,6 +96,13 @@ def keeps_files(strategy):
     require_for(cfg, "cpu", trains=True, units=False, groups=False)
 
 
+def trains_an_empty_parameter(strategy):
+    model = Branching()
+    model.nothing = nn.Parameter(torch.zeros(0, 3))
+    with unishard.prepare(model, config("deepspeed", strategy, optimizer=SGD)) as engine:
+        assert update(engine).updated
+
+
 def starts_again(strategy):
     trains(strategy)
     process_group.shutdown()
@@ -133,6 +140,7 @@ MEETING = {
     "leaf-gradients": (trains, "full_shard"),
     "fp16-on-cpu": (trains, "shard_grad_op", "fp16"),
     "nvme-parameters": (keeps_files, "full_shard"),
+    "empty-parameters": (trains_an_empty_parameter, "full_shard"),
     "second-process-group": (starts_again, "no_shard"),
     "no-compiler": (does_not_compile, "no_shard"),
     "closed-engines": (is_used_afterwards, "full_shard"),
