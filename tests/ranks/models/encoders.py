@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.case import Kind, hugging_face
+from models.case import REORDERED, Kind, hugging_face
 from models.data import SIZES, VOCABULARY, labeled, masked
 
 __all__ = ["KIND"]
@@ -13,9 +13,16 @@ KIND = Kind("Encoders of text")
 
 
 def _add(
-    name: str, stem: str, model: str = "{}ForMaskedLM", sizes: dict[str, Any] = SIZES, low_buffers: bool = False, **fields: Any
+    name: str,
+    stem: str,
+    model: str = "{}ForMaskedLM",
+    sizes: dict[str, Any] = SIZES,
+    low_buffers: bool = False,
+    known: str = "",
+    **fields: Any,
 ) -> None:
-    KIND.add(name, hugging_face(model.format(stem), f"{stem}Config", **sizes | fields), masked, low_buffers=low_buffers)
+    build = hugging_face(model.format(stem), f"{stem}Config", **sizes | fields)
+    KIND.add(name, build, masked, low_buffers=low_buffers, known=known)
 
 
 _add("bert", "Bert")
@@ -30,6 +37,7 @@ _add("deberta", "Deberta", relative_attention=True, pos_att_type=["p2c", "c2p"])
 _add(
     "deberta_v2",
     "DebertaV2",
+    known=REORDERED,
     relative_attention=True,
     pos_att_type=["p2c", "c2p"],
     position_buckets=8,
@@ -57,15 +65,16 @@ _add("rembert", "RemBert", input_embedding_size=8, output_embedding_size=12)
 _add("mpnet", "MPNet")
 _add("megatron_bert", "MegatronBert")
 _add("ernie", "Ernie")
-_add("esm", "Esm", pad_token_id=0, mask_token_id=1, position_embedding_type="rotary")
+_add(
+    "esm",
+    "Esm",
+    pad_token_id=0,
+    mask_token_id=1,
+    position_embedding_type="rotary",
+    known="export: the file has the same tensors in another order",
+)
 _add("ibert", "IBert")
-_add(
-    "xlm", "XLM", "{}WithLMHeadModel", {"vocab_size": VOCABULARY, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32}
-)
-_add(
-    "flaubert",
-    "Flaubert",
-    "{}WithLMHeadModel",
-    {"vocab_size": VOCABULARY, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32},
-)
+_XLM = {"vocab_size": VOCABULARY, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32}
+_add("xlm", "XLM", "{}WithLMHeadModel", _XLM, known=REORDERED)
+_add("flaubert", "Flaubert", "{}WithLMHeadModel", _XLM, known=REORDERED)
 _add("yoso", "Yoso")

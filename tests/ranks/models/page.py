@@ -78,7 +78,8 @@ def _summary(by_case: Mapping[str, Sequence[Record]]) -> Iterator[str]:
     exported = [record for record in trained if record.get("export")]
     refused = {case for case, each in by_case.items() if any("error" in record for record in each)}
     yield (
-        f"{len(by_case)} models, {len(trained)} runs: {sum(beyond(record) is None for record in trained)} within the bounds. "
+        f"{len(by_case)} of {sum(len(kind.cases) for kind in KINDS)} models, {len(trained)} runs: "
+        f"{sum(beyond(record) is None for record in trained)} within the bounds. "
         f"{sum(record['export'] == EQUAL for record in exported)} of {len(exported)} exports are equal. "
         f"{len(refused)} models have runs that end with an error.\n"
     )
@@ -113,7 +114,8 @@ def _section(kind: Kind, first: int, by_case: Mapping[str, Sequence[Record]]) ->
     yield f"## {kind.title}\n"
     yield "| Model | fp32 | bf16 | Export | Errors, causes |\n|---|---|---|---|---|"
     for number, case in enumerate(kind.cases, first):
-        records = by_case.get(case.name, [])
+        if not (records := by_case.get(case.name)):
+            continue  # it was not played
         cells = (case.name, *(_cell(records, each) for each in _BOUNDS), _export(records), _errors(case, records, list(runs_of(number))))
         yield f"| {' | '.join(cells)} |"
     yield ""
