@@ -171,7 +171,7 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.cast_inputs": loop("hooks on units and root; fp16.auto_cast, which casts the root's alone, is false"),
+    "precision.cast_inputs": loop("hooks on the root and its units; fp16.auto_cast, which casts only inputs of the root, is false"),
     "precision.keep_fp32": Rule(
         Fit.EXACT,
         "data_types.keep_in_fp32_modules",

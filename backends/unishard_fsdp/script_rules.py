@@ -182,7 +182,7 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     "precision.cast_inputs": Rule(
         Fit.EXACT,
         "mixed_precision.cast_forward_inputs",
-        "",
+        "in 16 bits FSDP also casts the other arguments of units, such as rotary tables",
         lambda cfg, topology: {} if cfg.precision.cast_inputs is True else {"mixed_precision": {"cast_forward_inputs": False}},
         (
             When(

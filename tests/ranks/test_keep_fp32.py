@@ -320,7 +320,7 @@ T5 = tuple(
 def test_a_t5_keeps_what_its_class_says(asked):
     *_, compute, keep = asked
     dtype = torch.float16 if compute == "fp16" else torch.bfloat16
-    kept = torch.float32 if (compute, keep) != ("bf16", "auto") else dtype  # that list of its class is for fp16 alone
+    kept = torch.float32 if (compute, keep) != ("bf16", "auto") else dtype  # that list of its class is only for fp16
     plain = plain_t5(dtype, "" if kept is dtype else ".wo.")
     for curve, seen in values(play(T5)[t5_trained, asked]):
         assert seen == (kept, kept)

@@ -129,7 +129,7 @@ def swapper_of(init: Any) -> Any:
 
 
 def gather_empty(parameters: Iterable[Any]) -> None:
-    """Let each rank gather its empty parameters alone: no communication, as stage 3 does on one rank.
+    """Gather empty parameters in a process group of one rank, without communication, as stage 3 does on one rank.
 
     Stage 3 skips modules whose shards have no elements, and then expects their parameters to be gathered
     (runtime/zero/partitioned_param_coordinator.py, _fetch_sub_module_impl); among several ranks it fails to put together a full tensor of
@@ -138,9 +138,9 @@ def gather_empty(parameters: Iterable[Any]) -> None:
     empty = list(parameters)
     if empty:
         PATCHES["empty-parameters"].require()
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         for parameter in empty:
-            parameter.ds_process_group = alone
+            parameter.ds_process_group = group
             parameter.partition_numel = lambda: 1
 
 

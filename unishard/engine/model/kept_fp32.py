@@ -68,7 +68,7 @@ def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def declared_by(model: nn.Module, compute: str) -> set[str]:
     """Names of parameters and buffers that the classes of a model keep in fp32.
 
-    transformers has a list for fp16 and bf16, and one for fp16 alone (transformers 5.23, modeling_utils.py, _get_dtype_plan).
+    transformers has a list for fp16 and bf16, and one only for fp16 (transformers 5.23, modeling_utils.py, _get_dtype_plan).
 
     Args:
         model: Any.

@@ -36,11 +36,24 @@ def shared_memory(model: nn.Module) -> Iterator[str]:
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
-    if one.element_size() != other.element_size():
+    (begin, end), (start, stop) = _span(one), _span(other)
+    first, last = max(begin, start), min(end, stop)
+    if first >= last:
+        return False
+    if one.element_size() != other.element_size() or (one.is_contiguous() and other.is_contiguous()):
         return True
-    seen = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
-    torch.as_strided(seen, one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(torch.as_strided(seen, other.shape, other.stride(), other.storage_offset()).any())
+    size, lowest = one.element_size(), min(begin, start)
+    seen = torch.zeros((max(end, stop) - lowest) // size, dtype=torch.bool)
+    rows = [length if step else 1 for length, step in zip(one.shape, one.stride(), strict=True)]  # an expanded dim repeats one element
+    torch.as_strided(seen, rows, one.stride(), (begin - lowest) // size).fill_(True)
+    return bool(torch.as_strided(seen, other.shape, other.stride(), (start - lowest) // size).any())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage from a tensor's first element to its last."""
+    length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * tensor.element_size()
+    return begin, begin + length * tensor.element_size()
 
 
 def _refusal(kind: str, first: str, second: str, *, buffer: bool) -> str:
