@@ -35,9 +35,10 @@ TABLE = torch.randn(3, 4)
         (lambda: pair(FLAT[:8], FLAT[7:]), "parameters one and other"),
         (lambda: pair(TABLE, TABLE.view(torch.int32)), "parameters one and other"),
         (lambda: pair(FLAT, FLAT.view(torch.bfloat16)), "parameters one and other"),
+        (lambda: pair(FLAT[3:4].expand(5), FLAT), "parameters one and other"),
         (viewed, "buffer row of Linear shares memory with parameter weight, .*register a copy, weight.detach"),
     ],
-    ids=["transposed", "overlapping", "another dtype", "another size", "buffer"],
+    ids=["transposed", "overlapping", "another dtype", "another size", "expanded", "buffer"],
 )
 def test_refused(model: Callable[[], nn.Module], message: str) -> None:
     (found,) = shared_memory(model())
