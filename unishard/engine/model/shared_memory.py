@@ -51,8 +51,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The bytes of its storage from a tensor's first element to its last."""
-    length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * tensor.element_size()
+    length = 1 + sum((size - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * tensor.element_size()
     return begin, begin + length * tensor.element_size()
 
 
