@@ -85,10 +85,14 @@ def test_the_packages_of_the_engine(config: Path, monkeypatch: pytest.MonkeyPatc
     ("text", "arguments", "said"),
     [
         ("training: {micro_batch_size: 4, global_batch_size: 32}", (), "8 ranks, as training.global_batch_size says"),
-        ('launch: {nodes: "1:2", processes_per_node: 4}', (), "8 ranks, as launch says"),
+        ('launch: {nodes: "1:2", processes_per_node: 4}', (), "8 ranks (2 nodes), as launch says"),
         ("sharding: {strategy: hybrid_shard, group_size: 4}", (), "4 ranks, as sharding.group_size says"),
         ("sharding: full_shard", (), "1 rank; add --world-size N to check it for more"),
-        ("sharding: full_shard", ("--gpus-per-node", "2", "--world-size", "4"), "4 ranks"),
+        ("sharding: full_shard", ("--gpus-per-node", "2", "--world-size", "4"), "4 ranks (2 nodes)"),
+        ("launch: {nodes: 2, processes_per_node: 4}", ("--gpus-per-node", "8"), "16 ranks (2 nodes)"),
+        ("launch: {nodes: 2, processes_per_node: 4}", ("--world-size", "16"), "16 ranks (4 nodes)"),
+        ("launch: {nodes: 2}\ntraining: {global_batch_size: 8}", (), "8 ranks (2 nodes), as training.global_batch_size says"),
+        ("launch: {nodes: 2}", (), "2 ranks (2 nodes), as launch.nodes says"),
     ],
 )
 def test_the_number_of_ranks_is_the_one_that_the_config_implies(config: Path, text: str, arguments: tuple[str, ...], said: str) -> None:
@@ -100,7 +104,7 @@ def test_the_number_of_ranks_is_the_one_that_the_config_implies(config: Path, te
 def test_a_global_batch_that_no_number_of_ranks_gives(config: Path) -> None:
     assert problems("training: {micro_batch_size: 4, global_batch_size: 10}\nsharding: {strategy: hybrid_shard, group_size: 2}\n") == [
         "c.yaml:1: training.global_batch_size: is 10, but each rank adds micro_batch_size 4 x gradient_accumulation_steps 1 = 4 samples; "
-        "write a multiple of 4 or remove it"
+        "write a multiple of 4, such as 8, or remove it"
     ]
 
 

@@ -97,6 +97,18 @@ def test_batch_sizes_that_contradict_the_ranks(config: Path) -> None:
         assert result.stderr.startswith("c.yaml:2: training.global_batch_size: is 6, but ")
 
 
+def test_the_ranks_are_those_of_the_config_unless_an_option_says_others(config: Path) -> None:
+    config.write_text("launch: {nodes: 2, processes_per_node: 4}\ntraining: {micro_batch_size: 3}\n")
+    native = run("explain", "c.yaml", "deepspeed", "--native")
+    assert json.loads(native.stdout)["train_batch_size"] == 24
+    assert native.stderr == "note: for 8 ranks (2 nodes), as launch says\n"
+    assert "computed for 8 ranks" in run("explain", "c.yaml").stdout
+    given = run("explain", "c.yaml", "deepspeed", "--native", "--world-size", "2")
+    assert (json.loads(given.stdout)["train_batch_size"], given.stderr) == (6, "")
+    config.write_text("sharding: full_shard\n")
+    assert run("explain", "c.yaml").stderr == "note: for 1 rank; add --world-size N for more\n"
+
+
 def test_bad_config_prints_all_problems_and_no_traceback(config: Path) -> None:
     config.write_text("lr: 1\nstrict: maybe\n")
     result = run("explain", "c.yaml", "--set", "training.seed=-1")

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from running import run
 
+from unishard.plan.activations import Activations, Segment
+
 FACTORY = """
 import torch
 from torch import nn
@@ -45,6 +47,19 @@ def bare():
     return Model()
 
 
+class Logits(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def logits():
+    return Logits(16, 5), lambda samples, tokens: {"x": torch.randn(samples, 16)}
+
+
+def with_loss():
+    return (*logits(), lambda out: out.square().mean())
+
+
 def wrong():
     return 3
 """
@@ -75,6 +90,17 @@ def test_every_engine_and_strategy_in_80_columns(project: Path) -> None:
             assert any(line.split()[:2] == [backend, strategy] for line in lines)
     assert any(line.startswith("* full_shard") for line in lines)
     assert any(line.startswith("recommendation: ") for line in lines)
+
+
+def test_the_ranks_are_those_of_the_config_unless_an_option_says_others(project: Path) -> None:
+    with Path("cfg.yaml").open("a") as file:
+        file.write("launch: {nodes: 2, processes_per_node: 4}\n")
+    ask = ("plan", "cfg.yaml", "--model", "factories:build", "--no-activations")
+    found = run(*ask)
+    assert found.stdout.startswith("factories:build: 6.47 K parameters; 8 ranks on 2 nodes\n")
+    assert found.stderr == "note: for 8 ranks (2 nodes), as launch says\n"
+    given = run(*ask, "--world-size", "16", "--gpus-per-node", "16", "--json")
+    assert (json.loads(given.stdout)["gpus_per_node"], given.stderr) == (16, "")
 
 
 def test_json_holds_the_same(project: Path) -> None:
@@ -134,6 +160,7 @@ def test_the_recommendation_is_written_in_place(project: Path) -> None:
         (["--model", "factories:nothing"], "--model: factories:nothing: factories has no function 'nothing'"),
         (["--model", "factories:wrong"], "--model: factories:wrong returned int; it must return a torch.nn.Module, or (model, batch)"),
         (["--model", "factories:bare"], "its inputs are not known; let the factory return (model, batch)"),
+        (["--model", "factories:logits"], "its forward returns a tensor of shape [2, 5]; let a factory return (model, batch, loss)"),
         (["--model", "factories:build", "--device", "h100"], "--device: no device 'h100'; did you mean h100-80g?"),
         (["--model", "factories:build", "--memory", "much"], "--memory: 'much' is no size"),
         (["--model", "factories:build", "--set", "sharding.units=[Nothing]"], "no module of class Nothing"),
@@ -145,6 +172,21 @@ def test_one_clear_error(project: Path, arguments: list[str], said: str) -> None
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1
     assert said in result.stderr
+
+
+def test_a_forward_that_returns_no_loss_is_planned_with_one(project: Path) -> None:
+    found = json.loads(run("plan", "cfg.yaml", "--model", "factories:with_loss", "--json").stdout)
+    assert found["activations"]["none"] > 0
+
+
+def test_a_stretch_that_only_one_trace_has_is_covered_by_the_next_module() -> None:
+    def traced(*segments: Segment) -> Activations:
+        return Activations(1, 8, "none", segments)
+
+    one = traced(Segment("forward", "a", 0, 10, 11, 5), Segment("backward", "a", 0, 12, 13, 6))
+    two = traced(Segment("forward", "a", 0, 20, 21, 7), Segment("backward", "", -1, 90, 91, 8), Segment("backward", "a", 0, 30, 31, 9))
+    sums = [("forward", "a", 0, 30, 32, 12), ("backward", "", -1, 102, 104, 14), ("backward", "a", 0, 42, 44, 15)]
+    assert list(one.map(sum, two).segments) == list(two.map(sum, one).segments) == sums
 
 
 def test_a_folder_of_transformers(project: Path) -> None:

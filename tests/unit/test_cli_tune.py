@@ -68,6 +68,7 @@ ASK = ("tune", "c.yaml", "--model", "factories:build", "--seq-len", "64", "--pro
         (["train.py"], "train.py: there is no such script"),
         (["--model", "nothing"], "--model: nothing is no folder"),
         (["--backends", "zero", "--model", "factories:build"], "--backends: 'zero' is unknown; write deepspeed or fsdp"),
+        (["--set", "training.global_batch_size=5", "-m", "x"], "training.global_batch_size: is 5, but"),
         (["--set", "training.seed=1", "--write", "-m", "x"], "--write edits the file, which --set does not"),
     ],
 )
@@ -79,7 +80,7 @@ def test_one_clear_error(project: Path, arguments: list[str], said: str) -> None
 
 def test_what_does_not_fit_is_not_measured(gives: Any) -> None:
     asked = gives(lambda trial: 1.0)
-    result = run(*ASK, "--memory", "96KiB", "--most", "100", "--json")
+    result = run(*ASK, "--memory", "192KiB", "--most", "100", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert asked[0] == ("fsdp", "full_shard", "none", 2, 2), "the config as it is comes first"
@@ -124,6 +125,43 @@ def test_the_best_is_written_with_the_reasons(gives: Any) -> None:
     assert Path("c.yaml").read_text().count("# unishard tune: ") == 1, "the reasons of the last time are replaced"
 
 
+def test_a_global_batch_size_that_the_ranks_give_drops_nothing(gives: Any) -> None:
+    asked = gives(lambda trial: 1.0)
+    with Path("c.yaml").open("a") as file:
+        file.write("launch: {nodes: 2, processes_per_node: 2}\n")
+    result = run("tune", "c.yaml", "--set", "training.global_batch_size=16", "-m", "x")
+    assert result.exit_code == 0, result.output
+    assert len(asked) == 8
+    assert "note: for 2 ranks, as launch.processes_per_node says; launch.nodes is 2, but this host is measured alone" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "factories:build", "--seq-len", "64", "--memory", "1KiB"), "and 7 larger ones: does not fit: needs "),
+        (("--set", "training.gradient_accumulation_steps=1", "--set", "training.micro_batch_size=1", "-m", "x"), "name other candidates"),
+    ],
+)
+def test_where_nothing_is_left_to_compare(gives: Any, arguments: tuple[str, ...], said: str) -> None:
+    asked = gives(lambda trial: 1.0)
+    result = run("tune", "c.yaml", "--backends", "fsdp", "--strategies", "full_shard", *arguments)
+    assert (result.exit_code, result.stdout, asked) == (1, "", [])
+    error = " ".join(result.stderr.split())
+    assert "there is nothing to compare with the config as it is (fsdp full_shard, none, " in error
+    assert "name other candidates: --backends, --strategies, or a larger training.micro_batch_size" in error
+    assert said in error
+
+
+def test_one_that_is_measured_is_not_called_the_fastest(gives: Any) -> None:
+    gives(lambda trial: 1.0, failure=lambda trial: None if trial.micro_batch_size == 4 else "RuntimeError: no")
+    result = run(*ASK, "--memory", "8GiB", "--most", "2", "--write")
+    assert result.exit_code == 1
+    said = " ".join(result.stdout.split())
+    assert "RuntimeError: no" in said
+    assert "no result: only " in said
+    assert Path("c.yaml").read_text() == CONFIG
+
+
 def test_a_difference_within_the_noise_changes_nothing(gives: Any) -> None:
     gives(lambda trial: 1.0 if trial.micro_batch_size == 2 else 0.995)
     found = json.loads(run(*ASK, "--memory", "8GiB", "--json").stdout)
@@ -148,7 +186,7 @@ def test_where_all_fail(gives: Any) -> None:
 
 def test_without_a_model_the_engines_still_refuse() -> None:
     cfg = unishard.load({"backend": "fsdp", "sharding": "full_shard", "training": {"micro_batch_size": 3}, "offload": "cpu"})
-    found = trials_of(cfg, ["fsdp", "deepspeed"], ["full_shard", "no_shard"], words_of(cfg, []), 100, None)
+    found = trials_of(cfg, ["fsdp", "deepspeed"], ["full_shard", "no_shard"], words_of(cfg, []), 100, unishard.Topology(), None)
     assert found.kept[0] == own_trial(cfg)
     assert {trial.recomputation for trial in found.kept} == {"none"}
     assert {(trial.micro_batch_size, trial.accumulation) for trial in found.kept} == {(3, 1), (1, 3)}

@@ -178,7 +178,8 @@ def test_batch_sizes_must_agree() -> None:
     with pytest.raises(ConfigError) as caught:
         translate(cfg, topology=Topology(world_size=4))
     assert str(caught.value) == (
-        "training.global_batch_size: is 12, but micro_batch_size 2 x gradient_accumulation_steps 3 x 4 ranks is 24; write 24 or remove it"
+        "training.global_batch_size: is 12, but micro_batch_size 2 x gradient_accumulation_steps 3 x 4 ranks is 24; write "
+        "gradient_accumulation_steps: 3 and micro_batch_size: 1, or remove global_batch_size"
     )
 
 

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from unishard.cli.completion import changes, devices
+from unishard.cli.wrapping import echo
 from unishard.config.topology import Topology
 
 if TYPE_CHECKING:
+    from unishard.config import Config
+    from unishard.config.run_ranks import RunRanks
     from unishard.plan.devices import Device
 
 __all__ = [
@@ -21,12 +24,14 @@ __all__ = [
     "Output",
     "Overrides",
     "Ranks",
+    "RanksPerNode",
     "Report",
     "ScriptArguments",
     "ScriptIsModule",
     "ScriptName",
-    "WorldSize",
     "device_of",
+    "note_ranks",
+    "run_ranks",
     "topology_of",
 ]
 
@@ -44,11 +49,13 @@ Overrides = Annotated[
 ScriptName = Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)]
 ScriptArguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)]
 ScriptIsModule = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")]
-WorldSize = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")]
 Ranks = Annotated[
     int | None, typer.Option("--world-size", min=1, metavar="N", help="Number of ranks. [default: from the file]", show_default=False)
 ]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, metavar="M", help="Ranks per node. [default: all]", show_default=False)]
+RanksPerNode = Annotated[
+    int | None, typer.Option("--gpus-per-node", min=1, metavar="M", help="Ranks per node. [default: from the file]", show_default=False)
+]
 DeviceName = Annotated[
     str | None,
     typer.Option("--device", metavar="NAME", help="What a rank computes on, such as h100-80g.", show_default=False, autocompletion=devices),
@@ -75,6 +82,25 @@ def topology_of(ranks: int | None, per_node: int | None) -> Topology | None:
             f"{ranks} ranks do not divide into nodes of {per_node}; give a --world-size that is a multiple of {per_node}"
         )
     return Topology(ranks, per_node)
+
+
+def run_ranks(cfg: Config, ranks: int | None, per_node: int | None) -> RunRanks:
+    """The ranks of the command line, or else of the config.
+
+    Raises:
+        typer.BadParameter: The ranks do not fill the nodes equally.
+        ConfigError: No number of ranks gives the global batch size.
+    """
+    from unishard.config.run_ranks import ranks_of
+
+    topology_of(ranks, per_node)  # refuses what does not divide
+    return ranks_of(cfg, ranks, per_node)
+
+
+def note_ranks(ranks: RunRanks) -> None:
+    """Say on stderr for how many ranks the output is, unless an option has said it."""
+    if not ranks.given:
+        echo(f"note: for {ranks}" + ("" if ranks.origin else "; add --world-size N for more"), err=True)
 
 
 def device_of(name: str | None, memory: str | None) -> Device | None:

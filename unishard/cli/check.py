@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, Ranks, topology_of
+from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, topology_of
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.wrapping import echo
-from unishard.config.describe import count_of
-from unishard.config.topology import Topology
+from unishard.config.run_ranks import RunRanks, ranks_of
 from unishard.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from unishard.doctor.config_check import CheckedRanks
 
 __all__ = ["check"]
 
 
 class _Passed(NamedTuple):
     backend: str
-    ranks: CheckedRanks
+    ranks: RunRanks
     notes: list[str]
 
 
 def check(
     config: ConfigFile,
     world_size: Ranks = None,
-    gpus_per_node: GpusPerNode = None,
+    gpus_per_node: RanksPerNode = None,
     set_: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -41,10 +37,10 @@ def check(
 
     Example: unishard check cfg.yaml --world-size 64
     """
-    topology = topology_of(world_size, gpus_per_node)
+    topology_of(world_size, gpus_per_node)  # refuses what does not divide
     try:
         with own_file(config):
-            passed = _check(config, set_ or [], topology)
+            passed = _check(config, set_ or [], world_size, gpus_per_node)
     except ConfigError as error:
         if not as_json:
             raise
@@ -54,25 +50,26 @@ def check(
     if as_json:
         typer.echo(json.dumps(_object(str(config), passed), indent=2))
         return
-    echo(f"{config}: ok for {passed.backend} on {_in_words(passed.ranks)}")
+    more = "" if passed.ranks.origin else "; add --world-size N to check it for more"
+    echo(f"{config}: ok for {passed.backend} on {passed.ranks}{more}")
     for note in passed.notes:
         echo(f"note: {note}", err=True)
 
 
-def _check(config: ConfigFile, changes: list[str], topology: Topology | None) -> _Passed:
+def _check(config: ConfigFile, changes: list[str], world_size: int | None, per_node: int | None) -> _Passed:
     """Check a config.
 
     Raises:
         ConfigError: It is refused. Lists every problem with `file:line`.
     """
-    from unishard.doctor.config_check import CheckedRanks, notes_on, ranks_of, refusals_of
+    from unishard.doctor.config_check import notes_on, refusals_of
     from unishard.loading import read
 
     cfg, origins = read(config, changes)
     problems: list[Problem] = []
     checked = cfg
     try:
-        ranks = CheckedRanks(topology, "--world-size") if topology else ranks_of(cfg)
+        ranks = ranks_of(cfg, world_size, per_node)
     except ConfigError as error:  # no number of ranks fits, so the rest is checked without it
         problems += error.problems
         checked = cfg.override("training.global_batch_size=null")
@@ -82,17 +79,6 @@ def _check(config: ConfigFile, changes: list[str], topology: Topology | None) ->
         problems.sort(key=lambda problem: origins.of(problem.path).order)
         raise origins.locate(ConfigError(problems))
     return _Passed(cfg.backend, ranks, list(notes_on(cfg, ranks.topology)))
-
-
-def _in_words(ranks: CheckedRanks) -> str:
-    count = ranks.topology.world_size
-    number = count_of(count, "rank")
-    match ranks.origin:
-        case "":
-            return f"{number}; add --world-size N to check it for more"
-        case "--world-size":
-            return number
-    return f"{number}, as {ranks.origin} says"
 
 
 def _object(name: str, passed: _Passed) -> dict[str, Any]:

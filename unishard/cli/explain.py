@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unishard.cli import completion
-from unishard.cli.arguments import ConfigFile, GpusPerNode, Overrides, WorldSize, topology_of
+from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, run_ranks
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo
 from unishard.config.describe import bare
-from unishard.config.topology import Topology
 from unishard.errors import ConfigError
 
 if TYPE_CHECKING:
     from unishard.config import Config
+    from unishard.config.topology import Topology
     from unishard.loading import Origins
     from unishard.plugins.explain import ExplainedField, Image
 
@@ -44,8 +44,8 @@ def explain(
     ] = False,
     changed: Annotated[bool, typer.Option("--changed", help="Show only what the file and --set set, not the defaults.")] = False,
     set_: Overrides = None,
-    world_size: WorldSize = 1,
-    gpus_per_node: GpusPerNode = None,
+    world_size: Ranks = None,
+    gpus_per_node: RanksPerNode = None,
 ) -> None:
     """Show every value and its translation.
 
@@ -59,16 +59,17 @@ def explain(
         raise typer.BadParameter("--native prints the whole native config; leave out --changed")
 
     backend = backend and backend.lower()
-    topology = topology_of(world_size, gpus_per_node) or Topology()
     with own_file(config):
         cfg, origins = read(config, set_ or ())
     try:
+        ranks = run_ranks(cfg, world_size, gpus_per_node)
         if native:
-            _print_native(cfg, backend, topology)
+            _print_native(cfg, backend, ranks.topology)
         else:
-            _show(cfg, origins, backend, topology, changed=changed)
+            _show(cfg, origins, backend, ranks.topology, changed=changed)
     except ConfigError as error:
         raise origins.locate(error) from None
+    note_ranks(ranks)
 
 
 def _print_native(cfg: Config, backend: str | None, topology: Topology) -> None:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, DeviceName, GpusPerNode, MemorySize, Overrides, Report, device_of, topology_of
+from unishard.cli.arguments import (
+    ConfigFile,
+    DeviceName,
+    MemorySize,
+    Overrides,
+    Ranks,
+    RanksPerNode,
+    Report,
+    device_of,
+    note_ranks,
+    run_ranks,
+)
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.wrapping import echo
 from unishard.config.topology import Topology
@@ -26,8 +37,8 @@ def plan(
         str,
         typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False),
     ],
-    world_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")] = 1,
-    gpus_per_node: GpusPerNode = None,
+    world_size: Ranks = None,
+    gpus_per_node: RanksPerNode = None,
     device: DeviceName = None,
     memory: MemorySize = None,
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample.")] = 4096,
@@ -50,15 +61,14 @@ def plan(
 
     if write and set_:
         raise typer.BadParameter("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
-    if gpus_per_node is None and world_size > 8 and world_size % 8 == 0:
-        gpus_per_node = 8
-    topology = topology_of(world_size, gpus_per_node) or Topology()
     target = device_of(device, memory)
     if write and target is None:
         raise typer.BadParameter("--write needs --device or --memory, by which to choose")
     with own_file(config):
         cfg, origins = read(config, set_ or ())
     try:
+        ranks = run_ranks(cfg, world_size, gpus_per_node)
+        topology = _on_nodes(ranks.topology, gpus_per_node or cfg.launch.processes_per_node)
         found = make_plan(cfg, PlannedModel(model, cfg), topology, target, seq_len=seq_len, activations=not no_activations)
     except ConfigError as error:
         raise origins.locate(error) from None
@@ -75,6 +85,14 @@ def plan(
             typer.echo(line)
     if write:
         _write(config, found)
+    note_ranks(ranks)
+
+
+def _on_nodes(topology: Topology, per_node: int | None) -> Topology:
+    """The ranks on nodes of 8, if nothing says how many a node has and they fill several."""
+    if per_node is None and topology.world_size == topology.local_world_size > 8 and topology.world_size % 8 == 0:
+        return Topology(topology.world_size, 8)
+    return topology
 
 
 def _write(config: Path, found: Plan) -> None:

@@ -19,6 +19,7 @@ from unishard.errors import ConfigError, UnishardError
 if TYPE_CHECKING:
     from unishard.compare.candidates import ComparedRow
     from unishard.compare.measuring import Measured, Task
+    from unishard.config.run_ranks import RunRanks
     from unishard.launch.command import Script
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
     "Timeout",
     "folder_of",
     "given",
-    "ranks_of",
+    "ranks_here",
     "run_all",
     "script_of",
     "script_or_model",
@@ -126,12 +127,16 @@ def script_or_model(name: str | None, arguments: Sequence[str] | None, module: b
     return Script("unishard.compare.random_data", (model, "--seq-len", str(seq_len)), module=True)
 
 
-def ranks_of(cfg: Config) -> int:
-    """How many ranks a run on this host has."""
+def ranks_here(cfg: Config) -> RunRanks:
+    """How many ranks a run on this host has, and what says so."""
+    from unishard.config.run_ranks import RunRanks
+    from unishard.config.topology import Topology
     from unishard.launch.running import gpus
 
-    given = cfg.launch.processes_per_node
-    return given if isinstance(given, int) else max(1, gpus())
+    each, origin = cfg.launch.processes_per_node, "launch.processes_per_node"
+    if each is None:
+        each, origin = max(1, gpus()), "the number of GPUs here"
+    return RunRanks(Topology(each, each), origin)
 
 
 @contextmanager

@@ -25,18 +25,19 @@ from unishard.cli.script_runs import (
     Timeout,
     folder_of,
     given,
-    ranks_of,
+    ranks_here,
     run_all,
     script_or_model,
 )
 from unishard.cli.wrapping import echo
 from unishard.config import Config
-from unishard.config.topology import Topology
+from unishard.config.batch_sizes import check_batch
 from unishard.errors import UnishardError
 
 if TYPE_CHECKING:
     from unishard.compare.trials import Trials
     from unishard.compare.tuning import Tuned
+    from unishard.config.topology import Topology
     from unishard.plan.devices import Device
 
 __all__ = ["app"]
@@ -59,7 +60,7 @@ def tune(
         str | None,
         typer.Option("--strategies", metavar="A,B", help="Strategies. [default: all]", show_default=False, autocompletion=strategy_lists),
     ] = None,
-    most: Annotated[int, typer.Option("--most", min=1, metavar="N", help="How many candidates to measure.")] = 8,
+    most: Annotated[int, typer.Option("--most", min=2, metavar="N", help="How many candidates to measure.")] = 8,
     steps: Steps = 20,
     rounds: Rounds = 1,
     processes_per_node: Processes = None,
@@ -78,14 +79,20 @@ def tune(
     Example: unishard tune cfg.yaml --model ./llama --write train.py --epochs 1
     """
     from unishard.compare.measuring import Task
-    from unishard.compare.tuning import lines_of, tuned
+    from unishard.compare.tuning import expect_several, lines_of, tuned
 
     if write and set_:
         raise UnishardError("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
     cfg, changes = given(config, set_, processes_per_node)
     what = script_or_model(script, arguments, module, model, seq_len)
-    ranks = ranks_of(cfg)
-    trials = _trials(cfg, ranks, model, seq_len, backends, strategies, most, _device(device, memory))
+    ranks = ranks_here(cfg)
+    echo(f"note: for {ranks}" + _other_hosts(cfg), err=True)
+    check_batch(cfg.training, ranks.topology.world_size * cfg.launch.max_nodes)
+    if cfg.training.global_batch_size is not None:  # of all hosts; the candidates take the same samples anyway
+        changes = [*changes, "training.global_batch_size=null"]
+        cfg = cfg.override(changes[-1])
+    trials = _trials(cfg, ranks.topology, model, seq_len, backends, strategies, most, _device(device, memory))
+    expect_several(trials)
     task = Task(config, what, steps, timeout, rounds=rounds)
     with folder_of(out) as folder:
         found = tuned(cfg, list(run_all(cfg, task, trials.kept, changes, folder)), trials.dropped)
@@ -94,16 +101,27 @@ def tune(
     else:
         for line in lines_of(found):
             typer.echo(line)
-    if found.best is None:
+    if found.best is None:  # the last lines of the output say why
         raise typer.Exit(1)
     if write:
-        _write(config, found, ranks, steps)
+        _write(config, found, ranks.topology.world_size, steps)
     elif found.changes:
         echo("write them into the file: the same command with --write", err=True)
 
 
+def _other_hosts(cfg: Config) -> str:
+    return f"; launch.nodes is {cfg.launch.nodes}, but this host is measured alone" if cfg.launch.max_nodes > 1 else ""
+
+
 def _trials(
-    cfg: Config, ranks: int, model: str | None, seq_len: int, backends: str | None, strategies: str | None, most: int, device: Device | None
+    cfg: Config,
+    topology: Topology,
+    model: str | None,
+    seq_len: int,
+    backends: str | None,
+    strategies: str | None,
+    most: int,
+    device: Device | None,
 ) -> Trials:
     from unishard.compare.candidates import backends_of, strategies_of
     from unishard.compare.planned_trials import facts_of
@@ -111,20 +129,19 @@ def _trials(
     from unishard.plan.candidates import strategies_for
     from unishard.plan.questions import RECOMPUTATIONS
 
-    topology = Topology(ranks, ranks)
     facts, known = None, list(RECOMPUTATIONS)
     if model is None:
         echo("without --model nothing is dropped for memory, and what does not fit fails", err=True)
         known = []  # which blocks can be recomputed is not known
     else:
-        facts, note = facts_of(model, cfg, topology, device, seq_len)
+        facts, note = facts_of(model, cfg, device, seq_len)
         if note:
             echo(f"activations are not known: {note}", err=True)
         if device is None:
             echo("the memory of the device is not known, so nothing is dropped for it; give --device or --memory", err=True)
         known = [word for word in RECOMPUTATIONS if word == "none" or facts.activations(word, 1) is not None]
     wanted = strategies_of(strategies) or strategies_for(cfg, topology)
-    return trials_of(cfg, backends_of(cfg, backends), wanted, words_of(cfg, known), most, facts)
+    return trials_of(cfg, backends_of(cfg, backends), wanted, words_of(cfg, known), most, topology, facts)
 
 
 def _device(name: str | None, memory: str | None) -> Device | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from unishard.compare.trials import PlannedFacts, Recomputation
 from unishard.config import Config
-from unishard.config.topology import Topology
 from unishard.errors import ModelError
 from unishard.plan.activations import Activations
 from unishard.plan.devices import Device
@@ -45,13 +44,12 @@ class PlannedModelFacts:
         return None if scaled is None else scaled(micro_batch_size)
 
 
-def facts_of(name: str, cfg: Config, topology: Topology, device: Device | None, seq_len: int) -> tuple[PlannedFacts, str]:
+def facts_of(name: str, cfg: Config, device: Device | None, seq_len: int) -> tuple[PlannedFacts, str]:
     """What the plan needs to drop candidates, and why activations are not known, if they are not.
 
     Args:
         name: The model, as for `unishard plan`.
         cfg: The config.
-        topology: The ranks.
         device: What they run on.
         seq_len: Tokens of a sample.
 
@@ -61,4 +59,4 @@ def facts_of(name: str, cfg: Config, topology: Topology, device: Device | None, 
     model = PlannedModel(name, cfg)
     known = PlannedModelFacts(model, seq_len)
     known.activations("none", 1)
-    return PlannedFacts(model.shape, topology, known.activations, device), known.note
+    return PlannedFacts(model.shape, known.activations, device), known.note

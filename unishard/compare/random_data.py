@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def main() -> None:
     given = parser.parse_args()
     cfg = unishard.load()
     torch.manual_seed(cfg.training.seed)  # the same weights on each engine
-    model, batch = BuiltModel(given.model, PlannedModel(given.model, cfg).folder).build()
+    model, batch, loss = BuiltModel(given.model, PlannedModel(given.model, cfg).folder).build()
     if batch is None:
         raise unishard.ModelError(
             f"--model {given.model}: its inputs are not known; let the factory return (model, batch), where batch(micro_batch_size, "
@@ -34,7 +33,7 @@ def main() -> None:
         while True:
             inputs = _inputs(batch, cfg.training.micro_batch_size, given.seq_len, getattr(model, "config", None))
             out = engine(**{name: value.to(engine.device) if isinstance(value, Tensor) else value for name, value in inputs.items()})
-            engine.backward(out if isinstance(out, Tensor) else out["loss"] if isinstance(out, Mapping) else out.loss)
+            engine.backward(loss(out))
             engine.step()
 
 

@@ -67,6 +67,8 @@ class Dropped(NamedTuple):
 
     trial: Trial
     reason: str
+    nbytes: int = 0
+    """What it needs, if it does not fit."""
 
 
 class Trials(NamedTuple):
@@ -80,7 +82,6 @@ class PlannedFacts(NamedTuple):
     """What the plan needs."""
 
     shape: ModelShape
-    topology: Topology
     activations: Callable[[Recomputation, int], Activations | None]
     """By `activation_checkpointing` and micro-batch size; None where they are not known."""
     device: Device | None
@@ -113,6 +114,7 @@ def trials_of(
     strategies: Sequence[str],
     words: Sequence[Recomputation],
     most: int,
+    topology: Topology,
     facts: PlannedFacts | None,
 ) -> Trials:
     """Choose what to measure.
@@ -123,19 +125,19 @@ def trials_of(
         strategies: Strategies.
         words: Kinds of recomputation, the cheapest first.
         most: How many trials are measured.
+        topology: The ranks.
         facts: For the plan; None if the model is not known: then nothing is dropped for memory.
     """
     choices = _Choices(backends, strategies, words, _micro_batches(cfg))
     own = own_trial(cfg)
-    found = [_judged(cfg, trial, facts) for trial in _combinations(cfg, choices)]
-    dropped = [Dropped(trial, reason) for trial, reason, _ in found if reason and trial != own]
+    found = [_judged(cfg, trial, topology, facts) for trial in _combinations(cfg, choices)]
+    dropped = [Dropped(trial, reason, _bytes_of(planned)) for trial, reason, planned in found if reason and trial != own]
     fitting = [(trial, planned) for trial, reason, planned in found if not reason]
     useless = [drop for drop in _useless(fitting, words, facts) if drop.trial != own]
     dropped += useless
     left = {drop.trial for drop in useless}
-    ranked = sorted(
-        (each for each in fitting if each[0] != own and each[0] not in left), key=lambda each: _price(each[0], each[1], words, facts)
-    )
+    others = [each for each in fitting if each[0] != own and each[0] not in left]
+    ranked = sorted(others, key=lambda each: _price(each[0], each[1], words, topology, facts))
     names = [own, *(trial for trial, _ in ranked)]
     dropped += [Dropped(trial, f"beyond the {most} that the plan expects to be fastest; raise --most") for trial in names[most:]]
     return Trials(names[:most], dropped)
@@ -156,23 +158,27 @@ def _combinations(cfg: Config, choices: _Choices) -> Iterator[Trial]:
                     yield Trial(backend, strategy, word, size, samples // size)
 
 
-def _judged(cfg: Config, trial: Trial, facts: PlannedFacts | None) -> tuple[Trial, str, Candidate | None]:
+def _judged(cfg: Config, trial: Trial, topology: Topology, facts: PlannedFacts | None) -> tuple[Trial, str, Candidate | None]:
     """A trial, why it cannot run, and its plan."""
     try:
         chosen = cfg.override(*changes) if (changes := trial.changes(cfg)) else cfg
         if facts is None:
-            translate(chosen).check(strict=chosen.strict)
+            translate(chosen, topology=topology).check(strict=chosen.strict)
             return trial, "", None
     except (ConfigError, BackendError) as error:
         return trial, str(error.problems[0] if isinstance(error, ConfigError) and error.problems else error), None
     activations = facts.activations(trial.recomputation, trial.micro_batch_size)
-    planned = candidate_of(chosen, facts.shape, facts.topology, activations, trial.backend, trial.strategy)
+    planned = candidate_of(chosen, facts.shape, topology, activations, trial.backend, trial.strategy)
     if planned.peak is None:
         return trial, planned.refusal, planned
     if facts.device is not None and not planned.fits(facts.device.memory):
         needed = f"needs {with_unit(planned.peak.nbytes)} of {with_unit(facts.device.memory)} in the {planned.peak.where}"
         return trial, f"does not fit: {needed}", planned
     return trial, "", planned
+
+
+def _bytes_of(planned: Candidate | None) -> int:
+    return 0 if planned is None or planned.peak is None else planned.peak.nbytes
 
 
 def _useless(
@@ -191,11 +197,13 @@ def _useless(
             sure[key] = trial.recomputation
 
 
-def _price(trial: Trial, planned: Candidate | None, words: Sequence[Recomputation], facts: PlannedFacts | None) -> tuple[int, float, int]:
+def _price(
+    trial: Trial, planned: Candidate | None, words: Sequence[Recomputation], topology: Topology, facts: PlannedFacts | None
+) -> tuple[int, float, int]:
     """The least recomputation first, then the least time on the wire, then the largest micro-batch."""
     seconds = 0.0
     if facts is not None and facts.device is not None and planned is not None and planned.footprint is not None:
-        seconds = wire_of(planned.footprint, facts.topology, facts.device).seconds
+        seconds = wire_of(planned.footprint, topology, facts.device).seconds
     return words.index(trial.recomputation), seconds, -trial.micro_batch_size
 
 

@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 
 from unishard.compare.measuring import Measured
 from unishard.compare.records import Course
-from unishard.compare.trials import Dropped
+from unishard.compare.trials import Dropped, Trials
 from unishard.config import Config
 from unishard.config.describe import count_of
+from unishard.errors import UnishardError
 
-__all__ = ["Tuned", "comment_of", "lines_of", "tuned", "with_comment"]
+__all__ = ["Tuned", "comment_of", "expect_several", "lines_of", "tuned", "with_comment"]
 
 _WIDTH = 80
 _NOISE = 1.02
 """A step time that is shorter by less than this factor is no reason to change a config."""
 _MARK = "# unishard tune: "
+_OPTIONS = "--backends, --strategies, or a larger training.micro_batch_size"
 _SHOWN = 12
 """Reasons why trials were left out that are listed."""
 
@@ -30,7 +32,7 @@ class Tuned(NamedTuple):
     """The config's own trial first."""
     dropped: Sequence[Dropped]
     best: Measured | None
-    """None if all have failed."""
+    """None if fewer than two could be measured."""
     changes: tuple[str, ...]
     """As for `unishard set`; empty if the config stays as it is."""
     reason: str
@@ -46,6 +48,21 @@ class Tuned(NamedTuple):
         }
 
 
+def expect_several(trials: Trials) -> None:
+    """Check that there is something to compare.
+
+    Raises:
+        UnishardError: There is not; lists what was left out and why.
+    """
+    if len(trials.kept) > 1:
+        return
+    first = f"there is nothing to compare with the config as it is ({', '.join(map(str, trials.kept))})"
+    if not trials.dropped:
+        raise UnishardError(f"{first}; name other candidates: {_OPTIONS}")
+    first += f": {len(trials.dropped)} left out; change what the reasons name, or name other candidates: {_OPTIONS}"
+    raise UnishardError("\n".join([first, *_left_out(trials.dropped)]))
+
+
 def tuned(cfg: Config, measured: Sequence[Measured], dropped: Sequence[Dropped]) -> Tuned:
     """Choose.
 
@@ -59,6 +76,9 @@ def tuned(cfg: Config, measured: Sequence[Measured], dropped: Sequence[Dropped])
     if not timed:
         return Tuned(rows, dropped, None, (), f"no candidate could be measured; the config as it is: {rows[0].failure}")
     own = rows[0]
+    if len(timed) < 2:
+        reason = f"only {next(iter(timed))} could be measured, which is no comparison; repair what failed, or name other candidates"
+        return Tuned(rows, dropped, None, (), f"{reason}: {_OPTIONS}")
     best = min((row for row in rows if row.candidate in timed), key=lambda row: timed[row.candidate])
     count = f"the fastest of {len(timed)} that were measured"
     if own.failure:
@@ -103,17 +123,23 @@ def lines_of(found: Tuned) -> Iterator[str]:
     if found.dropped:
         yield ""
         yield f"left out: {len(found.dropped)}"
-        groups: dict[str, list[str]] = {}
-        for drop in found.dropped:
-            groups.setdefault(drop.reason, []).append(str(drop.trial))
-        for reason, (first, *others) in list(groups.items())[:_SHOWN]:
-            more = f" and {len(others)} others" if others else ""
-            yield from wrap(f"{first}{more}: {reason}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
-        if len(groups) > _SHOWN:
-            yield f"  and others for {len(groups) - _SHOWN} more reasons: --json"
+        yield from _left_out(found.dropped)
     yield ""
-    yield from wrap(f"best: {found.reason}", _WIDTH, subsequent_indent="  ")
+    yield from wrap(f"{'best' if found.best else 'no result'}: {found.reason}", _WIDTH, subsequent_indent="  ")
     yield from (f"  {change.replace('=', ': ', 1)}" for change in found.changes)
+
+
+def _left_out(dropped: Sequence[Dropped]) -> Iterator[str]:
+    """What was not measured, by reason; of those that do not fit, the smallest."""
+    groups: dict[str, list[Dropped]] = {}
+    for drop in sorted(dropped, key=lambda each: each.nbytes):
+        groups.setdefault("does not fit" if drop.nbytes else drop.reason, []).append(drop)
+    for first, *others in list(groups.values())[:_SHOWN]:
+        more = f" and {count_of(len(others), 'larger one' if first.nbytes else 'other')}" if others else ""
+        yield from wrap(f"{first.trial}{more}: {first.reason}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    if len(groups) > _SHOWN:
+        left = sum(map(len, list(groups.values())[_SHOWN:]))
+        yield f"  and {count_of(left, 'other')} for {count_of(len(groups) - _SHOWN, 'more reason')}"
 
 
 def comment_of(found: Tuned, ranks: int, steps: int) -> list[str]:

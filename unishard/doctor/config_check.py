@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from unishard.checkpoint import finding, manifest
 from unishard.config import Checkpoint, Config
+from unishard.config.batch_sizes import check_batch
 from unishard.config.describe import bare
 from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
@@ -19,46 +19,14 @@ from unishard.integrations import table
 from unishard.mapping.report import Translation
 from unishard.mapping.rules import Fit
 from unishard.plugins import registry, tested_versions
-from unishard.plugins.translate import check_batch, require_installed
+from unishard.plugins.translate import require_installed
 
-__all__ = ["CheckedRanks", "notes_on", "ranks_of", "refusals_of"]
-
-
-class CheckedRanks(NamedTuple):
-    """The ranks that a config is checked for."""
-
-    topology: Topology
-    origin: str
-    """The field or option that says how many; empty if nothing does, and one rank is assumed."""
-
-
-def ranks_of(cfg: Config) -> CheckedRanks:
-    """The number of ranks that a config implies.
-
-    Raises:
-        ConfigError: No number of ranks gives the global batch size.
-    """
-    training, sharding = cfg.training, cfg.sharding
-    share = training.micro_batch_size * training.gradient_accumulation_steps
-    whole = training.global_batch_size
-    if whole is not None and whole % share:
-        what = (
-            f"is {whole}, but each rank adds micro_batch_size {training.micro_batch_size} x gradient_accumulation_steps "
-            f"{training.gradient_accumulation_steps} = {share} samples; write a multiple of {share} or remove it"
-        )
-        raise ConfigError([Problem("training.global_batch_size", what)])
-    if each := cfg.launch.processes_per_node:
-        return CheckedRanks(Topology(each * cfg.launch.max_nodes, each), "launch")
-    if whole is not None:
-        return CheckedRanks(Topology(whole // share, whole // share), "training.global_batch_size")
-    if sharding.hybrid and sharding.group_size:
-        return CheckedRanks(Topology(sharding.group_size, sharding.group_size), "sharding.group_size")
-    return CheckedRanks(Topology(), "")
+__all__ = ["notes_on", "refusals_of"]
 
 
 def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:
     """Yield what `prepare` and the first save would refuse, whatever the model is. Imports an engine only where a field needs it."""
-    yield from _raised_by(lambda: check_batch(cfg, topology.world_size))
+    yield from _raised_by(lambda: check_batch(cfg.training, topology.world_size))
     yield from _raised_by(lambda: check_groups(cfg, topology))
     unknown = list(_raised_by(lambda: require_installed(cfg)))
     yield from unknown

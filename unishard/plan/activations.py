@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
@@ -48,8 +48,31 @@ class Activations:
             others: Traces of the same model.
             changes: `micro_batch_size` or `seq_len` of the result.
         """
-        together = zip(self.segments, *(other.segments for other in others), strict=True)
-        sizes_of = ([measure([each[at] for each in same]) for at in (3, 4, 5)] for same in together)
-        segments = tuple(Segment(*segment[:3], *sizes) for segment, sizes in zip(self.segments, sizes_of, strict=True))
+        traces = [_placed(each.segments) for each in (self, *others)]
+        segments = []
+        for place in sorted(set().union(*traces)):
+            same = [trace.get(place) or _covering(trace, place) for trace in traces]
+            named = next(trace[place] for trace in traces if place in trace)
+            sizes_of = zip(*((each.nbytes, each.whole, each.end) for each in same), strict=True)
+            segments.append(Segment(named.phase, named.module, named.unit, *map(measure, sizes_of)))
         sizes = {"micro_batch_size": self.micro_batch_size, "seq_len": self.seq_len} | changes
-        return type(self)(sizes["micro_batch_size"], sizes["seq_len"], self.recomputation, segments)
+        return type(self)(sizes["micro_batch_size"], sizes["seq_len"], self.recomputation, tuple(segments))
+
+
+def _covering(trace: Mapping[tuple[int, int], Segment], place: tuple[int, int]) -> Segment:
+    """The segment after a place."""
+    return trace[min((at for at in trace if at > place), default=max(trace))]
+
+
+def _placed(segments: Sequence[Segment]) -> dict[tuple[int, int], Segment]:
+    """Segments by their place: how many modules have computed before, and a number.
+
+    Traces of one model name the same modules, but a stretch between modules is only in those where it is large; elsewhere the next module
+    covers it.
+    """
+    found: dict[tuple[int, int], Segment] = {}
+    count = 0
+    for segment in segments:
+        found[count, 2 if segment.module else segment.phase == "backward"] = segment
+        count += bool(segment.module)
+    return found

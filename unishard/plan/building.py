@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unishard.config import Config
@@ -19,12 +19,25 @@ from unishard.plan.activations import Activations
 from unishard.plan.tracing import trace
 from unishard.plugins.footprint import ModelShape
 
-__all__ = ["Batch", "BuiltModel"]
+__all__ = ["Batch", "Built", "BuiltModel"]
 
 _FAKE = CORE_PATCHES["models-without-data"]
 
 Batch = Callable[[int, int], Mapping[str, Any]]
 """Makes the keyword arguments of a model's forward from a micro-batch size and a sequence length."""
+
+
+Loss = Callable[[Any], Tensor]
+"""Computes the mean loss of a micro-batch from what forward returns."""
+
+
+class Built(NamedTuple):
+    """A model, and how it is run."""
+
+    model: nn.Module
+    batch: Batch | None
+    """What makes its inputs; None if that is not known."""
+    loss: Loss
 
 
 class BuiltModel:
@@ -39,8 +52,8 @@ class BuiltModel:
         """
         self._name, self._folder = name, folder
 
-    def build(self) -> tuple[nn.Module, Batch | None]:
-        """The model, and what makes its inputs, if that is known.
+    def build(self) -> Built:
+        """The model, and how it is run.
 
         Raises:
             ConfigError: It cannot be built.
@@ -56,7 +69,7 @@ class BuiltModel:
         """
         _FAKE.require()
         with FakeTensorMode():
-            model, _ = self.build()
+            model = self.build().model
         return shape_of(model, cfg.sharding)
 
     def activations(self, cfg: Config, micro_batch_size: int, seq_len: int) -> Activations:
@@ -69,14 +82,14 @@ class BuiltModel:
         _FAKE.require()
         fake = FakeTensorMode()
         with fake:
-            model, batch = self.build()
+            model, batch, loss = self.build()
         if batch is None:
             raise ModelError(
                 f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where batch(micro_batch_size, "
                 "seq_len) returns the keyword arguments of forward, or give --no-activations"
             )
         try:
-            return trace(model, cfg, batch, micro_batch_size=micro_batch_size, seq_len=seq_len, fake=fake)
+            return trace(model, cfg, batch, loss, micro_batch_size=micro_batch_size, seq_len=seq_len, fake=fake)
         except ModelError:
             raise
         except Exception as error:  # whatever the model's own code raises
@@ -84,7 +97,7 @@ class BuiltModel:
             what = f"--model {self._name}: cannot be run without data ({type(error).__name__}{first}); give --no-activations"
             raise ModelError(what) from error
 
-    def _from_folder(self, folder: Path) -> tuple[nn.Module, Batch | None]:
+    def _from_folder(self, folder: Path) -> Built:
         try:
             import transformers
         except ModuleNotFoundError as error:
@@ -101,9 +114,9 @@ class BuiltModel:
         except Exception as error:  # transformers can raise anything for an unsuitable file
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise _refuse(f"{folder} cannot be read by transformers ({reason})") from error
-        return model, _batch_of(model)
+        return Built(model, _batch_of(model), self._own_loss)
 
-    def _from_factory(self) -> tuple[nn.Module, Batch | None]:
+    def _from_factory(self) -> Built:
         module, _, function = self._name.partition(":")
         try:
             factory = getattr(importlib.import_module(module), function, None)
@@ -112,10 +125,25 @@ class BuiltModel:
         if not callable(factory):
             raise _refuse(f"{self._name}: {module} has no function {function!r}; write module:factory, such as train:build_model")
         made = factory()
-        model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        model, batch, loss, *_ = (*(made if isinstance(made, tuple) and 2 <= len(made) <= 3 else (made,)), None, None)
         if not isinstance(model, nn.Module):
             raise _refuse(f"{self._name} returned {type(model).__name__}; it must return a torch.nn.Module, or (model, batch)")
-        return model, batch or _batch_of(model)
+        return Built(model, batch or _batch_of(model), loss or self._own_loss)
+
+    def _own_loss(self, out: Any) -> Tensor:
+        """The loss that forward returns.
+
+        Raises:
+            ModelError: It returns none.
+        """
+        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(out).__name__} without a loss"
+        raise ModelError(
+            f"--model {self._name}: its forward returns {what}; let a factory return (model, batch, loss), where loss(output) returns the "
+            "mean loss of what forward returns"
+        )
 
 
 def _refuse(what: str) -> ConfigError:

@@ -94,7 +94,14 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 def trace(
-    model: nn.Module, cfg: Config, batch: Callable[[int, int], Mapping[str, Any]], *, micro_batch_size: int, seq_len: int, fake: Any
+    model: nn.Module,
+    cfg: Config,
+    batch: Callable[[int, int], Mapping[str, Any]],
+    loss: Callable[[Any], Tensor],
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    fake: Any,
 ) -> Activations:
     """Run a forward and a backward in `precision.compute` with the recomputation of a config. Changes the model.
 
@@ -102,6 +109,7 @@ def trace(
         model: Built under `fake`.
         cfg: The config.
         batch: Makes the arguments of the model's forward from the micro-batch size and the sequence length.
+        loss: Computes the loss from what forward returns.
         micro_batch_size: Samples.
         seq_len: Tokens of each.
         fake: The `FakeTensorMode`.
@@ -126,10 +134,10 @@ def trace(
         live = _Live({tensor.untyped_storage()._cdata for tensor in held if isinstance(tensor, Tensor)})
         with _watched(model, units, trainable, live), live:
             out = model(**inputs)
-            loss = out if isinstance(out, Tensor) else out["loss"] if isinstance(out, Mapping) else out.loss
+            mean = loss(out)
             del out  # as in `loss = engine(**batch).loss`
             live.enter(("backward", "", -1))
-            loss.backward()
+            mean.backward()  # type: ignore[no-untyped-call]
     word = cfg.activation_checkpointing
     segments = _joined(list(live.segments()))
     return Activations(micro_batch_size, seq_len, word if isinstance(word, str) else ", ".join(word), segments)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.batch_sizes import check_batch
 from unishard.config.describe import bare
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
@@ -14,7 +15,7 @@ from unishard.config.unused import unused
 from unishard.loading import Origins
 from unishard.mapping.rules import Fit
 from unishard.plugins import registry
-from unishard.plugins.translate import check_batch, translate
+from unishard.plugins.translate import translate
 
 __all__ = ["ExplainedField", "Image", "explain"]
 
@@ -63,7 +64,7 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
         ConfigError: The config contradicts the number of ranks, or a backend rejects a key of `native`.
     """
     topology = topology or Topology()
-    computed = {"training.global_batch_size": check_batch(cfg, topology.world_size)}
+    computed = {"training.global_batch_size": check_batch(cfg.training, topology.world_size)}
     reports = {name: list(translate(cfg, backend=name, topology=topology).report) for name in registry.available()}
     rows, idle = [], unused(cfg)
     for path, _ in leaves(Config):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from unishard.config import Config, expect_config
+from unishard.config.batch_sizes import check_batch
 from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.mapping.report import Translation
 from unishard.plugins import registry
 
-__all__ = ["check_batch", "require_installed", "translate"]
+__all__ = ["require_installed", "translate"]
 
 
 def translate(cfg: Config, *, backend: str | None = None, topology: Topology | None = None) -> Translation:
@@ -32,7 +33,7 @@ def translate(cfg: Config, *, backend: str | None = None, topology: Topology | N
     expect_config(cfg)
     topology = topology or Topology()
     require_installed(cfg)
-    check_batch(cfg, topology.world_size)
+    check_batch(cfg.training, topology.world_size)
     check_groups(cfg, topology)
     return registry.get(backend or cfg.backend).translate(cfg, topology)
 
@@ -55,24 +56,3 @@ def _unknown(path: str, name: str) -> Problem | None:
     except BackendError as error:
         return Problem(path, str(error))
     return None
-
-
-def check_batch(cfg: Config, world_size: int) -> int:
-    """The global batch size on this number of ranks.
-
-    Raises:
-        ConfigError: The config sets another one.
-    """
-    training = cfg.training
-    product = training.micro_batch_size * training.gradient_accumulation_steps * world_size
-    if training.global_batch_size not in (None, product):
-        raise ConfigError(
-            [
-                Problem(
-                    "training.global_batch_size",
-                    f"is {training.global_batch_size}, but micro_batch_size {training.micro_batch_size} x gradient_accumulation_steps "
-                    f"{training.gradient_accumulation_steps} x {world_size} ranks is {product}; write {product} or remove it",
-                )
-            ]
-        )
-    return product
