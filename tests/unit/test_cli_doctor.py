@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -54,7 +55,7 @@ def report(exit_code: int = 0) -> dict[str, dict[str, Any]]:
 def test_this_environment_can_train() -> None:
     result = run("doctor", "--json")
     whole = json.loads(result.stdout)
-    assert set(whole) == {"status", "counts", "versions", "checks"}
+    assert set(whole) == {"status", "verdict", "counts", "versions", "checks"}
     assert whole["counts"] == {status: sum(check["status"] == status for check in whole["checks"]) for status in ("ok", "warn", "fail")}
     assert whole["counts"]["fail"] == result.exit_code == 0
     assert all(set(check) >= FIELDS for check in whole["checks"])
@@ -70,10 +71,13 @@ def test_this_environment_can_train() -> None:
 
 def test_it_prints_aligned_columns_and_nothing_of_the_engines() -> None:
     done = subprocess.run([sys.executable, "-m", "unishard", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    header, *lines, last = done.stdout.splitlines()
+    answer, empty, header, *lines, last = done.stdout.splitlines()
+    assert answer.startswith("deepspeed and fsdp can train here on ")
+    assert empty == ""
     assert header.split() == ["status", "what", "found", "to", "do"]
     assert {line.split()[0] for line in lines} <= {"ok", "warn"}
-    assert last.endswith(" warn, 0 fail")
+    assert re.search(r" warn, 0 fail; \d+ probes passed, --all lists them$", last)
+    assert not any("probe " in line for line in lines)
     assert done.stderr == ""
 
 
@@ -90,6 +94,25 @@ def test_on_a_terminal_everything_is_readable(width: str, monkeypatch: pytest.Mo
     assert max(map(len, text.splitlines())) <= int(width)
     assert "pip install" in text
     assert "unishard[deepspeed]" in text
+
+
+def test_the_answer_comes_first(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(deepspeed=None)
+    assert run("doctor").stdout.splitlines()[:3] == [
+        "fsdp can train here on the CPU",
+        "backend deepspeed: cannot train: its packages are not installed; pip install 'unishard[deepspeed]'",
+        "",
+    ]
+    monkeypatch.setenv("RANK", "0")
+    assert run("doctor").stdout.splitlines()[0] == "fsdp can train here on the CPU, after 1 repair"
+    pretend(torch=None)
+    assert run("doctor").stdout.splitlines()[0] == "nothing can train here"
+
+
+def test_all_lists_the_probes_that_passed() -> None:
+    shown = run("doctor", "--all").stdout
+    assert "probe unishard checkpoint-index" in shown
+    assert "probes passed" not in shown
 
 
 def test_a_missing_torch_fails(pretend: Pretend) -> None:
@@ -177,6 +200,9 @@ def test_a_probe_that_fails_names_the_case_the_name_and_what_to_do(monkeypatch: 
     known = Patch.missing
     monkeypatch.setattr(Patch, "missing", lambda self: [][1] if self.name == "odd" else known(self))
     monkeypatch.setattr(type(registry.get("fsdp")), "patches", {each.name: each for each in (patch, odd, own)})
+    shown = run("doctor").stdout
+    assert "probe fsdp gone" in shown
+    assert "probe fsdp own" not in shown
     found = report()
     assert found["probe fsdp gone"]["status"] == "warn"
     assert found["probe fsdp gone"]["found"] == "Training backwards: torch no longer has torch:no_such_name"

@@ -28,11 +28,13 @@ def doctor(
     directory: Annotated[
         Path | None, typer.Option("--dir", metavar="DIR", help="Measure the disk of this directory, such as that of the checkpoints.")
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="List also the probes of private names that have found what they need.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write it as JSON.")] = False,
 ) -> None:
     """Check this environment.
 
-    Checks versions and whether they were tested, the engines, the private names that workarounds need, accelerators, shared memory, the
+    Says first which engines can train here and what keeps the others from it, then what was checked: versions and whether they were
+    tested, the engines, the private names that workarounds need (only those that fail, without --all), accelerators, shared memory, the
     limit of open files, and the launcher's variables. Imports the installed engines. Exits with 1 if training cannot run.
 
     Started by a launcher, as in `torchrun --nnodes 2 ... -m unishard doctor`, the ranks also connect, and rank 0 reports the rendezvous,
@@ -55,18 +57,26 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(_object(checks), indent=2))
     else:
-        _show(checks)
+        _show(checks, every=every)
     if worst(checks) is Status.FAIL:
         raise typer.Exit(1)
 
 
-def _show(checks: Sequence[Check]) -> None:
+def _show(checks: Sequence[Check], *, every: bool) -> None:
+    from unishard.doctor import Status, is_probe, verdict
+
+    for line in verdict(checks):
+        echo(line)
+    echo()
+    passed = [] if every else [check for check in checks if is_probe(check) and check.status is Status.OK]
+    checks = [check for check in checks if check not in passed]
     if is_narrow(len(_COLUMNS), sys.stdout):
         blocks = [(check.name, [("", f"{check.status}: {check.found}"), ("to do", check.instead)]) for check in checks]
         show_blocks(((name, [line for line in lines if line[1]]) for name, lines in blocks), sys.stdout)
     else:
         show(_COLUMNS, [(check.status, check.name, check.found, check.instead) for check in checks], sys.stdout)
-    echo(", ".join(f"{count} {status}" for status, count in _counts(checks).items()))
+    hidden = f"; {len(passed)} probes passed, --all lists them" if passed else ""
+    echo(", ".join(f"{count} {status}" for status, count in _counts(checks).items()) + hidden)
 
 
 def _counts(checks: Sequence[Check]) -> dict[str, int]:
@@ -76,10 +86,11 @@ def _counts(checks: Sequence[Check]) -> dict[str, int]:
 
 
 def _object(checks: Sequence[Check]) -> dict[str, Any]:
-    from unishard.doctor import worst
+    from unishard.doctor import verdict, worst
 
     return {
         "status": str(worst(checks)),
+        "verdict": list(verdict(checks)),
         "counts": _counts(checks),
         "versions": {check.name: check.details["version"] for check in checks if "version" in check.details},
         "checks": [

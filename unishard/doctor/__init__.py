@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from unishard.doctor.check import Check, Status
 from unishard.doctor.examination import connected, examine, place, worst
+from unishard.doctor.verdict import is_probe, verdict
 
-__all__ = ["Check", "Status", "connected", "examine", "place", "worst"]
+__all__ = ["Check", "Status", "connected", "examine", "is_probe", "place", "verdict", "worst"]
