@@ -11,7 +11,7 @@ GENERATED = {"schema.md"}
 _GUIDE = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_GUIDE]
 
-LOOPS = tuple(f"docs/from-{tool}.md" for tool in ("accelerate", "trainer", "lightning"))
+LOOPS = tuple(f"docs/from-{tool}.md" for tool in ("accelerate", "deepspeed", "trainer", "lightning"))
 """Pages with the same training in another tool's loop and in ours: test_loops_of_others.py."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

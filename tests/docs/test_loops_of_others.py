@@ -7,8 +7,11 @@ import os
 import pytest
 from fences import LOOPS, blocks
 
+from unishard.config.topology import Topology
+from unishard.distributed.process_group import ensure
 from unishard.testing import run_ranks
 from unishard.testing.cells import BACKENDS
+from unishard_deepspeed.start import load
 
 pytestmark = pytest.mark.ranks
 
@@ -18,6 +21,8 @@ RANKS = {"docs/from-lightning.md": 1}
 
 def losses_of(source, folder):
     os.chdir(folder)
+    if "import deepspeed" in source:
+        load(ensure(Topology.from_environment()))  # DeepSpeed alone would first compile for half a minute
     names = {"__name__": "__main__"}
     exec(compile(source, "page", "exec"), names)
     return names["losses"]
