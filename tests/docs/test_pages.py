@@ -300,6 +300,17 @@ def test_every_room_of_the_core_is_described():
     assert rooms
     names = {f"`unishard/{path.name}{'/' if path.is_dir() else ''}`" for path in rooms if path.is_dir() or path.suffix == ".py"}
     assert {name for name in names if name not in described} == set()
+    tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert {name for name in names if name.endswith("/`") and name not in tour} == set()
+
+
+def test_every_file_that_uses_the_environment_is_named():
+    described = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^\*\*No setting is an environment variable.*?(?=^\*\*)", described, re.M | re.S)
+    files = [path for room in ("unishard", "backends") for path in (ROOT / room).rglob("*.py")]
+    users = [path.relative_to(ROOT) for path in files if re.search(r"\bos\.(environ|getenv)\b", path.read_text(encoding="utf-8"))]
+    assert users
+    assert [str(path) for path in users if f"`{path}`" not in section and f"`{path.parent}/`" not in section] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

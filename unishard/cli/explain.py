@@ -40,7 +40,8 @@ def explain(
         ),
     ] = None,
     native: Annotated[
-        bool, typer.Option("--native", help="Print the JSON that `prepare` passes to the engine. [default backend: from the config]")
+        bool,
+        typer.Option("--native", help="Print the engine's own config, before `prepare` adds what the model says. [default backend: CFG's]"),
     ] = False,
     changed: Annotated[bool, typer.Option("--changed", help="Show only what the file and --set set, not the defaults.")] = False,
     set_: Overrides = None,

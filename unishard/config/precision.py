@@ -71,8 +71,8 @@ class Precision(Section):
     shorthand: ClassVar[tuple[str, ...]] = ("compute",)
 
     compute: DType = Field(default="fp32")
-    """Dtype of parameters and activations in forward and backward; floating-point inputs are cast to it, unless `cast_inputs` says
-    otherwise. `fp16` scales the loss."""
+    """Dtype of parameters and activations in forward and backward. `bf16` and `fp16` also cast floating-point inputs, as `cast_inputs`
+    says; under `fp32` no input is cast, so it must be fp32. `fp16` scales the loss."""
     master: DType = Field(default="fp32")
     """Dtype of the weights that the optimizer updates, and of its state. `fp32` keeps master weights beside a `bf16` or `fp16` copy, also
     for a model that was loaded in another dtype. The dtype of `compute` keeps no master weights: less memory, but small updates are
