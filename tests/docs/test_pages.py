@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from fences import LOOPS, PAGES, ROOT, Block, blocks
 
 import unishard
@@ -60,6 +61,7 @@ def checkpoints_of(tmp_path_factory):
 
 def run_source(source, folder):
     os.chdir(folder)
+    torch.manual_seed(int(os.environ["RANK"]))  # ranks that a launcher starts draw other numbers, forked ones the same
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the ranks pass different datasets")  # a page whose data have no seed
         exec(compile(source, "block", "exec"), {"__name__": "__main__"})
