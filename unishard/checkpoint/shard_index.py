@@ -12,7 +12,6 @@ bisection: of 70 billion parameters on 1,024 ranks, a rank reads 60 kilobytes of
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -137,7 +136,7 @@ class ShardIndex:
         if any(min(shape, default=0) < 0 for shape in self.shapes.values()):
             raise ValueError("a shape is negative")
         if not dist.is_initialized() or dist.get_rank() == 0:  # a file system has enough to do with the look of one rank
-            room = sum(entry.stat().st_size for entry in os.scandir(path.parent) if entry.is_file())
+            room = sum(each.stat().st_size for each in path.parent.iterdir() if each.is_file())
             if sum(shape.numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items()) > MOST_NAMES * room:
                 raise ValueError("its tensors are larger than all files")
 
