@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from unishard.printable import in_one_line, printable
+
 __all__ = [
     "BackendError",
     "CheckpointError",
@@ -38,7 +40,10 @@ __all__ = [
 
 
 class UnishardError(Exception):
-    """Base of all exceptions of unishard."""
+    """Base of all exceptions of unishard. Control characters in a message, which may be from a file, are escaped."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class Problem(NamedTuple):
@@ -52,7 +57,7 @@ class Problem(NamedTuple):
     """``file:line``, empty when the config did not come from a file."""
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, self.path, self.what) if part)
+        return ": ".join(part for part in (in_one_line(self.where), in_one_line(self.path), self.what) if part)
 
 
 class ConfigError(UnishardError, ValueError):

@@ -86,7 +86,7 @@ def test_classes_of_this_process_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_paths_are_read_as_any_version_of_python_writes_them() -> None:
     for module in (b"pathlib", b"pathlib._local"):  # the latter by Python 3.13
-        assert metadata._Unpickler(io.BytesIO(b"c" + module + b"\nPosixPath\n(S'x'\ntR.")).load() == Path("x")
+        assert metadata._Unpickler(b"c" + module + b"\nPosixPath\n(S'x'\ntR.").load() == Path("x")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

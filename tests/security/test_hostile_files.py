@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from absurd import ABSURD, PICKLES
 from damage import PLACES, WHOLE, bounded, damaged, truncated, with_odd_values
 from hypothesis import HealthCheck, given, settings
 from readers import READERS, Reader
@@ -13,6 +14,17 @@ from unishard.errors import UnishardError
 
 JSON = {"a manifest": 0, "the names of an export": 0, "the index of weights": 0, "a cached shape": 1, "a golden file": 0}
 """The line that holds JSON, of a file that is read line by line."""
+
+COSTLY = {
+    "the index of another tool's checkpoint": tuple(PICKLES),
+    "the tensors of another tool's checkpoint": tuple(name for name in ABSURD if "archive" in name),
+    "DeepSpeed's optimizer": ("an archive with a key of 2^60 elements", "an archive with tensors of 2^24 elements", "a compressed archive"),
+    "a config": ("aliases of aliases", "lines of keys", "tags", "digits"),
+    "a config of hf": ("aliases of aliases", "merges of merges", "a key of digits", "tags"),
+    "a manifest": ("digits", "keys", "braces"),
+    "weights": ("headers", "a header of brackets"),
+}
+"""The contents of 1 MB that are dangerous for some readers. `make fuzz` gives all of them to every reader."""
 
 
 @pytest.fixture(params=READERS)
@@ -72,6 +84,18 @@ def test_a_damaged_content(reader: Reader, tmp_path: Path, examples: int) -> Non
         ends_well(reader, path, tmp_path)
 
     holds()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_megabyte_costs_seconds(name: str, examples: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    contents = ABSURD if examples >= 1000 else COSTLY.get(name, ())
+    if not contents:
+        pytest.skip("only `make fuzz` reads these")
+    path = READERS[name].lay_out(tmp_path)
+    for content in contents:
+        path.write_bytes(ABSURD[content]())
+        ends_well(READERS[name], path, tmp_path)
 
 
 @pytest.mark.parametrize("name", JSON)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import Manifest
 from unishard.errors import CheckpointError
+from unishard.printable import in_one_line
 
 __all__ = ["Match", "Wanted", "fit"]
 
@@ -54,7 +55,7 @@ def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mappi
         more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             "the checkpoint does not match the model or the optimizer; load it into the ones that it was saved from, or pass strict=False "
-            "to load only what matches:\n" + "\n".join(problems[:_SHOWN]) + more
+            "to load only what matches:\n" + "\n".join(map(in_one_line, problems[:_SHOWN])) + more
         )
     return Match(tuple(model_names), states, tuple(problems))
 

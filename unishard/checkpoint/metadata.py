@@ -6,11 +6,9 @@ arbitrary code. This reader admits only the classes that such an index consists 
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -22,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from unishard.checkpoint import dcp
+from unishard.checkpoint.budgets import MOST_DIMS, MOST_NAMES, BoundedUnpickler, refuse
 from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
@@ -31,6 +30,8 @@ FILE = ".metadata"
 """Its name in the directory."""
 _LARGEST = 2**33
 """Bytes of an index; one of 70 billion parameters on 1,024 ranks has 240 MB."""
+_CHUNK = 16
+"""Bytes of an index for each chunk, at least; torch writes about 100 for it and its place."""
 
 _ADMITTED = {
     "collections": {"OrderedDict"},
@@ -50,11 +51,8 @@ _ADMITTED = {
 }  # fmt: skip
 
 
-class _Unpickler(pickle._Unpickler):
-    """Python's own unpickler, not the one in C, whose memo takes any amount of memory for a damaged index (Python 3.11)."""
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+class _Unpickler(BoundedUnpickler):
+    """Admits the classes of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -62,20 +60,18 @@ class _Unpickler(pickle._Unpickler):
         if module == "pathlib._local":  # Python 3.13 writes this name; other versions have no such module
             module = "pathlib"
         if name not in _ADMITTED.get(module, ()):
-            _refuse(f"refers to {module}.{name}, which no tensor index needs; the file may be malicious, do not open it")
+            refuse(f"refers to {module}.{name}, which no tensor index needs; the file may be malicious, do not open it")
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        _refuse("refers to objects outside it")
+        refuse("refers to objects outside it")
 
-    def load_build(self) -> None:
-        """Set attributes of an object, but never of a class: a file must not change classes of this process."""
-        if isinstance(self.stack[-2], type):
-            _refuse("modifies a class; the file may be malicious, do not open it")
-        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
+    def is_key(self, value: Any) -> bool:
+        return isinstance(value, MetadataIndex) and isinstance(value.fqn, str) and isinstance(value.offset, torch.Size | None)
 
-    dispatch[pickle.BUILD[0]] = load_build
-    del dispatch[pickle.BYTEARRAY8[0]]  # would allocate an array of any size that the file names
+    def note_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        if any(isinstance(each, list | dict) for each in arguments):
+            refuse("calls a class with a list, which no tensor index does; the file may be malicious, do not open it")
 
 
 def read(folder: Path) -> Metadata:
@@ -92,19 +88,42 @@ def read(folder: Path) -> Metadata:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; this is not a torch.distributed.checkpoint directory") from error
     try:
-        found: Metadata = _Unpickler(io.BytesIO(data)).load()
-        sound = isinstance(found, Metadata) and _is_sound(found)
+        found: Metadata = _Unpickler(data).load()
+        sound = isinstance(found, Metadata) and _is_sound(found, len(data))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); it is damaged") from error
     if not sound:
         raise CheckpointError(f"{path}: not an index of torch.distributed.checkpoint; it is damaged")
+    _require_room(folder, found)
     return found
 
 
-def _is_sound(found: Metadata) -> bool:
-    """Whether every value has the declared type, and every box lies within its tensor."""
+def _require_room(folder: Path, found: Metadata) -> None:
+    """Check that the files are about as large as all records in them: those that overlap are read more than once."""
+    held: dict[str, int] = {}
+    for place in found.storage_data.values():
+        held[place.relative_path] = held.get(place.relative_path, 0) + place.length
+    for name, length in held.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:  # whoever reads it says so
+            continue
+        if length > MOST_NAMES * size:
+            raise CheckpointError(f"{folder / name}: has {size} bytes, but the index names {length}; the checkpoint is damaged")
+
+
+def _is_sound(found: Metadata, size: int) -> bool:
+    """Whether every value has the declared type, and every box lies within its tensor.
+
+    Args:
+        found: The index.
+        size: Bytes of its file.
+    """
+    chunks = sum(len(entry.chunks) for entry in found.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata))
+    if chunks * _CHUNK > size:
+        refuse(f"has {chunks} chunks, more than a file of {size} bytes can; the file may be malicious, do not open it")
     entries = all(isinstance(name, str) and _is_entry(entry) for name, entry in found.state_dict_metadata.items())
     places = all(isinstance(at, MetadataIndex) and _is_place(place) for at, place in found.storage_data.items())
     return entries and places
@@ -118,6 +137,7 @@ def _is_entry(entry: Any) -> bool:
         isinstance(entry, TensorStorageMetadata)
         and isinstance(entry.properties.dtype, torch.dtype)
         and isinstance(size, torch.Size)
+        and len(size) <= MOST_DIMS
         and min(size, default=0) >= 0
         and isinstance(entry.chunks, list)
         and all(isinstance(chunk, ChunkStorageMetadata) and _is_within(size, chunk) for chunk in entry.chunks)
@@ -139,9 +159,5 @@ def _member(kind: Any, name: Any) -> Any:
     """The only permitted use of `getattr`: Python 3.11.0 to 3.11.3 pickles enum members that way (enum.py, __reduce_ex__)."""
     member = dcp.memory_format(kind, name)
     if member is None:
-        _refuse("refers to builtins.getattr, which no tensor index needs; the file may be malicious, do not open it")
+        refuse("refers to builtins.getattr, which no tensor index needs; the file may be malicious, do not open it")
     return member
-
-
-def _refuse(what: str) -> NoReturn:
-    raise CheckpointError(what)

@@ -6,19 +6,39 @@ They depend only on shape and dtype, once the data checksum is disabled, which t
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import IO
 
 import torch
 from torch import Tensor
 
-__all__ = ["envelope_of"]
+__all__ = ["envelope_of", "is_ours"]
 
 
 def envelope_of(values: Tensor) -> tuple[bytes, bytes]:
     """The bytes before and after the data of a tensor in its record."""
     return _envelope(values.dtype, values.shape)
+
+
+def is_ours(record: IO[bytes], dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether a record is one of a tensor as this version of torch writes it here, but for the data.
+
+    Args:
+        record: The record; afterwards at its beginning.
+        dtype: Of the tensor.
+        shape: Of the tensor.
+    """
+    before, after = _envelope(dtype, torch.Size(shape))
+    found = record.read(len(before)) == before
+    size = record.seek(0, 2)
+    record.seek(max(0, size - len(after)))
+    found = found and record.read() == after and size == len(before) + math.prod(shape) * dtype.itemsize + len(after)
+    record.seek(0)
+    return found
 
 
 @lru_cache(maxsize=4096)

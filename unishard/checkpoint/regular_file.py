@@ -8,7 +8,9 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-__all__ = ["open_file", "read_bytes"]
+from unishard.errors import ContractError
+
+__all__ = ["open_file", "path_of", "read_bytes"]
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -18,6 +20,27 @@ def open_file(path: Path) -> BufferedReader:
         OSError: It cannot be opened, or is not a file.
     """
     return open(path, "rb", opener=_open_file)
+
+
+def path_of(given: str | Path, call: str) -> Path:
+    """The path that a caller has given.
+
+    Args:
+        given: The path.
+        call: The method that it was given to.
+
+    Raises:
+        ContractError: No file can have this name.
+    """
+    try:
+        os.fsencode(given)
+    except (TypeError, ValueError):  # the latter for half of a surrogate pair
+        bad = True
+    else:
+        bad = "\0" in str(given)
+    if bad:
+        raise ContractError(f"{call}: {given!r:.200} is not a path; pass the path of a directory")
+    return Path(given)
 
 
 def read_bytes(path: Path, most: int | None = None) -> bytes:

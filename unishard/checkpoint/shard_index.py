@@ -20,9 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unishard.checkpoint import metadata
+from unishard.checkpoint.budgets import MOST_DIMS, MOST_NAMES
 from unishard.checkpoint.chunks import Chunk
 from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.regular_file import open_file
@@ -43,7 +45,7 @@ class _Tensor(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: str
-    shape: list[int] = Field(max_length=64)
+    shape: list[int] = Field(max_length=MOST_DIMS)
     row: int = Field(ge=0)
     rows: int = Field(ge=1)
 
@@ -133,6 +135,10 @@ class ShardIndex:
             raise ValueError("a file lies outside the directory; do not trust this checkpoint")
         if any(min(shape, default=0) < 0 for shape in self.shapes.values()):
             raise ValueError("a shape is negative")
+        if not dist.is_initialized() or dist.get_rank() == 0:  # a file system has enough to do with the look of one rank
+            room = sum(each.stat().st_size for each in path.parent.iterdir() if each.is_file())
+            if sum(shape.numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items()) > MOST_NAMES * room:
+                raise ValueError("its tensors are larger than all files")
 
     def row(self, number: int) -> tuple[int, int, int, int]:
         """A row, by its number in the file."""

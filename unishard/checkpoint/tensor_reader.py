@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from unishard.checkpoint import metadata
-from unishard.checkpoint.archives import read_through
+from unishard.checkpoint.archives import read_through, require_bounded
 from unishard.checkpoint.chunks import Chunk, ChunkTable, ListedChunks
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.intervals import runs
 from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.checkpoint.records import is_ours
 from unishard.checkpoint.regular_file import open_file
 from unishard.checkpoint.shard_index import open_index
 from unishard.errors import CheckpointError
@@ -195,17 +196,20 @@ class Tensors:
             raise CheckpointError(f"{self.folder / chunk.file}: {error.strerror}; the checkpoint is incomplete") from error
 
     def _load(self, chunk: Chunk, file: IO[bytes]) -> Tensor:
+        self._require_room(chunk)
         record: Any = _Window(file, chunk.at, chunk.length)
+        path = self.folder / chunk.file
         if self._verify:
-            for _ in read_through(record, f"{self.folder / chunk.file}: {chunk.name}"):
+            for _ in read_through(record, f"{path}: {chunk.name}"):
                 pass
-            record.seek(0)
         try:
+            if self._verify or not is_ours(record, self.dtypes[chunk.name], chunk.sizes):
+                require_bounded(record)
             values = torch.load(record, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive can raise anything
-            raise CheckpointError(f"{self.folder / chunk.file}: {chunk.name} cannot be read ({error}); the file is damaged") from error
+            raise CheckpointError(f"{path}: {chunk.name} cannot be read ({error!s:.200}); the file is damaged") from error
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
-            raise CheckpointError(f"{self.folder / chunk.file}: {chunk.name} does not have the shape in the index; the file is damaged")
+            raise CheckpointError(f"{path}: {chunk.name} does not have the shape in the index; the file is damaged")
         return values.reshape(-1)
 
 

@@ -34,7 +34,7 @@ from unishard.distributed.dtypes import dtype_named, name_of
 from unishard.distributed.storable import STORABLE, obstacle
 from unishard.errors import CheckpointError
 
-__all__ = ["pack", "unpack"]
+__all__ = ["once", "pack", "unpack"]
 
 _EXACT = 2**53
 """JSON readers that only know doubles round larger integers."""
@@ -106,6 +106,23 @@ def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:
             f"the saved state holds {json_value!r:.80}, which this version cannot decode ({type(problem).__name__}: {problem}); "
             "load it with the version of unishard that wrote it"
         ) from problem
+
+
+def once(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """The same reader, which reads each tensor once: `pack` refers to no tensor twice, and a short manifest must not fill the memory.
+
+    Args:
+        read: Returns a tensor by its name.
+    """
+    seen: set[str] = set()
+
+    def read_once(name: str) -> Tensor:
+        if name in seen:
+            raise CheckpointError(f"the saved state refers to the tensor {name!r:.200} twice; the manifest is damaged")
+        seen.add(name)
+        return read(name)
+
+    return read_once
 
 
 _MARKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {

@@ -141,7 +141,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from unishard.version import __version__
 
-        typer.echo(f"unishard {__version__}")
+        echo(f"unishard {__version__}")
         raise typer.Exit
 
 

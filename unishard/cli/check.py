@@ -9,7 +9,7 @@ import typer
 
 from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, topology_of
 from unishard.cli.checkpoint_formats import own_file
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 from unishard.config.run_ranks import RunRanks, ranks_of
 from unishard.errors import ConfigError, Problem
 
@@ -45,10 +45,10 @@ def check(
         if not as_json:
             raise
         problems = [{"path": each.path, "what": each.what, "where": each.where} for each in error.problems]
-        typer.echo(json.dumps({"file": str(config), "ok": False, "problems": problems, "notes": []}, indent=2))
+        emit(json.dumps({"file": str(config), "ok": False, "problems": problems, "notes": []}, indent=2))
         raise typer.Exit(1) from None
     if as_json:
-        typer.echo(json.dumps(_object(str(config), passed), indent=2))
+        emit(json.dumps(_object(str(config), passed), indent=2))
         return
     more = "" if passed.ranks.origin else "; add --world-size N to check it for more"
     echo(f"{config}: ok for {passed.backend} on {passed.ranks}{more}")

@@ -15,9 +15,10 @@ from unishard.cli.bar import bar
 from unishard.cli.convert import convert
 from unishard.cli.report import plain, value_of
 from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 from unishard.config.describe import count_of
 from unishard.errors import CheckpointError
+from unishard.printable import in_one_line
 
 if TYPE_CHECKING:
     from unishard.checkpoint.comparing import Comparison
@@ -62,7 +63,7 @@ def list_(
     found = [_listed(each.path, each.step, latest) for each in finding.checkpoints(root)]
     found += [_left_over(root / name) for name in finding.incomplete(root)]
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        emit(json.dumps(found, indent=2))
     elif not found:
         echo(f"no checkpoints in {root}")
     else:
@@ -90,7 +91,7 @@ def inspect(
     folder = finding.locate(checkpoint)
     facts = manifest.read(folder)
     if as_json:
-        typer.echo(json.dumps(_object(folder, facts, tensors), indent=2))
+        emit(json.dumps(_object(folder, facts, tensors), indent=2))
     else:
         _show(folder, facts, tensors)
 
@@ -229,7 +230,7 @@ def _inspect_other(folder: Path, as_json: bool) -> None:
     if as_json:
         tensors = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in forms.items()}
         said = {"path": str(folder), "format": "torch.distributed.checkpoint", "tensors": tensors, "pickles": sorted(found.others)}
-        typer.echo(json.dumps(said, indent=2))
+        emit(json.dumps(said, indent=2))
         return
     echo(
         f"{folder}: a torch.distributed.checkpoint directory without a unishard manifest; "
@@ -253,8 +254,9 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart: bool
     """Print a table, or nothing if there are no rows."""
     if not rows:
         return
+    rows = [[in_one_line(cell) for cell in row] for row in rows]
     if apart:
-        typer.echo()
+        echo()
     if is_narrow(min(len(columns), 4), sys.stdout):
         show_blocks(((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), sys.stdout)
     else:

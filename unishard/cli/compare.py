@@ -26,6 +26,7 @@ from unishard.cli.script_runs import (
     run_all,
     script_or_model,
 )
+from unishard.cli.wrapping import echo, emit
 
 __all__ = ["app"]
 
@@ -76,13 +77,13 @@ def compare(
     if as_json:
         pairs = zip(found, distances(found), strict=True)
         form = {"candidates": [row.as_json(peak_tflops) | {"distance": far and far._asdict()} for row, far in pairs]}
-        typer.echo(json.dumps(form, indent=2))
+        emit(json.dumps(form, indent=2))
     elif report == "html":
         from unishard.compare.page import page_of
 
-        typer.echo(page_of(found, f"{config.name}: {task.script.name}, {steps} steps", peak_tflops), nl=False)
+        emit(page_of(found, f"{config.name}: {task.script.name}, {steps} steps", peak_tflops), end="")
     else:
         for line in lines_of(found, peak_tflops):
-            typer.echo(line)
+            echo(line, laid_out=True)
     if all(row.failure for row in found):
         raise typer.Exit(1)

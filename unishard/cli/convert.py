@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from unishard.cli.bar import bar
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 
 __all__ = ["convert"]
 
@@ -36,4 +36,4 @@ def convert(
         notes = run(source, destination, from_=from_, to=to, progress=lambda total: stack.enter_context(bar("converting", total)))
     for note in notes:
         echo(f"note: {note}", err=True)
-    typer.echo(str(destination))
+    emit(str(destination))

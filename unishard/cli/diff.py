@@ -51,7 +51,7 @@ def diff(
         for entry in refused:
             echo(f"not compared: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
     if not found:
-        typer.echo("same training")
+        echo("same training")
         return
     names = [f"{side} ({reading.format})" for side, reading in zip("AB", readings, strict=True)]
     if is_narrow(3, sys.stdout):

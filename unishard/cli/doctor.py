@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 
 if TYPE_CHECKING:
     from unishard.doctor import Check
@@ -55,7 +55,7 @@ def doctor(
         if not checks:
             return
     if as_json:
-        typer.echo(json.dumps(_object(checks), indent=2))
+        emit(json.dumps(_object(checks), indent=2))
     else:
         _show(checks, every=every)
     if worst(checks) is Status.FAIL:

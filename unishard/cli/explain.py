@@ -13,7 +13,7 @@ from unishard.cli import completion
 from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, run_ranks
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 from unishard.config.describe import bare
 from unishard.errors import ConfigError
 
@@ -77,7 +77,7 @@ def _print_native(cfg: Config, backend: str | None, topology: Topology) -> None:
     from unishard.plugins.translate import translate
 
     translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
-    typer.echo(json.dumps(translation.native, indent=2, allow_nan=False))
+    emit(json.dumps(translation.native, indent=2, allow_nan=False))
 
 
 def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology, *, changed: bool) -> None:

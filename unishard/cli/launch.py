@@ -13,7 +13,7 @@ from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, Scrip
 from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.saving import save
 from unishard.cli.script_last import ScriptLast
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError
 
@@ -148,7 +148,7 @@ def _local(request: LaunchRequest, node_rank: int | None, *, check: bool, dry_ru
     command = command_of(cfg, script, variables(str(request.path.resolve()), request.changes), host, program=program)
     if dry_run:
         form = {"command": list(command.words), "environment": dict(command.environment), "line": command.line()}
-        typer.echo(json.dumps(form, indent=2) if as_json else command.line())
+        emit(json.dumps(form, indent=2) if as_json else command.line())
         return
     from unishard.launch.running import run
 
@@ -167,7 +167,7 @@ def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
     _expect_script(request.script)
     asked = plan(request.cfg, request.script, variables(str(request.path.resolve()), request.changes))
     if dry_run:
-        typer.echo(json.dumps(asked, indent=2))
+        emit(json.dumps(asked, indent=2))
         return
     raise typer.Exit(run(asked))
 
@@ -180,7 +180,7 @@ def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_jso
     told = variables(str(request.path.resolve()), request.changes)
     text = batch_script(request.cfg, request.script, told, request.name, program=torchrun_program())
     if dry_run:
-        typer.echo(json.dumps({"script": text}, indent=2) if as_json else text, nl=as_json)
+        emit(json.dumps({"script": text}, indent=2) if as_json else text, end="\n" if as_json else "")
     elif output:
         save(output, text)
         echo(f"{output}: written; submit it with: sbatch {output}")
@@ -195,7 +195,7 @@ def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, a
 
     job = manifest(request.cfg, request.script, variables(str(request.path), request.changes), request.name)
     if dry_run or not output:
-        typer.echo(json.dumps({"manifest": job}, indent=2) if as_json else yaml_text(job), nl=as_json)
+        emit(json.dumps({"manifest": job}, indent=2) if as_json else yaml_text(job), end="\n" if as_json else "")
     else:
         save(output, yaml_text(job))
         echo(f"{output}: written; start it with: kubectl apply -f {output}")
@@ -206,7 +206,7 @@ def _hostfile(request: LaunchRequest, hosts: str, output: Path | None) -> None:
 
     text = hostfile(request.cfg, [name.strip() for name in hosts.split(",")], request.script, str(output or "hostfile"))
     if output is None:
-        typer.echo(text, nl=False)
+        emit(text, end="")
         return
     save(output, text)
     echo(f"{output}: written; start it with: {text.splitlines()[0].removeprefix('# ')}")

@@ -15,7 +15,7 @@ import typer
 
 from unishard.cli.completion import formats as formats_like
 from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 from unishard.config.describe import count_of
 from unishard.errors import UnishardError
 from unishard.mapping.rules import Fit
@@ -63,7 +63,7 @@ def migrate(
     if report is MigrateForm.JSON:
         whole = {"configs": list(map(_object, configs)), "other_tools": [{"path": one.path, "tool": one.tool} for one in others]}
         left = {"unreadable": list(map(_why, broken)), "skipped": list(map(_why, skipped))}
-        typer.echo(json.dumps({"to": to, "counts": _counts(configs, others, broken, skipped), **whole, **left}, indent=2))
+        emit(json.dumps({"to": to, "counts": _counts(configs, others, broken, skipped), **whole, **left}, indent=2))
         return
     _show(configs, others, broken, to)
     for line in _commands(configs, to, catalog.get(to).suffix):

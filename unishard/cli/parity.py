@@ -25,7 +25,7 @@ from unishard.cli.script_runs import (
     run_all,
     script_of,
 )
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 from unishard.errors import BackendError, UnishardError
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ def parity(
             verdicts = list(with_modules(verdicts, rows, golden, cfg, again))
     if as_json:
         form: dict[str, Any] = {"same": all(each.same for each in verdicts), "comparisons": [each.as_json() for each in verdicts]}
-        typer.echo(json.dumps(form, indent=2))
+        emit(json.dumps(form, indent=2))
     else:
         for verdict in verdicts:
             for line in lines_of(verdict):
-                typer.echo(line)
+                echo(line, laid_out=True)
     if not all(each.same for each in verdicts):
         raise typer.Exit(DIFFERENT)

@@ -21,7 +21,7 @@ from unishard.cli.arguments import (
     run_ranks,
 )
 from unishard.cli.checkpoint_formats import own_file
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
@@ -73,16 +73,16 @@ def plan(
     except ConfigError as error:
         raise origins.locate(error) from None
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        emit(json.dumps(found.as_json(), indent=2))
     elif report == "html":
         from unishard.plan.page import page_of
 
-        typer.echo(page_of(found), nl=False)
+        emit(page_of(found), end="")
     else:
         from unishard.plan.text import lines_of
 
         for line in lines_of(found):
-            typer.echo(line)
+            echo(line, laid_out=True)
     if write:
         _write(config, found)
     note_ranks(ranks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from unishard.cli.report_text import LOUD, key_value, listed, needs_input, value_of, write_text
 from unishard.mapping.rules import Fit
+from unishard.printable import printable
 
 if TYPE_CHECKING:
     from unishard.formats import Item, Outcome
@@ -40,7 +41,7 @@ def write_report(outcome: Outcome, form: ReportForm, file: TextIO) -> None:
         case ReportForm.JSON:
             file.write(json.dumps(_object(outcome), indent=2) + "\n")
         case ReportForm.MARKDOWN:
-            file.write(_markdown(outcome))
+            file.write(printable(_markdown(outcome)))
         case ReportForm.TEXT | ReportForm.FULL:
             write_text(outcome, file, full=form is ReportForm.FULL)
 

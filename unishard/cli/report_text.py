@@ -9,6 +9,7 @@ from unishard.cli.table import FIT_STYLES
 from unishard.cli.wrapping import width_of, wrapped
 from unishard.config.describe import bare
 from unishard.mapping.rules import Fit
+from unishard.printable import in_one_line
 
 if TYPE_CHECKING:
     from unishard.formats import Item, Outcome
@@ -39,7 +40,7 @@ def write_text(outcome: Outcome, file: TextIO, *, full: bool) -> None:
         file: The stream.
         full: Whether to list what is exact, and all defaults of the tool.
     """
-    lines = _lines(outcome, full=full)
+    lines = [line._replace(text=in_one_line(line.text)) for line in _lines(outcome, full=full)]
     if not file.isatty():
         file.writelines(f"{' ' * line.indent}{line.text}\n" for line in lines)
         return

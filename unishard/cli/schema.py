@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 
-import typer
-
 from unishard.cli.arguments import Output
 from unishard.cli.saving import save
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 
 __all__ = ["schema"]
 
@@ -25,7 +23,7 @@ def schema(output: Output = None) -> None:
 
     text = json.dumps(json_schema(), indent=2)
     if output is None:
-        typer.echo(text)
+        emit(text)
         return
     save(output, text + "\n")
     echo(f"{output}: written. Attach it:\n{ATTACH.replace('unishard.schema.json', str(output)).rstrip()}")

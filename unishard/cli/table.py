@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from unishard.cli.wrapping import width_of, wrapped
+from unishard.printable import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -28,6 +29,8 @@ FIT_STYLES = {
 """Style of a cell or line, by its first word up to a colon."""
 _READABLE = 25
 """Average width of a readable table column, in characters."""
+_WIDEST = 400
+"""Longer cells do not make their column wider, so that one long name does not fill every row with spaces."""
 
 Block = tuple[str, Sequence[tuple[str, str]]]
 """A heading and labeled lines below it."""
@@ -65,6 +68,7 @@ def fitting(rows: Sequence[Sequence[str]], file: TextIO) -> list[int] | None:
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> None:
     """Write a table to a stream; to a terminal on which a word would not fit its column, a block for each row."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     if file.isatty():
         widths = fitting([columns, *rows], file)
         if widths is None:
@@ -72,7 +76,7 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) ->
         else:
             _draw(columns, rows, widths, file)
         return
-    whole = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
+    whole = [min(_WIDEST, max(len(row[at]) for row in (columns, *rows))) for at in range(len(columns))]
     for row in (columns, *rows):
         file.write("  ".join(cell.ljust(width) for cell, width in zip(row, whole, strict=True)).rstrip() + "\n")
 
@@ -85,7 +89,8 @@ def show_blocks(blocks: Iterable[Block], file: TextIO) -> None:
     width = width_of(file)
     console = Console(file=file, width=width)
     for heading, lines in blocks:
-        console.print(Text(wrapped(heading, width, hanging="  "), style="bold"), soft_wrap=True)
+        console.print(Text(wrapped(printable(heading), width, hanging="  "), style="bold"), soft_wrap=True)
+        lines = [(printable(label), printable(text)) for label, text in lines]
         indent = 4 + max((len(label) for label, _ in lines), default=0)
         for label, text in lines:
             style = FIT_STYLES.get(text.partition(":")[0], "")

@@ -16,6 +16,7 @@ from unishard.cli.notes import collected
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.request import TranslateRequest
 from unishard.cli.saving import save
+from unishard.cli.wrapping import echo, emit
 from unishard.errors import ConfigError, Problem
 from unishard.mapping.rules import Fit
 
@@ -106,7 +107,7 @@ def translate(
     if verify:
         _verify(outcome, request)
     if output is None:
-        typer.echo(outcome.text, nl=False)
+        emit(outcome.text, end="")
     else:
         save(output, outcome.text)
 
@@ -129,7 +130,7 @@ def _say_what_works(request: TranslateRequest, status: int, form: ReportForm) ->
     with collected():
         working = request.working()
     if working:
-        typer.echo(f"this works:\n  {working.command()}", err=True)
+        echo(f"this works:\n  {working.command()}", err=True, laid_out=True)
 
 
 def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
@@ -140,6 +141,6 @@ def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
         case ReportForm.NONE:
             name = outcome.reading.source.name
             problems = [Problem(item.key, item.note or why, f"{name}:{item.line}" if item.line else name) for item in found]
-            typer.echo(ConfigError(problems), err=True)
+            echo(ConfigError(problems), err=True, laid_out=True)
         case ReportForm.TEXT | ReportForm.FULL:
-            typer.echo(f"nothing written: {len(found)} {why}; {instead}", err=True)
+            echo(f"nothing written: {len(found)} {why}; {instead}", err=True, laid_out=True)

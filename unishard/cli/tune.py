@@ -29,7 +29,7 @@ from unishard.cli.script_runs import (
     run_all,
     script_or_model,
 )
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.config.batch_sizes import check_batch
 from unishard.errors import UnishardError
@@ -97,10 +97,10 @@ def tune(
     with folder_of(out) as folder:
         found = tuned(cfg, list(run_all(cfg, task, trials.kept, changes, folder)), trials.dropped)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        emit(json.dumps(found.as_json(), indent=2))
     else:
         for line in lines_of(found):
-            typer.echo(line)
+            echo(line, laid_out=True)
     if found.best is None:  # the last lines of the output say why
         raise typer.Exit(1)
     if write:

@@ -11,7 +11,9 @@ from typing import Any, TextIO
 
 import typer
 
-__all__ = ["Prose", "echo", "keep_words_whole", "width_of", "wrapped"]
+from unishard.printable import printable
+
+__all__ = ["Prose", "echo", "emit", "keep_words_whole", "width_of", "wrapped"]
 
 _HYPHEN = "\ue000"
 """Stands for a hyphen while a help text is wrapped, because click breaks lines after hyphens."""
@@ -61,10 +63,21 @@ class Prose:
         return getattr(self._file, name)
 
 
-def echo(text: object = "", *, err: bool = False) -> None:
-    """Print lines, wrapped on a terminal."""
-    file = sys.stderr if err else sys.stdout
-    typer.echo(wrapped(str(text), width_of(file), hanging="    ") if file.isatty() else str(text), err=err)
+def echo(text: object = "", *, err: bool = False, laid_out: bool = False) -> None:
+    """Print lines with control characters escaped, wrapped on a terminal.
+
+    Args:
+        text: One or more lines.
+        err: Whether to print to stderr.
+        laid_out: Whether not to wrap.
+    """
+    file, said = sys.stderr if err else sys.stdout, printable(str(text))
+    typer.echo(wrapped(said, width_of(file), hanging="    ") if file.isatty() and not laid_out else said, err=err)
+
+
+def emit(document: str, *, end: str = "\n") -> None:
+    """Print what another program may read: as it is into a file or a pipe, with control characters escaped on a terminal."""
+    typer.echo((printable(document) if sys.stdout.isatty() else document) + end, nl=False)
 
 
 def keep_words_whole(command: Any) -> Any:

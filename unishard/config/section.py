@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
@@ -19,6 +29,8 @@ from unishard.errors import ConfigError, Problem, RenamedFieldWarning
 __all__ = ["CROSS_FIELD", "Reader", "Section", "items_of", "leaves", "refuse", "renamed_note", "value_at"]
 
 CROSS_FIELD = "cross_field"
+_NO_TEXT = re.compile("[\0\ud800-\udbff]|[\udc00-\udc7f]|[\udd00-\udfff]")
+"""NUL and halves of surrogate pairs, but for those that stand for a byte of a path that is not UTF-8 (PEP 383)."""
 
 
 class Reader(Protocol):
@@ -147,6 +159,16 @@ class Section(BaseModel, metaclass=_Refusing):
             properties[name]["description"] = text
         return schema
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse text that no path, no environment variable and no output can hold. A section looks at its own fields."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        section = items_of(kind) or kind
+        if not (isinstance(section, type) and issubclass(section, Section)) and any(map(_NO_TEXT.search, _texts(value))):
+            raise PydanticCustomError("text", "contains a NUL character or half of a surrogate pair; remove it")
+        return value
+
     @model_validator(mode="wrap")
     @classmethod
     def _expand_shorthand(cls, value: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
@@ -163,6 +185,18 @@ class Section(BaseModel, metaclass=_Refusing):
                 warnings.warn(f"{cls.__name__}: {renamed_note(old, new)}", RenamedFieldWarning, stacklevel=2)
                 value = {new if key == old else key: item for key, item in value.items()}
         return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All text in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (*_texts(key), *_texts(item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def renamed_note(old: str, new: str) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.checkpoint.regular_file import path_of
 from unishard.distributed.on_ranks import ranks_of
 from unishard.errors import CheckpointError, RankMismatchError
 from unishard.export import tokenizers
@@ -55,7 +56,7 @@ def export(
         RankMismatchError: On every rank: the ranks passed different arguments, or have different models.
     """
     ranks = ranks_of(group)
-    out = Path(folder)
+    out = path_of(folder, "export")
 
     planned: list[Layout] = []
 

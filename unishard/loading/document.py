@@ -312,7 +312,7 @@ class _Builder:
         return value if self._foreign else _checked(value, keys, self._document.findings, self._place(node))
 
     def _tagged(self, node: Node, keys: Keys) -> None:
-        self._find(keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!')}, which is not supported; remove it", node)
+        self._find(keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!'):.60}, which is not supported; remove it", node)
 
     def _find(self, keys: Keys, what: str, node: Node) -> None:
         self._document.findings.append(Finding(keys, what, self._place(node)))

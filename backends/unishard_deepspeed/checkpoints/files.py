@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from unishard.checkpoint.archives import require_bounded
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import open_file
 from unishard.errors import CheckpointError
@@ -59,9 +60,12 @@ def load(path: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read, or contains anything but tensors, plain values and the admitted classes of DeepSpeed.
     """
     try:
-        open_file(file_inside(path.parent, path.name)).close()
+        with open_file(file_inside(path.parent, path.name)) as file:
+            require_bounded(file)
         with torch.serialization.safe_globals(_STANDINS):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     except OutsideFolderError as error:
         raise CheckpointError(f"{path}: {error}; do not trust this checkpoint, or put the file into it") from None
     except OSError as error:

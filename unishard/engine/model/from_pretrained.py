@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unishard.checkpoint.regular_file import path_of
 from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
 from unishard.distributed import process_group
@@ -49,7 +50,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
     """
     expect_config(cfg)
     process_group.ensure(Topology.from_environment(), watched=True)
-    folder = Path(path)
+    folder = path_of(path, "from_pretrained")
     model = _empty(cls, folder, kwargs)
     files = files_of(folder)
     tensors = shapes_of(folder, files)

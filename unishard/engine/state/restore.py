@@ -17,7 +17,7 @@ from unishard.checkpoint.hashing import hash_of, hashes, hexadecimal
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.matching import Wanted, fit
 from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
-from unishard.checkpoint.user_state import unpack
+from unishard.checkpoint.user_state import once, unpack
 from unishard.checkpoint.verifying import damaged
 from unishard.data import position
 from unishard.distributed.dtypes import name_of
@@ -53,9 +53,10 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     manifest = on_all(group, lambda: manifests.read(folder))
     on_all(group, lambda: _verify_files(folder, manifest, all_of_them=verify is not None))
     tensors = on_all(group, lambda: Tensors(folder))
-    positions = on_all(group, lambda: [unpack(each, tensors.full) for each in manifest.data]) if data else []
+    read = once(tensors.full)
+    positions = on_all(group, lambda: [unpack(each, read) for each in manifest.data]) if data else []
     on_all(group, lambda: require_sense(manifest, positions, run.param_groups if run.accumulation is not None else []))
-    state = on_all(group, lambda: unpack(manifest.state, tensors.full))
+    state = on_all(group, lambda: unpack(manifest.state, read))
     states = on_all(group, lambda: random_states(run, manifest, tensors))
     on_all(group, lambda: _require_schedule(run, manifest))
     run.adapter.settle()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from unishard.checkpoint import directory, finding
 from unishard.checkpoint.background import Background
 from unishard.checkpoint.plan_cache import PlanCache
+from unishard.checkpoint.regular_file import path_of
 from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.distributed import process_group
 from unishard.distributed.interrupts import deferred
@@ -189,7 +190,7 @@ class SaveAndLoad:
 
     def _directory(self, given: str | Path | None, call: str) -> Path:
         if given is not None:
-            return Path(given).absolute()
+            return path_of(given, call).absolute()
         if self._dir is None:
             raise ContractError(
                 f"{call} needs a directory; pass one, as in engine.{call}('checkpoints'), or set checkpoint.dir in the config"
