@@ -59,6 +59,8 @@ class CallOrder:
         """Accumulation windows that have ended."""
         self.writes = 0
         """How often the engine itself has written weights other than by an update."""
+        self.gathered = False
+        """Whether a module has run or weights were unsharded, with which engines replace parameters or their data by other tensors."""
         self.graph = False
         """Whether a forward has built a graph that no backward has used."""
         self.discarded = False
