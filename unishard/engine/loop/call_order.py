@@ -149,11 +149,6 @@ class CallOrder:
             self._member.enter_module(name, wait=self._module.training and collective_check.samples_modules(self.updates))
 
     @property
-    def samples_modules(self) -> bool:
-        """Whether ranks compare in this update which modules and parameters they use, before the collectives that this decides."""
-        return self._member is not None and collective_check.samples_modules(self.updates)
-
-    @property
     def compares_ranks(self) -> bool:
         """Whether there are other ranks to compare with."""
         return self._member is not None
