@@ -48,10 +48,12 @@ class ExportedTensor(NamedTuple):
     """Its dtype in the file."""
     start: int = 0
     """First element in the model's flattened tensor, which may hold several exported ones."""
+    parts: tuple[ExportedTensor, ...] = ()
+    """What it consists of, one behind the other, where it is several of the model's tensors."""
 
 
 class FilePlace(NamedTuple):
-    """A tensor's place in its file."""
+    """The place of a tensor, or of a part of one, in its file."""
 
     entry: ExportedTensor
     at: int
@@ -120,16 +122,18 @@ def index_of(files: Sequence[File]) -> bytes:
 def _file(name: str, group: Sequence[ExportedTensor]) -> File:
     ordered = sorted(group, key=lambda each: (_ORDER[_word(each)], each.name))  # as safetensors does, whatever the order of layers
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts = []
+    starts: list[tuple[ExportedTensor, int]] = []
     end = 0
     for entry in ordered:
-        start, end = end, end + _bytes(entry)
-        starts.append(start)
+        start = end
+        for part in entry.parts or (entry,):
+            starts.append((part, end))
+            end += _bytes(part)
         table[entry.name] = {"dtype": _word(entry), "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    places = tuple(FilePlace(entry, len(header) + start) for entry, start in zip(ordered, starts, strict=True))
+    places = tuple(FilePlace(part, len(header) + start) for part, start in starts)
     return File(name, header, places, len(header) + end)
 
 
