@@ -182,6 +182,29 @@ def test_tensors_that_transformers_renames_when_it_saves_are_renamed(tmp_path: P
     assert "model.old_norm.weight" in tensors_in(tmp_path / "out")
 
 
+def test_tensors_that_transformers_joins_when_it_saves_are_joined(tmp_path: Path) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    model = tiny("Llama", num_key_value_heads=2)
+    parts = ["q_proj", "k_proj", "v_proj"]
+    model._weight_conversions = [WeightConverter("attn.Wqkv", [f"self_attn.{part}" for part in parts], operations=[Chunk(dim=0)])]
+    model.save_pretrained(tmp_path / "theirs")
+    export(tmp_path / "out", model, stretches_of(model))
+    export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "offline")
+    theirs = (tmp_path / "theirs" / "model.safetensors").read_bytes()
+    assert "model.layers.0.attn.Wqkv.weight" in tensors_in(tmp_path / "out")
+    assert [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "offline")] == [theirs, theirs]
+
+
+def test_columns_that_transformers_joins_are_refused(tmp_path: Path) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    model = tiny("Llama")
+    model._weight_conversions = [WeightConverter("mlp.both", ["mlp.up_proj", "mlp.gate_proj"], operations=[Chunk(dim=1)])]
+    with pytest.raises(CheckpointError, match=r"mlp\.both\.weight of LlamaForCausalLM: transformers computes it when it saves"):
+        export(tmp_path / "out", model, stretches_of(model))
+
+
 def test_a_conversion_that_changes_values_is_refused(tmp_path: Path) -> None:
     from transformers.core_model_loading import ConversionOps, WeightConverter
 

@@ -10,13 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from unishard.errors import CheckpointError
 from unishard.export.file_sizes import missing, share
 from unishard.export.plan import ExportedTensor, File, bytes_of, index_of, plan
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
+_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.bool),
+    *(torch.int64, torch.uint64, torch.int32, torch.uint32, torch.int16, torch.uint16, torch.int8, torch.uint8),
+)
 _NAMES = st.text('abc.019-é"\\', min_size=1, max_size=8)
 ENTRIES = st.dictionaries(
     _NAMES, st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(_DTYPES)), min_size=1, max_size=9
@@ -46,13 +49,20 @@ def assert_is_safetensors(file: File) -> None:
     assert all(place.at % place.entry.dtype.itemsize == 0 for place in file.places)
 
 
-def test_layers_stay_in_the_order_of_their_numbers_and_a_large_tensor_has_a_file_of_its_own() -> None:
+@given(ENTRIES)
+def test_a_file_has_the_bytes_that_safetensors_writes(entries: list[ExportedTensor]) -> None:
+    (file,) = plan(entries, "model", None)
+    tensors = {entry.name: torch.zeros(entry.shape, dtype=entry.dtype) for entry in entries}
+    assert file.header + bytes(file.size - len(file.header)) == save(tensors, metadata={"format": "pt"})
+
+
+def test_layers_are_split_in_the_order_of_their_numbers_and_a_large_tensor_has_a_file_of_its_own() -> None:
     entries = [ExportedTensor(f"layers.{number}.weight", "", (1000 if number == 2 else 10,), torch.float32) for number in (10, 1, 2, 9)]
     files = plan(entries, "model", 100)
     assert [[place.entry.name for place in file.places] for file in files] == [
         ["layers.1.weight"],
         ["layers.2.weight"],
-        ["layers.9.weight", "layers.10.weight"],
+        ["layers.10.weight", "layers.9.weight"],
     ]
     assert [file.name for file in files] == [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert [file.name for file in plan(entries, "model", 10_000)] == ["model.safetensors"]

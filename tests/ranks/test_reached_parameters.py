@@ -115,6 +115,44 @@ def in_turns_of_plain_torch(*, frozen):
     return dict(model.named_parameters())
 
 
+class Scales(nn.Module):
+    """A parameter of the root for each task, and a weight that the model keeps in a list too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Body()
+        self.first, self.second = (nn.Parameter(torch.ones(8)) for _ in BOTH)
+        self.listed = [self.body.up.weight]
+
+    def forward(self, x, task, *, listed=False):
+        features = self.body(x) * getattr(self, task)
+        return (features + x @ self.listed[0].t() if listed else features).square().mean()
+
+
+def prepared_scales(backend, strategy):
+    section = strategy if strategy == "no_shard" else {"strategy": strategy, "units": ["Body"]}
+    return unishard.prepare(Scales(), checked(backend, section))
+
+
+def own_scale(backend, strategy):
+    """Each rank trains its own parameter of the root."""
+    with prepared_scales(backend, strategy) as engine:
+        engine.backward(engine(mine(), BOTH[my_rank()]))
+
+
+def one_forward_more(backend, strategy):
+    """Rank 1 runs a second forward before its backward."""
+    with prepared_scales(backend, strategy) as engine:
+        engine.backward(sum(engine(mine(), task) for task in BOTH[: 1 + my_rank()]))
+
+
+def from_a_list(backend, strategy):
+    """The loss reaches a weight that the forward takes from a list."""
+    with prepared_scales(backend, strategy) as engine:
+        engine.backward(engine(mine(), "first", listed=True))
+
+
+SCALES = (("deepspeed", "shard_optimizer"), ("fsdp", "full_shard"))
 LATE = (("deepspeed", "shard_optimizer", "fp32"), ("deepspeed", "shard_grad_op", "fp32"), ("fsdp", "full_shard", "fp32"))
 ORDERS = (*LATE, ("deepspeed", "full_shard", "fp32"))
 TURNS = tuple((backend, "shard_optimizer", frozen) for backend in ("deepspeed", "fsdp") for frozen in (False, True))
@@ -123,6 +161,8 @@ SCENARIOS = (
     *((scenario, cell) for scenario in (own_head_later, frozen_by_hand) for cell in LATE),
     *((other_order, cell) for cell in ORDERS),
     *((in_turns, cell) for cell in TURNS),
+    *((scenario, cell) for scenario in (own_scale, one_forward_more) for cell in SCALES),
+    (from_a_list, SCALES[1]),
 )
 
 
@@ -171,3 +211,24 @@ def test_heads_in_turns_are_those_of_plain_torch_where_a_window_is_reduced_once(
     for found in values(play(SCENARIOS)[in_turns, cell]):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cell", SCALES, **IDS)
+def test_parameters_of_the_root_need_a_module_that_a_rank_may_skip(cell):
+    raised = error(play(SCENARIOS)[own_scale, cell])
+    assert (
+        "without gradients for second; rank 1 is in engine.backward (update 1, micro-batch 1 of 1), without gradients for first;" in raised
+    )
+    assert raised.endswith("sharding.conditional_modules: put such parameters into a module with a forward, and add its class")
+
+
+@pytest.mark.parametrize("cell", SCALES, **IDS)
+def test_a_forward_before_a_backward_is_another_call(cell):
+    raised = error(play(SCENARIOS)[one_forward_more, cell])
+    assert raised.startswith("RankMismatchError: ranks made different calls and would deadlock: rank 0 is in engine.backward")
+    assert raised.endswith("rank 1 is in engine.forward (update 1, micro-batch 1 of 1)")
+
+
+def test_a_weight_that_was_taken_from_the_model_before_prepare_is_refused_where_the_engine_replaces_it():
+    raised = error(play(SCENARIOS)[from_a_list, SCALES[1]])
+    assert raised.startswith("ModelError: the loss uses a parameter of shape (8, 12) that was taken from the model before unishard.prepare")

@@ -122,6 +122,39 @@ def between(backend, strategy, precision):
     return said
 
 
+def hooked(backend, strategy, precision):
+    """What a forward says whose hook, registered before `prepare`, writes a weight of its unit: before the unit's forward, and after it."""
+    said = []
+    for when in ("register_forward_pre_hook", "register_forward_hook"):
+        model = Net()
+        getattr(model.parts[0], when)(lambda part, *given: through_data(part.weight))
+        sharding = strategy if strategy == "no_shard" else {"strategy": strategy, "units": ["Part"]}
+        with unishard.prepare(model, config(backend, sharding, precision=precision)) as engine:
+            said.append(refused(engine, inputs(0, my_rank())))
+    return said
+
+
+def replaced(backend, strategy, precision):
+    """What the first forward says after new data or a new parameter, and after an evaluation and a read that write nothing."""
+    said = []
+    with prepared(backend, strategy, precision) as engine:
+        by_new_data(engine.module.parts[0].weight)
+        said.append(refused(engine, inputs(0, my_rank())))
+    with prepared(backend, strategy, precision) as engine:
+        engine.module.parts[0].weight = nn.Parameter(torch.ones(8, 8))
+        said.append(refused(engine, inputs(0, my_rank())))
+    for evaluates in (False, True):
+        with prepared(backend, strategy, precision) as engine:
+            with torch.no_grad(), engine.unsharded(["parts.0.weight"]):
+                pass
+            if evaluates:
+                engine.eval()
+                engine(inputs(0, my_rank()))
+                engine.train()
+            said.append(refused(update, engine, 0))
+    return said
+
+
 def later(backend, strategy):
     """The update in which a forward is refused that writes from the 13th on."""
     with prepared(backend, strategy) as engine:
@@ -165,8 +198,10 @@ def clamped(backend, strategy):
 SHARDED = tuple((backend, strategy) for backend in BACKENDS for strategy in ("shard_optimizer", "full_shard"))
 INSIDE = tuple((inside, (*cell, place)) for cell in CELLS for place in PLACES)
 BETWEEN = tuple((between, cell) for cell in CELLS)
+HOOKED = tuple((hooked, cell) for cell in CELLS)
+REPLACED = tuple((replaced, cell) for cell in CELLS)
 OTHERS = tuple((scenario, cell) for scenario in (later, clamped) for cell in SHARDED)
-ALL = INSIDE + BETWEEN + OTHERS
+ALL = INSIDE + BETWEEN + HOOKED + REPLACED + OTHERS
 
 
 def empty(cell):
@@ -194,6 +229,22 @@ def test_a_parameter_that_is_written_between_updates_is_named(scenario, cell):
                     way,
                     message,
                 )
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_a_parameter_that_a_hook_of_its_unit_writes_is_named(cell):
+    wanted = "ContractError: the forward writes parameter parts.0.weight, of which it has only a shard"
+    for before, after in values(play(ALL)[hooked, cell]):
+        assert after.startswith(wanted)
+        assert before.startswith(wanted) or empty(cell)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_what_is_replaced_before_the_first_forward_is_named_and_reading_is_no_write(cell):
+    for data, parameter, *reading in values(play(ALL)[replaced, cell]):
+        assert data.startswith("ContractError: parameter parts.0.weight changed since unishard.prepare")
+        assert parameter.startswith("ContractError: parameter parts.0.weight was added or replaced after unishard.prepare")
+        assert reading == ["nothing", "nothing"]
 
 
 @pytest.mark.parametrize("cell", SHARDED, ids="-".join)

@@ -19,6 +19,9 @@ _DEADLOCK = "ranks made different calls and would deadlock"
 _MIXED = "ranks have gradients of different parameters, which would be added up"
 _EXCEPT = "except those of the classes in sharding.conditional_modules: add "
 _BRANCH = "or let every rank take the same branch"
+_OWN_MODULE = (
+    "except those of the classes in sharding.conditional_modules: put such parameters into a module with a forward, and add its class"
+)
 _SLOWEST = 6
 """Timeouts that a collective which all ranks have joined may take."""
 
@@ -76,9 +79,12 @@ def _problem(calls: Collection[Call]) -> tuple[str, str]:
     if any(call.unit for call in calls):
         classes = sorted({call.unit.rpartition("(")[2].rstrip(")") for call in calls if call.unit})
         return _DEADLOCK, f"; all ranks must run the same modules in the same order, {_EXCEPT}{', '.join(classes)} there, {_BRANCH}"
+    if len({call.place for call in calls}) > 1:
+        return _DEADLOCK, ""
     if len({call.skipped for call in calls}) > 1:
         classes = sorted({found for call in calls for found in re.findall(r"\((\w+)\)", call.skipped)})
-        return _MIXED, f"; all ranks must use the same parameters, {_EXCEPT}{', '.join(classes)} there, {_BRANCH}"
+        advice = f"{_EXCEPT}{', '.join(classes)} there, {_BRANCH}" if classes else _OWN_MODULE
+        return _MIXED, f"; all ranks must use the same parameters, {advice}"
     if len({call.order for call in calls}) > 1:
         return _MIXED, ", after gradients that came in another order on each rank; all ranks must run the same modules in the same order"
     return _DEADLOCK, ""

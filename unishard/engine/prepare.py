@@ -21,6 +21,7 @@ from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.guarded_module import holds_full_weights
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
+from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.memory import ExpectedMemory
 from unishard.engine.model import (
     activation_checkpointing,
@@ -144,6 +145,7 @@ def _prepare(
         devices.use_host_cores(cfg.offload, topology)
     units = named_with_class(plan.units.casting)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
+    written = WrittenParameters(model, units.values()) if train and not holds_full_weights(cfg, trains=True) else None
     memory = ExpectedMemory(backend, shape, cfg, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
     collective_check.meet("unishard.prepare (checking the engine)")
@@ -163,6 +165,7 @@ def _prepare(
         units=units,
         classes=classes,
         memory=memory,
+        written=written,
     )
     memory.compare(placement, adapter.device)
     torch.manual_seed(cfg.training.seed + topology.rank)

@@ -59,6 +59,7 @@ class PreparedModel(Process):
         units: Mapping[str, nn.Module] = MappingProxyType({}),
         classes: Mapping[str, str] = MappingProxyType({}),
         memory: ExpectedMemory | None = None,
+        written: WrittenParameters | None = None,
     ) -> None:
         """Set up the parts of the engine around an adapter. Collective.
 
@@ -72,6 +73,7 @@ class PreparedModel(Process):
             units: The modules that the engine gathers or casts for, by name and class.
             classes: The class of each module by name, before it was sharded.
             memory: What the adapter was expected to hold, for the note of an out-of-memory error.
+            written: What finds writes past the engine; None where the module's own tensors are the weights.
         """
         training = adapter.training
         self._cfg = cfg
@@ -104,7 +106,9 @@ class PreparedModel(Process):
                 gathers = cfg.sharding.strategy in ("full_shard", "hybrid_shard")
                 eager = {name: unit for name, unit in units.items() if unit in eager_modules(adapter.module)}
                 self._accumulation.inplace = InplaceWrites(eager, order, gathers=gathers)
-                self._accumulation.written = WrittenParameters(adapter.module, units.values(), order)
+            if written is not None:
+                written.begin(order)
+                self._accumulation.written = written
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
         self._tensors = tensors
         run = Run(cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names)

@@ -41,6 +41,7 @@ class _Index(BaseModel):
     kind: Literal["model", "adapter", "plain"]
     names: dict[str, dict[str, str]]
     pieces: dict[str, TensorSlice] = {}
+    joined: dict[str, list[str]] = {}
     refusal: str | None = None
 
 
@@ -55,14 +56,22 @@ class Assets(_Index):
     """By file, without its suffix: for each exported tensor, its name in the file to its name in the model."""
     pieces: dict[str, TensorSlice] = {}
     """By the name in the file: exported tensors that are only a slice of the model's tensor."""
+    joined: dict[str, list[str]] = {}
+    """By the name in the file: exported tensors that are several of the model's, one behind the other by rows; `names` has the first."""
     refusal: str | None = None
     """Why the model cannot be exported, and what to do instead; it can still be trained and saved."""
     files: dict[str, bytes]
     """The other files of the export, such as `config.json`."""
 
+    @property
+    def sources(self) -> set[str]:
+        """The model's tensors that are exported."""
+        return {source for names in self.names.values() for source in names.values()}.union(*self.joined.values())
+
     def to_files(self) -> dict[str, bytes]:
         """The files to store in a checkpoint, by their paths in it."""
-        index = self.model_dump_json(exclude={"files"}, indent=1) + "\n"
+        unused = {"files"} if self.joined else {"files", "joined"}  # versions that do not know a field refuse it
+        index = self.model_dump_json(exclude=unused, indent=1) + "\n"
         return {FOLDER + name: data for name, data in self.files.items()} | {INDEX: index.encode()}
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -64,7 +64,12 @@ def lay_out(assets: Assets, stretches: Mapping[str, LazyShard], dtype: str | Non
     for stem, names in assets.names.items():
         if not names:
             raise CheckpointError(f"nothing to export as {stem}: the model has no such tensors")
-        entries = [_entry(name, source, assets.pieces.get(name), stretches, target) for name, source in names.items()]
+        entries = [
+            _joined(name, assets.joined[name], stretches, target)
+            if name in assets.joined
+            else _entry(name, source, assets.pieces.get(name), stretches, target)
+            for name, source in names.items()
+        ]
         planned = plan(entries, stem, None if assets.kind == "adapter" else most)
         if len(planned) > 1:
             others[f"{stem}.safetensors.index.json"] = index_of(planned)
@@ -83,6 +88,14 @@ def _entry(name: str, source: str, piece: TensorSlice | None, stretches: Mapping
     if not 0 <= start <= start + math.prod(shape) <= stretch.shape.numel():
         raise CheckpointError(f"{name} is not within {source}; the checkpoint's assets/export.json is damaged")
     return ExportedTensor(name, source, shape, target if stretch.dtype.is_floating_point else stretch.dtype, start)
+
+
+def _joined(name: str, sources: Sequence[str], stretches: Mapping[str, LazyShard], target: torch.dtype) -> ExportedTensor:
+    parts = tuple(_entry(name, source, None, stretches, target) for source in sources)
+    if len({(part.shape[1:], part.dtype) for part in parts}) != 1 or not parts[0].shape:
+        raise CheckpointError(f"the parts of {name} do not fit together; the checkpoint's assets/export.json is damaged")
+    rows = sum(part.shape[0] for part in parts)
+    return parts[0]._replace(shape=(rows, *parts[0].shape[1:]), parts=parts)
 
 
 def _refuse_empty(files: list[File]) -> None:

@@ -59,8 +59,7 @@ def export_checkpoint(
     facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
     require_free(out, overwrite=overwrite)
     assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)
-    sources = {source for names in assets.names.values() for source in names.values()}
-    stretches = {source: _checked(tensors, source, facts) for source in sources}
+    stretches = {source: _checked(tensors, source, facts) for source in assets.sources}
     layout = lay_out(assets, stretches, dtype, max_shard_size)
     layout.others.update(tokenizers.files_of(tokenizer))
     start(layout.size)

@@ -16,21 +16,23 @@ from unishard.errors import CheckpointError
 __all__ = ["ExportedTensor", "File", "FilePlace", "bytes_of", "index_of", "plan"]
 
 _WORDS: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
     torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
+"""In the order in which safetensors 0.8 writes them, so that every tensor is aligned to the size of its elements."""
+_ORDER = {word: place for place, word in enumerate(_WORDS.values())}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -46,10 +48,12 @@ class ExportedTensor(NamedTuple):
     """Its dtype in the file."""
     start: int = 0
     """First element in the model's flattened tensor, which may hold several exported ones."""
+    parts: tuple[ExportedTensor, ...] = ()
+    """What it consists of, one behind the other, where it is several of the model's tensors."""
 
 
 class FilePlace(NamedTuple):
-    """A tensor's place in its file."""
+    """The place of a tensor, or of a part of one, in its file."""
 
     entry: ExportedTensor
     at: int
@@ -116,19 +120,20 @@ def index_of(files: Sequence[File]) -> bytes:
 
 
 def _file(name: str, group: Sequence[ExportedTensor]) -> File:
-    # Wide dtypes first, as safetensors itself does: every tensor is then aligned to its element size.
-    ordered = sorted(group, key=lambda each: -each.dtype.itemsize)
+    ordered = sorted(group, key=lambda each: (_ORDER[_word(each)], each.name))  # as safetensors does, whatever the order of layers
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts = []
+    starts: list[tuple[ExportedTensor, int]] = []
     end = 0
     for entry in ordered:
-        start, end = end, end + _bytes(entry)
-        starts.append(start)
+        start = end
+        for part in entry.parts or (entry,):
+            starts.append((part, end))
+            end += _bytes(part)
         table[entry.name] = {"dtype": _word(entry), "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    places = tuple(FilePlace(entry, len(header) + start) for entry, start in zip(ordered, starts, strict=True))
+    places = tuple(FilePlace(part, len(header) + start) for part, start in starts)
     return File(name, header, places, len(header) + end)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ __all__ = ["assets_of"]
 _logger = logging.getLogger("unishard")
 
 _VIEWS = CORE_PATCHES["export-conversions"]
-_CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices"
+_CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices and joins rows"
 _INSTEAD = (
     "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), and call its save_pretrained"
 )
@@ -42,11 +42,12 @@ def assets_of(model: Any, stretches: Mapping[str, LazyShard]) -> Assets:
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
-    names, pieces, refusal = _converted(model, {name: _shape(sources[name], stretches) for name in kept})
+    names, pieces, joined, refusal = _converted(model, {name: _shape(sources[name], stretches) for name in kept})
     return Assets(
         kind="model",
         names={"model": {exported: sources[name] for exported, name in names.items()}},
         pieces=pieces,
+        joined=joined,
         files=_files(model),
         refusal=refusal or _quantized(model),
     )
@@ -76,45 +77,77 @@ def _shape(source: str, stretches: Mapping[str, LazyShard]) -> torch.Size:
         raise CheckpointError(f"{source} cannot be exported: it is not among the {len(stretches)} available tensors") from None
 
 
-def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, str], dict[str, TensorSlice], str | None]:
+class _Converted(NamedTuple):
+    """What transformers' conversion makes of a model's tensors, by their names in the file."""
+
+    names: dict[str, str]
+    """The name in the model."""
+    pieces: dict[str, TensorSlice]
+    """What part of it, where it is not all."""
+    joined: dict[str, list[str]]
+    """The names in the model, where it is several tensors, one behind the other."""
+    refusal: str | None = None
+    """A reason where the files would hold something else."""
+
+
+def _refused(what: str, why: str) -> _Converted:
+    return _Converted({}, {}, {}, f"{what}: {_CONVERTED}{why}")
+
+
+def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> _Converted:
     """The names under which a model's tensors are saved: transformers' own conversion, applied to meta tensors.
 
     Args:
         model: Sharded or not.
         shapes: Shapes of its tensors.
-
-    Returns:
-        By the name in the file, the name in the model; by the name in the file, what part of it, where it is not all; and a
-        reason where the files would hold something else.
     """
     if not _VIEWS.works:
-        return {}, {}, f"{type(model).__name__}: {_CONVERTED} ({_VIEWS.refusal()})"
+        return _refused(type(model).__name__, f" ({_VIEWS.refusal()})")
     from transformers.core_model_loading import revert_weight_conversion
 
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    name_of = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    name_of = {_storage(tensor): name for name, tensor in empty.items()}
     try:
-        with _KeepViews():
+        with _KeepViews() as mode:
             found: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
     except Exception as error:  # any error: a model that can be trained must still be saved
-        return {}, {}, f"{type(model).__name__}: {_CONVERTED} ({error}); {_INSTEAD}"
-    names: dict[str, str] = {}
-    pieces: dict[str, TensorSlice] = {}
+        return _refused(type(model).__name__, f" ({error}); {_INSTEAD}")
+    converted = _Converted({}, {}, {})
     for exported, tensor in found.items():
-        name = name_of.get(tensor.untyped_storage()._cdata)
-        if name is None or not tensor.is_contiguous() or tensor._version:  # a copy, rearranged, or changed in place
-            return {}, {}, f"{exported} of {type(model).__name__}: {_CONVERTED}; {_INSTEAD}"
-        names[exported] = name
-        if tensor.shape != shapes[name]:
-            pieces[exported] = TensorSlice(start=int(tensor.storage_offset()), shape=list(tensor.shape))
-    return names, pieces, None
+        whole, parts = mode.joined.get(_storage(tensor), (tensor, [tensor]))
+        names = [name_of.get(_storage(part), "") for part in parts]
+        changed = any(not each.is_contiguous() or each._version for each in (tensor, *parts))  # rearranged, or changed in place
+        partial = whole is not parts[0] and any(name and part.shape != shapes[name] for name, part in zip(names, parts, strict=True))
+        if "" in names or changed or partial or whole is not tensor:
+            return _refused(f"{exported} of {type(model).__name__}", f"; {_INSTEAD}")
+        converted.names[exported] = names[0]
+        if len(names) > 1:
+            converted.joined[exported] = names
+        elif tensor.shape != shapes[names[0]]:
+            converted.pieces[exported] = TensorSlice(start=int(tensor.storage_offset()), shape=list(tensor.shape))
+    return converted
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 class _KeepViews(TorchFunctionMode):
-    """Skips `Tensor.contiguous`, so that a non-contiguous view is not copied: a view of it may be contiguous again."""
+    """Skips `Tensor.contiguous`, so that a non-contiguous view is not copied: a view of it may be contiguous again; records joined rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By storage, what `torch.cat` has made along dim 0, and of what."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return args[0] if function is Tensor.contiguous else function(*args, **kwargs or {})
+        if function is Tensor.contiguous:
+            return args[0]
+        result = function(*args, **kwargs or {})
+        if function is torch.cat and not (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)):
+            self.joined[_storage(result)] = result, list(args[0])
+        return result
 
 
 def _without_aliases(model: nn.Module, sources: dict[str, str]) -> list[str]:

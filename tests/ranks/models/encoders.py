@@ -65,14 +65,7 @@ _add("rembert", "RemBert", input_embedding_size=8, output_embedding_size=12)
 _add("mpnet", "MPNet")
 _add("megatron_bert", "MegatronBert")
 _add("ernie", "Ernie")
-_add(
-    "esm",
-    "Esm",
-    pad_token_id=0,
-    mask_token_id=1,
-    position_embedding_type="rotary",
-    known="export: the file has the same tensors in another order",
-)
+_add("esm", "Esm", pad_token_id=0, mask_token_id=1, position_embedding_type="rotary")
 _add("ibert", "IBert")
 _XLM = {"vocab_size": VOCABULARY, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32}
 _add("xlm", "XLM", "{}WithLMHeadModel", _XLM, known=REORDERED)

@@ -137,7 +137,7 @@ class Accumulation:
             )
         watched = self._sampled and not order.micro_batch
         if watched:
-            self._added.refuse()
+            self._added.refuse(gathered=order.gathered)
         if watched and self.written is not None:
             self.written.before_forward()
         order.enter("forward")

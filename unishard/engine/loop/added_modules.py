@@ -18,8 +18,11 @@ class AddedModules:
         self._model = model
         self._known = {part: dict(part.named_parameters(recurse=False)) for part in model.modules()}
 
-    def refuse(self) -> None:
+    def refuse(self, *, gathered: bool) -> None:
         """Look through the model.
+
+        Args:
+            gathered: Whether weights were gathered, so that FSDP2 may have put them in the place of a shard.
 
         Raises:
             ContractError: A module or a parameter is new.
@@ -27,9 +30,7 @@ class AddedModules:
         for name, part in self._model.named_modules():
             known = self._known.get(part, {})
             for own, parameter in part.named_parameters(recurse=False):
-                if own in known and (
-                    parameter is known[own] or isinstance(known[own], DTensor)
-                ):  # FSDP2 replaces shards by what it gathers
+                if own in known and (parameter is known[own] or (gathered and isinstance(known[own], DTensor))):
                     continue
                 what = f"parameter {name}{'.' if name else ''}{own}" if part in self._known else f"module {name}"
                 raise ContractError(

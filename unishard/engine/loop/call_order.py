@@ -59,6 +59,8 @@ class CallOrder:
         """Accumulation windows that have ended."""
         self.writes = 0
         """How often the engine itself has written weights other than by an update."""
+        self.gathered = False
+        """Whether a module has run or weights were unsharded, with which engines replace parameters or their data by other tensors."""
         self.graph = False
         """Whether a forward has built a graph that no backward has used."""
         self.discarded = False
@@ -145,11 +147,6 @@ class CallOrder:
         """
         if self._forwarding and self._member is not None:
             self._member.enter_module(name, wait=self._module.training and collective_check.samples_modules(self.updates))
-
-    @property
-    def samples_modules(self) -> bool:
-        """Whether ranks compare in this update which modules and parameters they use, before the collectives that this decides."""
-        return self._member is not None and collective_check.samples_modules(self.updates)
 
     @property
     def compares_ranks(self) -> bool:

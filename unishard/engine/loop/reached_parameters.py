@@ -12,8 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from unishard.distributed.collective_check import samples_modules
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.optim.stepping import same_model
+from unishard.errors import ModelError
 
 __all__ = ["ReachedParameters"]
 
@@ -40,13 +43,21 @@ class ReachedParameters:
         """The last names that were described, mostly those of every update."""
 
     def before_backward(self, loss: Tensor) -> str:
-        """What will have no gradient after a backward that reduces; empty in updates and micro-batches that are not compared."""
-        if not self._order.samples_modules:
+        """What will have no gradient after a backward that reduces; empty in updates and micro-batches that are not compared.
+
+        Raises:
+            ModelError: The loss reaches a parameter that the engine has replaced.
+        """
+        if not samples_modules(self._order.updates):
+            return ""
+        leaves = [*_leaves_of(loss)]
+        self._refuse_replaced(leaves)
+        if not self._order.compares_ranks:
             return ""
         names = {id(self._adapter.leaf(name)): name for name in self._adapter.shared_parameters()}
         if self._adapter.reduces_each_backward:
             self._reached.clear()
-        self._reached |= {names[id(leaf)] for leaf in _leaves_of(loss) if id(leaf) in names}
+        self._reached |= {names[id(leaf)] for leaf in leaves if id(leaf) in names}
         if not (self._order.last or self._adapter.reduces_each_backward):
             return ""
         reached, self._reached = self._reached, set()
@@ -59,6 +70,20 @@ class ReachedParameters:
     def forget(self) -> None:
         """Forget the window, which is discarded."""
         self._reached.clear()
+
+    def _refuse_replaced(self, leaves: Collection[Tensor]) -> None:
+        """Refuse parameters of the model before it was sharded: the loss would see weights that no update changes."""
+        own = {id(parameter): parameter for parameter in self._adapter.module.parameters()}
+        prepared = next(iter(self._adapter.shared_parameters().values()), None)
+        if prepared is None:
+            return
+        for leaf in leaves:
+            if id(leaf) not in own and same_model(leaf, prepared):
+                raise ModelError(
+                    f"the loss uses a parameter of shape {tuple(leaf.shape)} that was taken from the model before unishard.prepare, which "
+                    "has replaced it, so it would not train; register it in each module that uses it, other.weight = layer.weight, "
+                    "or read it from its module in each forward, not from a list, a closure or a variable"
+                )
 
     def _describe(self, names: Collection[str]) -> str:
         given = tuple(names)
@@ -81,7 +106,7 @@ class ReachedParameters:
             module = ".".join(path[:depth])
             if self._classes.get(module, "") not in _CONTAINERS and not any(other.startswith(f"{module}.") for other in others):
                 return f"{module} ({self._classes.get(module, 'Module')})"
-        return f"{name} ({self._classes.get('.'.join(path), 'Module')})"
+        return f"{name} ({self._classes.get('.'.join(path), 'Module')})" if path else name  # the root cannot be skipped
 
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ the forward, stage 3 of ZeRO ignores both, and stages 1 and 2 compute with a cop
 In-place operations on a parameter raise its version, which costs nothing to read. What bypasses that, such as `parameter.data.fill_(1)`,
 shows in the bits, which are added up on the device in the first updates. Under ZeRO-3 a parameter has no elements while it is not
 gathered, and `parameter.data.fill_(1)` then does nothing and leaves no trace, nor does it in the forward of a module around that which
-holds the parameter.
+holds the parameter, or in a hook before the forward of the latter.
 """
 
 from __future__ import annotations
@@ -43,26 +43,41 @@ class _Mark(NamedTuple):
 class WrittenParameters:
     """Refuses what is written between two updates, and in a training forward."""
 
-    def __init__(self, module: nn.Module, units: Iterable[nn.Module], order: CallOrder) -> None:
-        """Remember the parameters after `prepare`.
+    def __init__(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
+        """Register hooks before the engine does: FSDP2 then gathers before them and releases after, and hooks of the user run between.
 
         Args:
-            module: The prepared model; its tensors are not its master weights.
-            units: The modules whose parameters are gathered together.
-            order: The engine's position in the loop.
+            module: The model, not sharded yet.
+            units: The modules whose parameters will be gathered together.
         """
         self._module = module
         self._units = set(units)
         units_by_name = {name: part for name, part in module.named_modules() if part in self._units}
         self._in_units = {f"{name}.{inner}" for name, unit in units_by_name.items() for inner, _ in unit.named_parameters()}
         self._eager = eager_modules(module)
-        self._order = order
-        self._own = dict(module.named_parameters())
+        # Of a module with several names the first, as of its parameters.
+        self._parts = {part: prefix for prefix, part in reversed([*self._modules(module)])}
+        self._order: CallOrder
+        self._own: dict[str, nn.Parameter] = {}
         """The parameters while they are not gathered: their names stay, and FSDP2 puts other tensors in their place."""
         self._kept: dict[str, _Mark] = {}
         self._writes = 0
         self._gathered: dict[str, tuple[nn.Parameter, _Mark]] = {}
         """FSDP2's gathered tensors, whose versions only the forward can change."""
+        self._marks: dict[nn.Module, dict[str, tuple[nn.Parameter, _Mark]]] = {part: {} for part in self._parts}
+        """Of each module that runs what is gathered."""
+        self._found: _Comparison | None = None
+        """While a forward runs that is looked at closely."""
+        self._inner = [hook for part in self._parts for hook in self._inside(part)]
+
+    def begin(self, order: CallOrder) -> None:
+        """Remember the parameters after `prepare`, when the model's tensors are not its master weights.
+
+        Args:
+            order: The engine's position in the loop.
+        """
+        self._order = order
+        self._own = dict(self._module.named_parameters())
         self.keep()
 
     def keep(self) -> None:
@@ -73,6 +88,11 @@ class WrittenParameters:
     def close(self) -> None:
         """Forget all."""
         self._kept, self._gathered = {}, {}
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        while self._inner:
+            self._inner.pop().remove()
 
     def before_forward(self) -> None:
         """Compare with what was kept.
@@ -83,13 +103,13 @@ class WrittenParameters:
         found = _Comparison()
         now = _marks(self._own, bits=self._order.updates < _FIRST)
         by_engine = self._writes != self._order.writes
+        replaced = self._order.gathered or by_engine
         for name, mark in now.items():
             was = self._kept.get(name)
-            if was is not None and not by_engine:  # not the storage of empty tensors, which an evaluation replaces
-                found.add(name, was if was.bits is not None else was._replace(storage=None), mark)
-            untouched = was is not None and was.storage is mark.storage and not (by_engine or self._order.updates)
-            if mark.bits is None and not untouched:
-                now[name] = mark._replace(storage=None)  # only before anything was gathered, with which ZeRO-3 replaces it
+            if was is not None and not by_engine:
+                found.add(name, was._replace(storage=None) if was.bits is None and replaced else was, mark)
+            if mark.bits is None and replaced:
+                now[name] = mark._replace(storage=None)
         self._kept = now
         if written := found.names(self._own):
             self._kept = {}
@@ -107,14 +127,18 @@ class WrittenParameters:
             ContractError: The forward has written a parameter.
         """
         found, closely = _Comparison(), self._order.updates < _FIRST
-        # Of a module with several names the first, as of its parameters.
-        watched = {module: prefix for prefix, module in reversed([*self._modules(self._module)])} if closely else {}
-        hooks = [hook for module, prefix in watched.items() for hook in self._watch(prefix, module, found)]
+        if not closely:
+            self._remove_hooks()
+        outer = [hook for part in self._parts for hook in self._outside(part, found)] if closely else []
+        self._found = found if closely else None
         try:
             yield
         finally:
-            for hook in hooks:
+            self._found = None
+            for hook in outer:
                 hook.remove()
+            for marks in self._marks.values():
+                marks.clear()
         self._end(found)
 
     def _end(self, found: _Comparison) -> None:
@@ -141,8 +165,9 @@ class WrittenParameters:
                 if child in self._eager:
                     yield from self._modules(child, f"{prefix}{name}.")
 
-    def _held(self, prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def _held(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """What is gathered with a module: all of a unit; of another module its own parameters, and of the root all outside units."""
+        prefix = self._parts[module]
         for name, parameter in ((prefix + name, parameter) for name, parameter in module.named_parameters()):
             own = self._own.get(name)
             # Not the other elements that ZeRO-3 shows: they may be on their way.
@@ -150,35 +175,54 @@ class WrittenParameters:
             if own is not None and (module in self._units or "." not in name[len(prefix) :] or copied):
                 yield name, parameter
 
-    def _watch(self, prefix: str, watched: nn.Module, found: _Comparison) -> list[RemovableHandle]:
-        """Register hooks: before the engine gathers, after that, and before it releases."""
-        marks: dict[str, tuple[nn.Parameter, _Mark]] = {}
+    def _outside(self, watched: nn.Module, found: _Comparison) -> list[RemovableHandle]:
+        """Register hooks before and after those of the engine that gather. ZeRO-3's are the last that it finds, FSDP2's the first."""
 
         def before(module: nn.Module, args: Any) -> None:
-            for name, parameter in self._held(prefix, watched):
+            for name, parameter in self._held(watched):
                 was = self._kept.get(name)
                 if was is not None and was.bits is None and parameter is self._own[name] and not parameter.numel():
                     # Gathering ahead replaces storages outside units, and gathering at all those inside.
                     found.add(name, was if watched in self._units else was._replace(storage=None), _mark(parameter, bits=False))
                     self._kept[name] = was._replace(storage=None)
 
-        def gathered(module: nn.Module, args: Any) -> None:
-            for name, parameter in self._held(prefix, watched):
-                if name in self._kept and (parameter is not self._own[name] or self._kept[name].bits is None):
-                    marks[name] = parameter, _mark(parameter, bits=True)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            for name, (parameter, was) in marks.items():
-                found.add(name, was, _mark(parameter, bits=was.bits is not None))
-                if parameter is not self._own[name]:
-                    self._gathered[name] = parameter, was._replace(storage=None, bits=None)
-            marks.clear()
-
         return [
             watched.register_forward_pre_hook(before, prepend=True),
-            watched.register_forward_pre_hook(gathered),
-            watched.register_forward_hook(after, prepend=True),
+            watched.register_forward_pre_hook(lambda module, args: self._mark_gathered(watched, self._held(watched))),
         ]
+
+    def _inside(self, watched: nn.Module) -> list[RemovableHandle]:
+        """Register hooks around those of the user."""
+
+        def gathered(module: nn.Module, args: Any) -> None:
+            if module is watched:  # not a copy of it
+                self._order.gathered = True
+                # Not what ZeRO-3 shows: it may be on its way.
+                self._mark_gathered(watched, (each for each in self._held(watched) if each[1] is not self._own.get(each[0])))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if module is watched:
+                self._compare_gathered(watched)
+
+        return [watched.register_forward_pre_hook(gathered, prepend=True), watched.register_forward_hook(after)]
+
+    def _mark_gathered(self, watched: nn.Module, held: Iterable[tuple[str, nn.Parameter]]) -> None:
+        if self._found is None:
+            return
+        marks = self._marks[watched]
+        for name, parameter in held:
+            if name in self._kept and name not in marks and (parameter is not self._own[name] or self._kept[name].bits is None):
+                marks[name] = parameter, _mark(parameter, bits=True)
+
+    def _compare_gathered(self, watched: nn.Module) -> None:
+        if self._found is None:
+            return
+        marks = self._marks[watched]
+        for name, (parameter, was) in marks.items():
+            self._found.add(name, was, _mark(parameter, bits=was.bits is not None))
+            if parameter is not self._own[name]:
+                self._gathered[name] = parameter, was._replace(storage=None, bits=None)
+        marks.clear()
 
 
 class _Comparison:

@@ -9,12 +9,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unishard.errors import ContractError
 
-__all__ = ["OwnCalls", "forget", "is_marked", "mark", "watch"]
+__all__ = ["OwnCalls", "forget", "is_marked", "mark", "same_model", "watch"]
 
 
 class OwnCalls:
@@ -60,6 +60,11 @@ def mark(model: nn.Module) -> None:
 def is_marked(parameter: nn.Parameter) -> bool:
     """Whether a parameter belongs to a model that was prepared for training."""
     return hasattr(parameter, _MARK)
+
+
+def same_model(one: Tensor, other: Tensor) -> bool:
+    """Whether two parameters belong to one model that was prepared for training, before or after it was sharded."""
+    return getattr(one, _MARK, None) == getattr(other, _MARK, 0)
 
 
 def watch(model: nn.Module, class_name: str, optimizers: Iterable[Any], own: OwnCalls) -> int:

@@ -27,7 +27,7 @@ def unsharded(
     found = list(access.find_all("unsharded", names))
     trains = torch.is_grad_enabled() and adapter.training is not None and not order.frozen
     parameters: dict[str, nn.Parameter] = {}
-    order.unsharded = True
+    order.unsharded = order.gathered = True
     try:
         with adapter.unsharded(found):
             parameters.update((name, attrgetter(name)(adapter.module)) for name in found)
