@@ -143,6 +143,8 @@ class Hub:
         self._collections: dict[str, _Collection] = {}
         self._statuses: dict[int, Any] = {}
         """Of the ranks that live and stand still."""
+        self._asking: set[int] = set()
+        """Ranks that may wait for others in C++, and cannot say more."""
         self._judged = False
         self._considered = -_TICK
         self._asked = False
@@ -170,7 +172,8 @@ class Hub:
         return self._asked or self._somebody_waits()
 
     def _somebody_waits(self) -> bool:
-        return any(not found.complete for found in self._collections.values()) or not self._statuses.keys().isdisjoint(self._links)
+        standing = self._statuses.keys() | self._asking
+        return any(not found.complete for found in self._collections.values()) or not standing.isdisjoint(self._links)
 
     def _accept(self) -> None:
         try:
@@ -229,6 +232,8 @@ class Hub:
                 self._consider()
             case "ended":
                 self._end(link.rank, message["text"], message["how"])
+            case "asks":
+                (self._asking.add if message["asks"] else self._asking.discard)(link.rank)
             case "printed":
                 self._cast(_line_of({"kind": "printed", "rank": link.rank}))
             case "ping":
@@ -238,6 +243,7 @@ class Hub:
         said = [{"kind": "gone", "rank": rank}] if how in (DIED, SILENT) else []
         if rank not in self._ended:
             self._ended.add(rank)
+            self._asking.discard(rank)
             said.insert(0, {"kind": "ended", "rank": rank, "text": text, "how": how})
             self._statuses.pop(rank, None)
         for each in said:
