@@ -19,7 +19,7 @@ from typing import Any
 from unishard.distributed.silence import SILENT, Silence
 from unishard.distributed.verdict import Judgement
 
-__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence"]
+__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence", "own_address"]
 
 DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
 """How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an error."""
@@ -116,6 +116,14 @@ def notice_silence(connection: socket.socket) -> None:
     idle, interval, count = found
     # Probes are only sent while no data is on its way; this limits both.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (idle + interval * count))
+
+
+def own_address() -> str:
+    """An address of this machine."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "localhost"
 
 
 class Hub:

@@ -25,7 +25,7 @@ class Call(NamedTuple):
     order: str = ""
     """A hash of the order in which gradients came, where they are added up in that order."""
     held: str = ""
-    """A JSON dict of what the update uses and must be the same on all ranks, as text by name; see `Held`."""
+    """A JSON dict of what the update uses and must be the same on all ranks, as text by name; see `EqualValues`."""
     error: str = ""
     """`ValueError: a broken sample (train.py:31 in main)`: what has made this rank end its part in the run. Not compared."""
 

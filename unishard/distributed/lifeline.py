@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub, notice_silence
+from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub, notice_silence, own_address
 from unishard.distributed.silence import SILENT, Silence
 from unishard.distributed.verdict import Judge
 
@@ -317,6 +317,7 @@ def is_served(store: Any, seconds: float) -> bool:
         except dist.DistNetworkError:
             raise
         except RuntimeError:  # the time is over, which each kind of store says in another class
+            time.sleep(_POLL)
             continue
         return True
     return False
@@ -350,7 +351,7 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
         token = secrets.token_hex(16)
         asked = dist.PrefixStore(f"unishard/line/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
         hub = Hub(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
-        keys.set("hub", json.dumps([socket.gethostname(), _own_address(), hub.port, token]))
+        keys.set("hub", json.dumps([socket.gethostname(), own_address(), hub.port, token]))
     machine, address, port, token = json.loads(keys.get("hub"))
     for host in [*(["127.0.0.1"] if machine == socket.gethostname() else []), *hosts, address]:
         if (connection := _connect(host, port, {"token": token, "rank": rank})) is not None:
@@ -393,10 +394,3 @@ def _connect(host: str, port: int, hello: dict[str, Any]) -> socket.socket | Non
         return None
     connection.settimeout(None)
     return connection
-
-
-def _own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "localhost"

@@ -18,9 +18,9 @@ from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule, holds_full_weights
-from unishard.engine.loop.held import Held
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.module_order import named_with_class, watch_modules
 from unishard.engine.loop.trainable import Trainable
@@ -103,7 +103,7 @@ class PreparedModel(Process):
                 self._accumulation.memory = memory
             full = holds_full_weights(cfg, trains=True)
             if order.compares_ranks:
-                self._accumulation.held = Held(adapter.module, order, adapter.device, full=full)
+                self._accumulation.held = EqualValues(adapter.module, order, adapter.device, full=full)
             if not full:
                 gathers = cfg.sharding.strategy in ("full_shard", "hybrid_shard")
                 eager = {name: unit for name, unit in units.items() if unit in eager_modules(adapter.module)}

@@ -24,8 +24,8 @@ from unishard.engine.loop.added_modules import AddedModules
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.divided_loss import warn_if_divided, warn_if_mean
 from unishard.engine.loop.edited_gradients import EditedGradients
+from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.foreign_backward import ForeignBackwardCheck
-from unishard.engine.loop.held import Held
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items
 from unishard.engine.loop.reached_parameters import ReachedParameters
@@ -91,7 +91,7 @@ class Accumulation:
         """Called after each update that was not skipped."""
         self.written: WrittenParameters | None = None
         """Finds writes of parameters past the engine; None where the module's own tensors are the weights."""
-        self.held: Held | None = None
+        self.held: EqualValues | None = None
         """Describes what must be the same on all ranks in an update; None on a single rank."""
         self.inplace: InplaceWrites | None = None
         """Finds in-place operations on what units take and return, beside `written`."""

@@ -97,7 +97,7 @@ class CallOrder:
             detail: What must be the same on all ranks, in words.
             skipped: What has no gradient on this rank, see `ReachedParameters`; must be the same on all ranks.
             order: A hash of the order of gradients, the same on all ranks.
-            held: What the update uses, see `Held`; the same on all ranks. Only compared in updates that are sampled.
+            held: What the update uses, see `EqualValues`; the same on all ranks. Only compared in updates that are sampled.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
