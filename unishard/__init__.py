@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.distributed import early
 from unishard.errors import (
     BackendError,
     CheckpointError,
@@ -76,8 +75,6 @@ __all__ = [
     "shutdown",
     "translate",
 ]
-
-early.install()
 
 _ON_FIRST_USE = {
     "Backend": "unishard.plugins.backend",

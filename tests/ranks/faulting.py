@@ -26,9 +26,9 @@ from playing import checked as config
 from playing import my_rank, own_share
 
 import unishard
-from unishard.checkpoint import finding, manifest
+from unishard.checkpoint import finding, manifest, saving
 from unishard.checkpoint.verifying import damaged
-from unishard.distributed import early, master_port
+from unishard.distributed import master_port
 from unishard.testing import RankFailure, run_ranks
 from unishard.testing.models import MODELS
 
@@ -99,7 +99,6 @@ def as_a_script(folder: str, function: Scenario, *arguments: Any) -> None:
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"error{my_rank()}.json"))}
     Path(folder, f"pid{my_rank()}").write_text(str(os.getpid()))
     code = 0
-    early.install()  # in a script, `import unishard` does
     try:
         function(folder, *arguments)
     except SystemExit as leaving:
@@ -172,8 +171,9 @@ def train(folder: str, backend: str, place: str, kind: str, victim: int = 1) -> 
             done = True
             end(kind, folder)
 
-    at("before prepare")
     cfg = config(backend, optimizer=None, communication={"desync_timeout": TIMEOUT / 2 if kind == "stop" else TIMEOUT})
+    unishard.dataloader(range(64), cfg)  # the first call that belongs to a rank
+    at("before prepare")
     with unishard.init(cfg):
         at("init")
         model = MODELS["mlp"].build()
@@ -183,9 +183,11 @@ def train(folder: str, backend: str, place: str, kind: str, victim: int = 1) -> 
         return torch.optim.SGD(parameters, lr=0.1)
 
     broadcast = dist.broadcast
+    new_group = dist.new_group
     dist.broadcast = lambda *args, **kwargs: at("prepare") or broadcast(*args, **kwargs)
+    dist.new_group = lambda *args, **kwargs: at("group") or new_group(*args, **kwargs)
     engine = unishard.prepare(model, cfg, optimizer)
-    dist.broadcast = broadcast
+    dist.broadcast, dist.new_group = broadcast, new_group
     root, adapter = str(Path(folder, "checkpoints")), engine._adapter
     update, shards, loaded = adapter.update, adapter.optimizer_shards, adapter.loaded
     for number, batch in enumerate(own_share(20), start=1):
@@ -206,6 +208,64 @@ def train(folder: str, backend: str, place: str, kind: str, victim: int = 1) -> 
             engine.save(root)
             adapter.loaded = lambda: at("load") or loaded()
             engine.load(root)
+
+
+class Unreadable(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise KeyError("no such attribute")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "short": lambda: ValueError("a broken sample"),
+    "long": lambda: ValueError("a broken sample " + "0" * 30_000_000),
+    "unreadable": Unreadable,
+    "group": lambda: ExceptionGroup("two samples", [ValueError("a broken sample"), TypeError("another one")]),
+}
+
+
+def leave(folder: str, backend: str, kind: str, slowly: bool = True, victim: int = 1) -> None:
+    """A run that one rank leaves with an error at update 13; with `slowly` the process ends only after that of the other rank."""
+    engine = unishard.prepare(MODELS["mlp"].build(), config(backend, communication={"desync_timeout": TIMEOUT}))
+    try:
+        with engine:
+            for number, batch in enumerate(own_share(20), start=1):
+                if number == BAD and my_rank() == victim:
+                    started(folder)
+                    raise ERRORS[kind]()
+                update(engine, batch)
+    finally:
+        if my_rank() == victim and slowly:  # as `wandb.finish()` does
+            await_end(int(Path(folder, f"pid{1 - victim}").read_text()))
+
+
+def await_end(process: int) -> None:
+    """Wait until a process has ended; no longer than a hung one lives."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        time.sleep(0.1)
+
+
+def die_in_the_background(folder: str, backend: str, victim: int = 1) -> None:
+    """A run that saves in the background; one rank is killed in the second save."""
+    root = Path(folder, "checkpoints")
+    cfg = config(backend, communication={"desync_timeout": TIMEOUT}, checkpoint={"dir": str(root), "async_save": True})
+    engine = unishard.prepare(MODELS["mlp"].build(), cfg)
+    write = saving.write
+    for number, batch in enumerate(own_share(20), start=1):
+        if number in (BAD, BAD + 1):
+            engine.save()
+        if number == BAD:
+            engine.wait()
+            saving.write = lambda *args, **kwargs: end("kill", folder) if my_rank() == victim else write(*args, **kwargs)
+        update(engine, batch)
+    engine.wait()
 
 
 # -- one rank goes its own way --------------------------------------------------------------------------------------------

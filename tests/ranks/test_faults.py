@@ -14,6 +14,7 @@ from faults import SUBJECTS
 from faults.calls import CALLS
 from faults.disks import DISKS
 from faults.ends import ENDS, WAYS
+from faults.errors import ERRORS
 from faults.fault import BOUND, Elsewhere
 from faults.page import page, without_times
 from faults.signals import SIGNALS
@@ -71,6 +72,15 @@ def test_signals_and_disks_lose_no_complete_checkpoint(run):
     fault, backend = run
     found = ending(fault.run(backend))
     assert not fault.wrong(found), found
+
+
+@pytest.mark.parametrize("run", SPANNING[ERRORS.title], ids=name)
+def test_the_first_line_is_the_cause_also_of_an_error_that_is_hard_to_write(run):
+    fault, backend = run
+    found = ending(fault.run(backend))
+    assert not fault.wrong(found), {key: str(value)[:2000] for key, value in found._asdict().items()}
+    assert sum(map(len, found.lines)) < 20_000, "a text of megabytes is cut"
+    assert all(len(message) < 10_000 for message in found.recorded.values()), "also in the file that torchrun shows"
 
 
 def test_the_runs_span_every_fault_every_place_and_both_engines():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unishard.checkpoint.saving import Snapshot
 from unishard.distributed import process_group
+from unishard.distributed.endings import naming_causes
 
 __all__ = ["Background"]
 
@@ -97,7 +98,8 @@ def _borrowed() -> tuple[dist.ProcessGroup, Any]:
 def _logged(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:
     """Run the job; log a failure at once, because a script that ends without `close` never sees it."""
     try:
-        return work(group)
+        with naming_causes():
+            return work(group)
     except Exception as error:
         if dist.get_rank(group) == 0:
             _logger.error("the save in the background failed: %s", error)

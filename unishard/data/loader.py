@@ -15,6 +15,7 @@ from unishard.config.describe import count_of
 from unishard.config.topology import Topology
 from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
+from unishard.distributed import early
 from unishard.errors import DataError
 
 __all__ = ["Cursor", "ShareLoader", "dataloader", "is_count"]
@@ -185,6 +186,7 @@ def dataloader(
         ValueError: torch refuses the options, such as `prefetch_factor` without workers.
     """
     expect_config(cfg)
+    early.install()
     for name in refused:
         if name not in _DECIDED:
             raise TypeError(f"dataloader() got an unexpected keyword argument {name!r}")

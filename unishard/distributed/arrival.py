@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from unishard.config.topology import Topology, life, rendezvous, store_of_launcher
-from unishard.distributed import excepthook, lifeline, master_port, second_signal, serving
+from unishard.distributed import early, excepthook, lifeline, master_port, second_signal, serving
 from unishard.distributed.endings import headline
-from unishard.distributed.hub import RAISED
+from unishard.distributed.hub import DIED, RAISED
 from unishard.errors import RankMismatchError
 
 __all__ = ["join_group", "leave", "meet", "started", "stay_away"]
@@ -31,8 +31,13 @@ _world: Any = None
 """The process group of the caller that has a line."""
 
 
-def meet(topology: Topology, timeout: timedelta) -> Any:
+def meet(topology: Topology, timeout: timedelta, patience: float) -> Any:
     """Wait for all ranks, and connect them. Collective.
+
+    Args:
+        topology: The ranks.
+        timeout: How long to wait for rank 0.
+        patience: `communication.desync_timeout`.
 
     Returns:
         The store for the process group.
@@ -42,30 +47,61 @@ def meet(topology: Topology, timeout: timedelta) -> Any:
     """
     method = rendezvous(topology)
     assert method is not None
+    early.install()
     second_signal.install()
     host, port, served = store_of_launcher(method)
     with master_port.serving(port):
         store = _store(topology, method, host, port, timeout, serves=topology.rank == 0 and not served)
-    line = lifeline.open_line(store, topology.rank, topology.world_size, [host], local=serving.is_local(host))
+    line = _line(store, topology.rank, topology.world_size, [host], timeout, patience, local=serving.is_local(host))
     if line is not None:
-        excepthook.install(line)
         there = line.collect("arrived", "", what=f"to call {_CALLS}", patience=_PATIENCE)
         if len(there) < topology.world_size:
             raise RankMismatchError(f"{line.cause(1.0)}, before it called {_CALLS}")
     return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
 
 
-def join_group() -> None:
-    """Connect the ranks of a process group that the caller has started. Collective; does nothing the second time."""
+def join_group(timeout: timedelta, patience: float) -> None:
+    """Connect the ranks of a process group that the caller has started. Collective; does nothing the second time.
+
+    Args:
+        timeout: How long to wait for rank 0.
+        patience: `communication.desync_timeout`.
+
+    Raises:
+        RankMismatchError: Rank 0 has ended instead of coming here, or is later than the timeout.
+    """
     global _world
     if dist.get_world_size() == 1 or lifeline.current() is not None or _world is dist.group.WORLD:
         return
     _world = dist.group.WORLD
     second_signal.install()
-    group: Any = dist.group.WORLD
-    line = lifeline.open_line(group.get_group_store(), dist.get_rank(), dist.get_world_size(), [])
+    _line(_store_of_group(), dist.get_rank(), dist.get_world_size(), [], timeout, patience)
+
+
+def _line(store: Any, rank: int, size: int, hosts: list[str], timeout: timedelta, patience: float, *, local: bool = False) -> Any:
+    """The line of this process, whose errors are from now on written with those of the other ranks; None where there is none."""
+    if rank:
+        _await_rank_0(store, rank, timeout.total_seconds())
+    line = lifeline.open_line(store, rank, size, hosts, local=local)
     if line is not None:
+        line.be_patient(patience)
         excepthook.install(line)
+    return line
+
+
+def _await_rank_0(store: Any, rank: int, seconds: float) -> None:
+    try:
+        if not lifeline.is_served(store, _PATIENCE):
+            _logger.warning("rank %d has waited %.0f s for rank 0 to call %s", rank, _PATIENCE, _CALLS)
+            if not lifeline.is_served(store, seconds):
+                raise RankMismatchError(f"rank 0 did not call {_CALLS} within {seconds:.0f} s")
+    except dist.DistNetworkError:  # it serves the store
+        raise RankMismatchError(f"{lifeline.Ending(0, '', DIED)}, before it called {_CALLS}") from None
+
+
+def _store_of_group() -> Any:
+    group: Any = dist.group.WORLD
+    return group.get_group_store()
 
 
 def stay_away(error: BaseException) -> None:
@@ -74,20 +110,22 @@ def stay_away(error: BaseException) -> None:
     Args:
         error: Why.
     """
-    topology = Topology.from_environment()
     if dist.is_initialized():
+        store, rank, size, hosts, local = _store_of_group(), dist.get_rank(), dist.get_world_size(), [], False
+    else:
+        topology = Topology.from_environment()
+        rank, size = topology.rank, topology.world_size
+        method = rendezvous(topology)
+        assert method is not None
+        host, port, served = store_of_launcher(method)
+        store = _store(topology, method, host, port, timedelta(seconds=_FAREWELL), serves=rank == 0 and not served)
+        hosts, local = [host], serving.is_local(host)
+    if rank and not lifeline.is_served(store, _FAREWELL):
         return
-    method = rendezvous(topology)
-    assert method is not None
-    host, port, served = store_of_launcher(method)
-    serves = topology.rank == 0 and not served
-    store = _store(topology, method, host, port, timedelta(seconds=_FAREWELL), serves=serves)
-    if topology.rank and not lifeline.is_served(store, _FAREWELL):
-        return
-    line = lifeline.open_line(store, topology.rank, topology.world_size, [host], local=serving.is_local(host))
+    line = lifeline.open_line(store, rank, size, hosts, local=local)
     if line is not None:
         line.end(f"raised {headline(error)}", RAISED)
-        if topology.rank == 0:
+        if rank == 0:
             line.wait(lambda: len(line.endings) == line.size, _FAREWELL)  # the others hear it when they come
 
 

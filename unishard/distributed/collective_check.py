@@ -21,7 +21,8 @@ from torch import Tensor
 from unishard.config import Communication
 from unishard.distributed import lifeline
 from unishard.distributed.device_wait import DeviceWait
-from unishard.distributed.journal import Call, Journal, tail_from
+from unishard.distributed.endings import headline
+from unishard.distributed.journal import Journal, tail_from
 from unishard.distributed.process_group import TIMEOUT, host_group
 from unishard.distributed.verdict import different_calls
 from unishard.distributed.watchdog import watch
@@ -67,7 +68,7 @@ class Member:
         check.active += 1
         self._number = check.members
 
-    def enter(self, call: str, detail: str = "", seconds: float = 0.0, *, skipped: str = "", order: str = "") -> float:
+    def enter(self, call: str, detail: str = "", seconds: float = 0.0, *, skipped: str = "", order: str = "", held: str = "") -> float:
         """Check the ranks before the collectives of a call. Collective.
 
         Args:
@@ -76,6 +77,7 @@ class Member:
             seconds: A time that this rank has measured.
             skipped: As in `Call`, and the same on all ranks.
             order: As in `Call`, and the same on all ranks.
+            held: As in `Call`, and the same on all ranks.
 
         Returns:
             The longest time of all ranks.
@@ -83,7 +85,7 @@ class Member:
         Raises:
             RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's call.
         """
-        return self._check.enter(self._place(call, detail), seconds=seconds, skipped=skipped, order=order)
+        return self._check.enter(self._place(call, detail), seconds=seconds, skipped=skipped, order=order, held=held)
 
     def note(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
         """Record a call, which the next `enter` checks.
@@ -249,7 +251,7 @@ class DesyncCheck:
         self._lock = threading.Lock()
         watch(self)
 
-    def note(self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "") -> None:
+    def note(self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "", held: str = "") -> None:
         """See `Member.note`."""
         if self.failed:
             raise RankMismatchError(self.failed)
@@ -258,14 +260,16 @@ class DesyncCheck:
             self.journal.enter(place)
         else:
             self.thread = threading.get_ident()
-            self.journal.note(place, skipped, order)
+            self.journal.note(place, skipped, order, held)
 
-    def enter(self, place: str, *, is_module: bool = False, seconds: float = 0.0, skipped: str = "", order: str = "") -> float:
+    def enter(
+        self, place: str, *, is_module: bool = False, seconds: float = 0.0, skipped: str = "", order: str = "", held: str = ""
+    ) -> float:
         """See `Member.enter`."""
         with self._waits():
             self._settle()
             with self._lock:  # the watchdog may answer for this rank at the same time
-                self.note(place, is_module=is_module, skipped=skipped, order=order)
+                self.note(place, is_module=is_module, skipped=skipped, order=order, held=held)
                 self.number += 1
             least, largest, slowest = self._exchange(self.journal.state, int(seconds * 1e6))
             if least != largest:
@@ -277,13 +281,12 @@ class DesyncCheck:
         if self.failed or self.world is not dist.group.WORLD:
             return
         with self._lock:
-            self.journal.note(place)
+            self.journal.note(place, error="" if why is None else _headline(why))
             self.moved = time.monotonic()
             self._send(self.journal.state)
         if self.line is not None:
             tail = self.journal.tail()
-            said = Call(place if why is None else f"{place}, leaving with {_headline(why)}")
-            self.line.give(self._key(self.number), tail._replace(calls=(*tail.calls[-_SAID:-1], said)))
+            self.line.give(self._key(self.number), tail._replace(calls=tail.calls[-_SAID:]))
 
     def give_up(self, why: str) -> None:
         """Called by the watchdog: no rank can go on."""
@@ -383,8 +386,7 @@ class DesyncCheck:
 
 def _headline(error: BaseException) -> str:
     """An error in one line; a RankMismatchError only by its name, since its message lists all ranks again."""
-    kind, text = type(error).__name__, str(error).partition("\n")[0][:200]
-    return kind if isinstance(error, RankMismatchError) or not text else f"{kind}: {text}"
+    return type(error).__name__ if isinstance(error, RankMismatchError) else headline(error)
 
 
 def _rounds(size: int) -> Iterator[list[int]]:

@@ -1,4 +1,8 @@
-"""Tells the ranks that wait in `unishard.prepare` of one that fails before it comes there. Imports torch only when that happens."""
+"""Tells the ranks that wait in `unishard.prepare` of one that fails before it comes there. Imports torch only when that happens.
+
+It begins with the first call that belongs to a rank of a run, never with an import: `unishard.load` of what `unishard launch` hands over,
+`unishard.dataloader`, or a call that waits for the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,13 @@ from pathlib import Path
 from types import TracebackType
 
 from unishard.config.topology import Topology
+from unishard.distributed.error_text import readable
 from unishard.errors import ConfigError
 
 __all__ = ["install"]
+
+_SHOWN = 300
+"""Characters of an error's text."""
 
 _installed = False
 _told = False
@@ -32,9 +40,10 @@ def install() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if _is_early() and issubclass(kind, Exception):
-            what = str(error).strip().partition("\n")[0]
+            shown = readable(error)
+            what = str(shown).strip().partition("\n")[0][:_SHOWN]
             sys.stderr.write(f"unishard: rank {topology.rank} of {topology.world_size} raised {kind.__name__}: {what}\n")
-            before(kind, error, trace)
+            before(type(shown), shown, trace)
             _tell(error)
         else:
             before(kind, error, trace)

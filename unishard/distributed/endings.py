@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from unishard.distributed import lifeline
+from unishard.distributed.error_text import errors_in, text_of
 from unishard.distributed.hub import ENDED
 from unishard.distributed.lifeline import Lifeline
 from unishard.distributed.rank_locations import may_wait_for_ranks, position_of, where_raised
@@ -25,21 +26,29 @@ _NEWS = 3.0
 """Seconds to wait for the cause of a broken connection."""
 _GRACE = 3.0
 """Seconds that a thread may stand still in a collective after the end of another rank."""
+_SHOWN = 300
+"""Characters of a line of an error's text."""
+_WORKER = "Original Traceback (most recent call last):"
 _SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 C = TypeVar("C", bound=type)
 
 
 def headline(error: BaseException) -> str:
-    """An error in one line: its class, the first line of its text, and the user's line that raised it."""
-    text = str(error).strip().partition("\n")[0][:300]
+    """An error in one line: its class, the first line of its text, and the user's line that raised it; of a group also the first error."""
+    lines = text_of(error).strip().split("\n")
+    text = lines[0][:_SHOWN]
+    if _WORKER in lines:  # torch's text of an error in a worker of a DataLoader ends with that error
+        text += f" {lines[-1][:_SHOWN]}"
     where = where_raised(error)
-    return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({where})' if where else ''}"
+    line = f"{type(error).__name__}{': ' if text else ''}{text}{f' ({where})' if where else ''}"
+    inner = next(errors_in(error))
+    return line if inner is error else f"{line}: {headline(inner)}"
 
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an error says that another rank could not be reached."""
-    text = str(error).lower()
+    text = text_of(error).lower()
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _SIGNS))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from unishard.distributed.endings import StuckProcess, headline, is_lost_connection
+from unishard.distributed.error_text import errors_in, readable
 from unishard.distributed.hub import DIED, FOLLOWED, RAISED
 from unishard.distributed.lifeline import Ending, Lifeline
 from unishard.distributed.rank_locations import where_raised
@@ -50,10 +51,12 @@ class _Hook:
             return self._first(kind, error, trace)
         self._inside = True
         try:
-            if isinstance(error, RankMismatchError) or is_lost_connection(error):
-                record(self._follow(kind, error, trace))
+            error = readable(error)
+            cause = next((each for each in errors_in(error) if not _follows(each)), None)
+            if cause is None:
+                record(self._follow(next(errors_in(error)), trace))
             else:
-                self._lead(kind, error, trace)
+                self._lead(error, trace)
                 record(error)
         finally:
             self._inside = False
@@ -66,7 +69,7 @@ class _Hook:
             self._write(self._because(cause))
         record(RankMismatchError(cause))
 
-    def _lead(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _lead(self, error: BaseException, trace: TracebackType | None) -> None:
         """Write an error of this rank; in one line if another rank has raised the same before."""
         own = f"raised {headline(error)}"
         self.line.end(own, RAISED)
@@ -75,10 +78,10 @@ class _Hook:
             self._write_after(leader, f"raised the same error as rank {leader.rank}: {type(error).__name__}")
             return
         self._write(own)
-        self._before(kind, error, trace)
+        self._before(type(error), error, trace)
         self.line.printed()
 
-    def _follow(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> BaseException:
+    def _follow(self, error: BaseException, trace: TracebackType | None) -> BaseException:
         """Write an error that another rank has caused, or that all ranks have found together; returns the one to record."""
         line = self.line
         first = line.first(0.0 if line.verdict else _NEWS)
@@ -94,7 +97,7 @@ class _Hook:
         else:
             line.end(f"raised {headline(error)}", FOLLOWED)
             self._write(f"raised {headline(error)}")
-            self._before(kind, error, trace)
+            self._before(type(error), error, trace)
         return error
 
     def _share(self, error: str, text: str) -> None:
@@ -128,12 +131,18 @@ class _Hook:
         sys.stderr.flush()
 
 
+def _follows(error: BaseException) -> bool:
+    """Whether another rank may have caused an error."""
+    return isinstance(error, RankMismatchError) or is_lost_connection(error)
+
+
 def record(error: BaseException) -> None:
     """Write torchrun's error file, as `torch.distributed.elastic.multiprocessing.errors.record` does."""
     if not dist.is_torchelastic_launched():
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    error = readable(error)
     try:
         raise error
     except BaseException:

@@ -17,7 +17,7 @@ class HostRead:
         """Queue the copy; does not wait.
 
         Args:
-            value: One element on any device.
+            value: One element on any device; or several, for `all`.
         """
         value = value.detach()
         self._event: Any = None
@@ -32,8 +32,17 @@ class HostRead:
     def get(self) -> float:
         """The number. The first call waits for the device, unless it is there already."""
         if self._number is None:
-            if self._event is not None:
-                self._event.synchronize()
-                self._event = None
+            self._wait()
             self._number = self._host.item()
         return self._number
+
+    def all(self) -> list[Any]:
+        """All elements, as numbers; waits like `get`."""
+        self._wait()
+        numbers: list[Any] = self._host.tolist()
+        return numbers
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None

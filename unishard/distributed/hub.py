@@ -19,7 +19,7 @@ from typing import Any
 from unishard.distributed.silence import SILENT, Silence
 from unishard.distributed.verdict import Judgement
 
-__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence"]
+__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence", "own_address"]
 
 DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
 """How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an error."""
@@ -118,6 +118,14 @@ def notice_silence(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (idle + interval * count))
 
 
+def own_address() -> str:
+    """An address of this machine."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "localhost"
+
+
 class Hub:
     """Serves the connections of all ranks in a thread of its own."""
 
@@ -143,6 +151,8 @@ class Hub:
         self._collections: dict[str, _Collection] = {}
         self._statuses: dict[int, Any] = {}
         """Of the ranks that live and stand still."""
+        self._asking: set[int] = set()
+        """Ranks that may wait for others in C++, and cannot say more."""
         self._judged = False
         self._considered = -_TICK
         self._asked = False
@@ -170,7 +180,8 @@ class Hub:
         return self._asked or self._somebody_waits()
 
     def _somebody_waits(self) -> bool:
-        return any(not found.complete for found in self._collections.values()) or not self._statuses.keys().isdisjoint(self._links)
+        standing = self._statuses.keys() | self._asking
+        return any(not found.complete for found in self._collections.values()) or not standing.isdisjoint(self._links)
 
     def _accept(self) -> None:
         try:
@@ -229,6 +240,8 @@ class Hub:
                 self._consider()
             case "ended":
                 self._end(link.rank, message["text"], message["how"])
+            case "asks":
+                (self._asking.add if message["asks"] else self._asking.discard)(link.rank)
             case "printed":
                 self._cast(_line_of({"kind": "printed", "rank": link.rank}))
             case "ping":
@@ -238,6 +251,7 @@ class Hub:
         said = [{"kind": "gone", "rank": rank}] if how in (DIED, SILENT) else []
         if rank not in self._ended:
             self._ended.add(rank)
+            self._asking.discard(rank)
             said.insert(0, {"kind": "ended", "rank": rank, "text": text, "how": how})
             self._statuses.pop(rank, None)
         for each in said:

@@ -24,6 +24,10 @@ class Call(NamedTuple):
     """`heads.1 (Linear)`: modules and parameters that have no gradient on this rank."""
     order: str = ""
     """A hash of the order in which gradients came, where they are added up in that order."""
+    held: str = ""
+    """A JSON dict of what the update uses and must be the same on all ranks, as text by name; see `EqualValues`."""
+    error: str = ""
+    """`ValueError: a broken sample (train.py:31 in main)`: what has made this rank end its part in the run. Not compared."""
 
     @property
     def text(self) -> str:
@@ -65,10 +69,10 @@ class Journal:
         self.unit = ""
         """The last module that a forward has entered."""
 
-    def note(self, place: str, skipped: str = "", order: str = "") -> None:
+    def note(self, place: str, skipped: str = "", order: str = "", held: str = "", error: str = "") -> None:
         """Add a call; the arguments are those of `Call`."""
         self.last, self.place = self.place, place
-        self._add(Call(place, "", skipped, order))
+        self._add(Call(place, "", skipped, order, held, error))
 
     def enter(self, unit: str) -> None:
         """Add a module that the current call has entered."""
@@ -94,7 +98,7 @@ class Journal:
         return f"{self.place}{', module ' if unit else ''}{unit}"
 
     def _add(self, call: Call) -> None:
-        self.state = zlib.crc32(f"{call.unit or call.place}{call.skipped}{call.order}\n".encode(), self.state)
+        self.state = zlib.crc32(f"{call.unit or call.place}{call.skipped}{call.order}{call.held}\n".encode(), self.state)
         self._calls.append(call)
         self.number += 1
 
@@ -116,6 +120,6 @@ def first_difference(tails: Mapping[int, Tail]) -> int | None:
     if len(known) < 2:
         return None
     for number in range(min(tail.first for tail in known), max(tail.number for tail in known) + 1):
-        if len({call for tail in known if (call := tail.at(number)) is not None}) > 1:
+        if len({call._replace(error="") for tail in known if (call := tail.at(number)) is not None}) > 1:
             return number
     return None

@@ -14,21 +14,25 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub, notice_silence
+from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub, notice_silence, own_address
 from unishard.distributed.silence import SILENT, Silence
 from unishard.distributed.verdict import Judge
 
-__all__ = ["Ending", "Lifeline", "current", "forget", "has_been_open", "is_served", "open_line"]
+__all__ = ["Ending", "Lifeline", "asking", "current", "forget", "has_been_open", "is_served", "open_line"]
 
 _CONNECT = 5.0
 """Seconds to try an address of the hub."""
 _POLL = 0.25
 """Seconds between two looks at a main thread that may be stuck."""
+_ASK = 1.0
+"""Seconds between two looks whether rank 0 still answers, while this rank waits in C++."""
 
 _WEIGHTS = {RAISED: 0, DIED: 0, SILENT: 0, FOLLOWED: 1, ENDED: 1}
 """Which endings explain others."""
@@ -82,6 +86,7 @@ class Lifeline:
         self._silence = Silence()
         self._collected: dict[str, list[Any] | None] = {}
         """What came under the keys that this rank waits for; None until then. The hub answers again to who asks later."""
+        self._asks = False
         self._printed: set[int] = set()
         self._gone: set[int] = set()
         self._closed = False
@@ -132,6 +137,18 @@ class Lifeline:
         self._send({"kind": "status", "status": status})
         if status is None:
             self._silence.rest()
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """A block in which this rank may wait for others in C++ before the watchdog looks at it: a rank that does not answer is named."""
+        self._silence.rest()
+        self._asks = True
+        self._send({"kind": "asks", "asks": True})
+        try:
+            yield
+        finally:
+            self._asks = False
+            self._send({"kind": "asks", "asks": False})
 
     def be_patient(self, seconds: float) -> None:
         """Set `communication.desync_timeout`, on which it depends for how long a rank may not answer."""
@@ -220,8 +237,11 @@ class Lifeline:
         buffer, poll = b"", select.poll()
         poll.register(self._socket, select.POLLIN)
         while True:
-            if not poll.poll(_POLL * 1000 if self.doomed else None):
-                self.when_doomed()
+            if not poll.poll(1000 * (_POLL if self.doomed else _ASK)):
+                if self.doomed:
+                    self.when_doomed()
+                elif self._asks:
+                    self.ask()
                 continue
             try:
                 data = self._socket.recv(65536)
@@ -280,19 +300,27 @@ def has_been_open() -> bool:
 
 
 def is_served(store: Any, seconds: float) -> bool:
-    """Wait until rank 0 has opened the first line of a run.
+    """Wait until rank 0 has opened the next line of a run; can be interrupted.
 
     Args:
         store: As in `open_line`.
         seconds: How long to wait.
+
+    Raises:
+        DistNetworkError: The store is gone.
     """
-    keys = dist.PrefixStore("unishard/line/1", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    keys = dist.PrefixStore(f"unishard/line/{_opened + 1}", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
     end = time.monotonic() + seconds
-    while not keys.check(["hub"]):
-        if time.monotonic() >= end:
-            return False
-        time.sleep(_POLL)
-    return True
+    while time.monotonic() < end:
+        try:
+            keys.wait(["hub"], timedelta(seconds=min(_ASK, seconds)))
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # the time is over, which each kind of store says in another class
+            time.sleep(_POLL)
+            continue
+        return True
+    return False
 
 
 def current() -> Lifeline | None:
@@ -300,8 +328,13 @@ def current() -> Lifeline | None:
     return _current
 
 
+def asking() -> AbstractContextManager[None]:
+    """A block in which this rank may wait for others in C++; see `Lifeline.asking`."""
+    return contextlib.nullcontext() if _current is None else _current.asking()
+
+
 def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: bool = False) -> Lifeline | None:
-    """Open the line of this process. Collective: waits for rank 0.
+    """Open the line of this process. Collective: waits for rank 0, see `is_served`.
 
     Args:
         store: A `torch.distributed.Store` that all ranks share.
@@ -318,7 +351,7 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
         token = secrets.token_hex(16)
         asked = dist.PrefixStore(f"unishard/line/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
         hub = Hub(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
-        keys.set("hub", json.dumps([socket.gethostname(), _own_address(), hub.port, token]))
+        keys.set("hub", json.dumps([socket.gethostname(), own_address(), hub.port, token]))
     machine, address, port, token = json.loads(keys.get("hub"))
     for host in [*(["127.0.0.1"] if machine == socket.gethostname() else []), *hosts, address]:
         if (connection := _connect(host, port, {"token": token, "rank": rank})) is not None:
@@ -361,10 +394,3 @@ def _connect(host: str, port: int, hello: dict[str, Any]) -> socket.socket | Non
         return None
     connection.settimeout(None)
     return connection
-
-
-def _own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "localhost"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from unishard.distributed.error_text import text_of
 from unishard.distributed.interrupts import share
 from unishard.errors import CheckpointError, UnishardError
 
@@ -123,4 +124,4 @@ def _message(error: BaseException | None) -> str | None:
         return None if error is None else str(error)
     if _is_interrupt(error):
         return f"interrupted by {type(error).__name__}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {text_of(error)}"

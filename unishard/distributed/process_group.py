@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unishard.config.topology import Topology, forgotten_srun, rendezvous
-from unishard.distributed import arrival, descriptors, devices
+from unishard.distributed import arrival, descriptors, devices, lifeline
 from unishard.distributed.agreement import agree
 from unishard.patches import CORE_PATCHES
 
@@ -49,7 +49,7 @@ def device_of_numbers() -> torch.device:
     return torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
 
 
-def ensure(topology: Topology, *, watched: bool = False) -> Topology:
+def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     """Initialize the default process group, or use the one that the caller has initialized. Collective.
 
     CUDA ranks get `cpu:gloo,cuda:nccl`, for collectives on tensors of either device, and their device becomes the current one; CPU ranks
@@ -57,39 +57,42 @@ def ensure(topology: Topology, *, watched: bool = False) -> Topology:
 
     Args:
         topology: The ranks.
-        watched: Whether to connect the ranks first, so that the end of one is known to the others at once (`lifeline`).
+        patience: `communication.desync_timeout`; the ranks are then connected first, so that one that ends or does not answer is known to
+            the others (`lifeline`). None to connect nothing.
 
     Returns:
         The topology with the rank and world size of the actual group.
 
     Raises:
         ConfigError: The launcher's environment has no rendezvous address, or a rank has no CUDA device of its own.
-        RankMismatchError: Another rank has ended before it came here; with `watched`.
+        RankMismatchError: Another rank has ended before it came here; with `patience`.
     """
     cuda, started = torch.cuda.is_available(), dist.is_initialized()
     if cuda:
         torch.cuda.set_device(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
     if started:
-        if watched:
-            arrival.join_group()
+        if patience is not None:
+            arrival.join_group(TIMEOUT, patience)
         return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size())
     meet: dict[str, Any] = {"init_method": rendezvous(topology)}
     if meet["init_method"] is None:
         meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
-    elif watched and topology.world_size > 1:
-        meet = {"store": arrival.meet(topology, TIMEOUT)}
+    elif patience is not None and topology.world_size > 1:
+        meet = {"store": arrival.meet(topology, TIMEOUT, patience)}
     if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
         warnings.warn(forgotten, UserWarning, stacklevel=3)
     descriptors.make_room(topology.world_size)
     # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the group split NCCL's
     # communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, timeout=TIMEOUT, **meet
-    )
+    with lifeline.asking():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, timeout=TIMEOUT, **meet
+        )
     atexit.register(shutdown)
     arrival.started()
     if cuda and topology.world_size > 1:
-        devices.refuse_shared(torch.cuda.current_device())
+        with lifeline.asking():
+            devices.refuse_shared(torch.cuda.current_device())
     return topology
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from unishard.distributed.journal import Call, Tail, first_difference, tail_from
@@ -22,6 +24,11 @@ _BRANCH = "or let every rank take the same branch"
 _OWN_MODULE = (
     "except those of the classes in sharding.conditional_modules: put such parameters into a module with a forward, and add its class"
 )
+_UNEQUAL = "learning rates, other options or weights differ between ranks in"
+_UNWRITTEN = "not written by the script"
+_ALIKE = "write the same values on every rank: the ranks would train parts of different models"
+_NAMED = 4
+"""Values named that differ."""
 _SLOWEST = 6
 """Timeouts that a collective which all ranks have joined may take."""
 
@@ -67,11 +74,39 @@ def different_calls(tails: Mapping[int, Tail], gone: Mapping[int, str]) -> str:
     calls = {rank: call for rank, tail in tails.items() if (call := tail.at(at) or (tail.calls[-1] if tail.calls else None)) is not None}
     places = {rank: call.text for rank, call in calls.items()} | {rank: text for rank, text in gone.items() if text}
     places |= dict.fromkeys(tails.keys() - places.keys(), "has made no call since the last error")
-    where = describe(places, [rank for rank, text in gone.items() if not text], _last_common(tails, at))
+    silent = [rank for rank, text in gone.items() if not text]
+    if raised := _raised(tails, at):
+        return _because(raised, places, silent, _last_common(tails, at))
+    where = describe(places, silent, _last_common(tails, at))
+    if number is not None and len({call._replace(held="", error="") for call in calls.values()}) == 1:
+        return _unequal(calls)
     problem, advice = _problem(calls.values()) if number is not None else (_DEADLOCK, "")
     if not advice and number is not None and all(tail.number > number for tail in tails.values()):
         advice = "; they have trained on since, perhaps differently: go back to a checkpoint from before this"
     return f"{problem}: {where}{advice}"
+
+
+def _unequal(calls: Mapping[int, Call]) -> str:
+    """Name the values that differ between ranks which make the same call."""
+    held = {rank: json.loads(call.held or "{}") for rank, call in calls.items()}
+    names = [name for name in dict.fromkeys(chain(*held.values())) if len({values.get(name) for values in held.values()}) > 1]
+    told = {rank: f"has {', '.join(f'{name} {values.get(name, _UNWRITTEN)}' for name in names[:_NAMED])}" for rank, values in held.items()}
+    more = f"; {len(names) - _NAMED} other values differ too" if len(names) > _NAMED else ""
+    place = next(iter(calls.values())).place.removeprefix("is in ")
+    return f"{_UNEQUAL} {place}: {describe(told, (), '')}{more}; {_ALIKE}"
+
+
+def _raised(tails: Mapping[int, Tail], at: int) -> dict[int, str]:
+    """The errors with which ranks have left, in a call of a number or after it."""
+    found = {rank: [call.error for call in tail.calls[max(0, at - tail.first) :] if call.error] for rank, tail in tails.items()}
+    return {rank: errors[0] for rank, errors in found.items() if errors}
+
+
+def _because(raised: Mapping[int, str], places: Mapping[int, str], silent: Collection[int], last: str) -> str:
+    """Name the ranks that have left with an error first, since that is the cause of what the others meet."""
+    first = describe({rank: f"raised {text} and {places[rank]}" for rank, text in raised.items()}, (), "")
+    others = describe({rank: place for rank, place in places.items() if rank not in raised}, silent, last)
+    return f"{first}; {others}" if others else first
 
 
 def _problem(calls: Collection[Call]) -> tuple[str, str]:
@@ -117,8 +152,11 @@ class Judge:
         tails = {rank: status.tail for rank, status in statuses.items()}
         if first_difference(tails) is not None:
             return Judgement(different_calls(tails, {}))
-        where = describe({rank: status.place for rank, status in statuses.items()}, (), "")
+        places = {rank: status.place for rank, status in statuses.items()}
+        where = describe(places, (), "")
         if _is_deadlock(statuses):
+            if raised := _raised(tails, min(tail.number for tail in tails.values())):
+                return Judgement(_because(raised, places, (), ""))
             return Judgement(f"{_DEADLOCK}: {where}")
         waiting = sorted(rank for rank, status in statuses.items() if status.doing == MEETS and status.seconds >= status.patience)
         if waiting and (asked := (statuses[waiting[0]].tail.epoch, statuses[waiting[0]].tail.number)) not in self._warned:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unishard.config import Config, expect_config, leaves, value_at
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.distributed import collective_check, devices, process_group
+from unishard.distributed import collective_check, devices, lifeline, process_group
 from unishard.distributed.endings import naming_causes
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.engine import Engine
@@ -108,10 +108,11 @@ def prepare(
     """
     expect_config(cfg)
     with naming_causes():
-        topology = process_group.ensure(Topology.from_environment(), watched=True)
-        collective_check.begin(cfg.communication)
-        with collective_check.leaving("unishard.prepare"):
-            return _prepare(model, cfg, topology, optimizer, scheduler, train=train)
+        topology = process_group.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
+        with lifeline.asking():
+            collective_check.begin(cfg.communication)
+            with collective_check.leaving("unishard.prepare"):
+                return _prepare(model, cfg, topology, optimizer, scheduler, train=train)
 
 
 def _prepare(

@@ -18,6 +18,7 @@ from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule, holds_full_weights
 from unishard.engine.loop.inplace_writes import InplaceWrites
@@ -102,7 +103,10 @@ class PreparedModel(Process):
             self._accumulation.profiling = profiling_of(cfg, order, adapter.device)
             if memory is not None:
                 self._accumulation.memory = memory
-            if not holds_full_weights(cfg, trains=True):
+            full = holds_full_weights(cfg, trains=True)
+            if order.compares_ranks:
+                self._accumulation.held = EqualValues(adapter.module, order, adapter.device, full=full)
+            if not full:
                 gathers = cfg.sharding.strategy in ("full_shard", "hybrid_shard")
                 eager = {name: unit for name, unit in units.items() if unit in eager_modules(adapter.module)}
                 self._accumulation.inplace = InplaceWrites(eager, order, gathers=gathers)

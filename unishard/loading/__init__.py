@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from unishard.config import Config, Section
 from unishard.config.describe import shown
+from unishard.distributed import early
 from unishard.errors import ConfigError, Problem
 from unishard.loading.document import Document, from_file, from_mapping, section_of, without_own_sections
 from unishard.loading.launched import handed_over
@@ -39,6 +40,7 @@ def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Sequen
     """
     if source is None:
         source, given = handed_over()
+        early.install()  # `unishard launch` has started this process
         overrides = [*given, *_changes(overrides)]
     return read(source, overrides, section=section)[0]
 

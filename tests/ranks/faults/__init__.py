@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.calls import CALLS
 from faults.disks import DISKS
 from faults.ends import ENDS
+from faults.errors import ERRORS
 from faults.signals import SIGNALS
 
-SUBJECTS = (ENDS, SIGNALS, CALLS, DISKS)
+SUBJECTS = (ENDS, ERRORS, SIGNALS, CALLS, DISKS)

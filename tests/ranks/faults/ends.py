@@ -22,6 +22,7 @@ WAYS = {
 _WHERE = {
     "init": "between `init` and `prepare`",
     "optimizer": "`prepare`, building the optimizer",
+    "group": "`prepare`, the first collective",
     "prepare": "`prepare`, sending the model",
 } | {place: f"`engine.{place}`" for place in ("forward", "backward", "step", "save", "load")}
 _RAISED = {"raise": "ValueError: a broken sample", "out of memory": "RuntimeError: ...can't allocate memory: you tried to allocate..."}
@@ -46,7 +47,7 @@ def _row(kind: str, place: str, victim: int) -> Fault:
 ENDS.rows += [
     Fault(
         WAYS["raise"],
-        f"before `prepare`, rank {victim}",
+        f"between `dataloader` and `prepare`, rank {victim}",
         f"unishard: rank {victim} of 2 raised ValueError: a broken sample...",
         train,
         ("before prepare", "raise", victim),
@@ -56,6 +57,7 @@ ENDS.rows += [
 # Another place and another rank from one kind to the next, so that the first ones span all.
 for turn in range(len(PLACES)):
     ENDS.rows += [_row(kind, PLACES[(number + turn) % len(PLACES)], (number + turn) % 2) for number, kind in enumerate(WAYS)]
+ENDS.rows += [_row("stop", "group", 1), _row("kill", "group", 0)]
 ENDS.rows.append(
     Elsewhere(
         "`kill -9`",

@@ -19,7 +19,7 @@ GONE = "is gone: its process ended without an error..."
 _WARNING = re.compile(
     r"rank \d has (waited|been) .*|a signal to .*"
     r"|\[Rank \d\] \[deepspeed\] .*"
-    r"|\[W\d+ .*|Exception raised from .*|frame #\d+: .*|<omitting python frames>|"
+    r"|(\[rank\d\]:)?\[W\d+ .*|Exception raised from .*|frame #\d+: .*|<omitting python frames>|"
 )
 """What ranks log before it is clear that the run cannot go on: unishard, DeepSpeed, and torch with a stack in C++."""
 

@@ -14,6 +14,7 @@ from soak.run import SECTION
 
 from faults import SUBJECTS
 from faults.fault import BOUND, Elsewhere, Fault, Subject
+from unishard.config.communication import Communication
 from unishard.distributed.silence import TIMEOUTS
 from unishard.testing.cells import BACKENDS
 
@@ -25,7 +26,8 @@ _HEAD = f"""\
 What happens after a fault of one rank or one disk. Written by `make faults`, which plays each fault on {" and ".join(BACKENDS)}: 2 ranks
 on the CPU, started as a launcher starts a script,
 `communication.desync_timeout` of {TIMEOUT:.0f} s ({TIMEOUT / 2:.0f} s where a rank is stopped;
-the default is 30 s), a checkpoint after update 12, and the fault in update 13. `make test` plays a part of them. In every run
+the default is {Communication().desync_timeout:.0f} s), a checkpoint after update 12, and the fault in update 13. `make test` plays a part
+of them. In every run
 
 - every other rank ends within {BOUND:.0f} s, or all continue;
 - the first line of the output is the cause, with at most one traceback; every other rank writes one line;
@@ -34,8 +36,8 @@ the default is 30 s), a checkpoint after update 12, and the fault in update 13. 
 
 `...` is text that differs between runs. Lines that torch and DeepSpeed log themselves may precede the first line. [desync.md](desync.md)
 explains how ranks notice each other's faults. A rank that is stopped is found {TIMEOUTS} times `communication.desync_timeout` after another
-one began to wait for it; that takes `communication.desync_check`. If it is killed or stopped before its first call of unishard, the others
-wait, with a warning after 10 s: torchrun and srun end the other ranks of one that is killed.
+one began to wait for it; after `prepare` that takes `communication.desync_check`. If it is killed or stopped before its first call of
+unishard, the others wait, with a warning after 10 s: torchrun and srun end the other ranks of one that is killed.
 
 The last column has the seconds from the fault until the last other rank has ended, or has continued, on {" / ".join(BACKENDS)}, while
 three other runs shared the cores. Only a whole `make faults` fills it.

@@ -56,6 +56,19 @@ RANKS.elsewhere(
     "since, perhaps differently: go back to a checkpoint from before this",
     _CALLS,
 )
+_ALONE = "tests/ranks/test_same_values.py::test_what_one_rank_writes_alone_is_one_error_that_names_ranks_and_values"
+_UNEQUAL = "RankMismatchError: learning rates, other options or weights differ between ranks in engine.step (...): "
+_ALIKE = "; write the same values on every rank: the ranks would train parts of different models"
+RANKS.elsewhere(
+    '`engine.optimizer.param_groups[0]["lr"] = ...` on one rank',
+    _UNEQUAL + "rank 0 has lr 0.1; rank 1 has lr 0.05" + _ALIKE,
+    _ALONE,
+)
+RANKS.elsewhere(
+    "a weight that one rank writes, where each rank holds it in full",
+    _UNEQUAL + "rank 0 has head.weight with the checksum ...; rank 1 has head.weight with the checksum ..." + _ALIKE,
+    _ALONE,
+)
 RANKS.elsewhere(
     "two engines, updated in another order on each rank",
     _DIFFERENT + "rank 0 is in engine 1.forward (...); rank 1 is in engine 2.forward (...)...",

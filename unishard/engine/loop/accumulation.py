@@ -24,6 +24,7 @@ from unishard.engine.loop.added_modules import AddedModules
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.divided_loss import warn_if_divided, warn_if_mean
 from unishard.engine.loop.edited_gradients import EditedGradients
+from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.foreign_backward import ForeignBackwardCheck
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items
@@ -90,6 +91,8 @@ class Accumulation:
         """Called after each update that was not skipped."""
         self.written: WrittenParameters | None = None
         """Finds writes of parameters past the engine; None where the module's own tensors are the weights."""
+        self.held: EqualValues | None = None
+        """Describes what must be the same on all ranks in an update; None on a single rank."""
         self.inplace: InplaceWrites | None = None
         """Finds in-place operations on what units take and return, beside `written`."""
         self.memory: AbstractContextManager[object] = nullcontext()
@@ -140,6 +143,8 @@ class Accumulation:
             self._added.refuse(gathered=order.gathered)
         if watched and self.written is not None:
             self.written.before_forward()
+        if self.held is not None and not order.micro_batch:
+            self.held.look(compared=self._sampled)
         order.enter("forward")
         if order.before_update is not None:
             order.before_update()
@@ -207,7 +212,8 @@ class Accumulation:
         if order.last:  # inside a window there is no collective, and the next forward notices a missing step
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
             edited = ", with gradients that were changed since backward" if self._edited.found else ""
-            order.enter("step", clip + edited, skipped=self._reached.after_backward(), order=self.adapter.gradient_order)
+            held = self.held.text(self.adapter.optimizer.param_groups) if self._sampled and self.held is not None else ""
+            order.enter("step", clip + edited, skipped=self._reached.after_backward(), order=self.adapter.gradient_order, held=held)
             if self._edited.found:
                 self._edited.refuse()
         order.phase, order.graph = Phase.OPEN, False
@@ -293,6 +299,8 @@ class Accumulation:
         self._sampled = samples(self._order.updates)
         if self._sampled and self.written is not None:
             self.written.keep()
+        if self.held is not None:
+            self.held.keep()
         step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
         if updated is None and not self._needs_outcome():
             self._pending = norm.get if isinstance(norm, HostRead) else None

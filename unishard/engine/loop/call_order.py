@@ -88,7 +88,7 @@ class CallOrder:
 
     # -- comparing the ranks' calls ----------------------------------------------------------------------------------------
 
-    def enter(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
+    def enter(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
         """Check that all ranks make the same call. Collective.
 
         Before the call's collectives in the first updates, in later ones that are not shorter than the check can be, and in every tenth;
@@ -99,6 +99,7 @@ class CallOrder:
             detail: What must be the same on all ranks, in words.
             skipped: What has no gradient on this rank, see `ReachedParameters`; must be the same on all ranks.
             order: A hash of the order of gradients, the same on all ranks.
+            held: What the update uses, see `EqualValues`; the same on all ranks. Only compared in updates that are sampled.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
@@ -107,18 +108,18 @@ class CallOrder:
             return
         changed, self._trained = self._trained is not self._module.training, self._module.training
         if changed or self.updates >= self._due or self.updates == self._checked or collective_check.samples(self.updates):
-            self.meet(call, detail, skipped=skipped, order=order)
+            self.meet(call, detail, skipped=skipped, order=order, held=held)
         else:
             self._member.note(call, self._where(detail), skipped=skipped, order=order)
 
-    def meet(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
+    def meet(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
         """Check before the call's collectives, in every update; the arguments are those of `enter`. Collective.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
         """
         if self._member is not None:
-            slowest = self._member.enter(call, self._where(detail), self._seconds, skipped=skipped, order=order)
+            slowest = self._member.enter(call, self._where(detail), self._seconds, skipped=skipped, order=order, held=held)
             if self.updates >= self._due:
                 self._checked, self._due = self.updates, self.updates + collective_check.interval(slowest)
 

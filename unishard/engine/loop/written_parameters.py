@@ -23,7 +23,7 @@ from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.model.compilation import eager_modules
 from unishard.errors import ContractError
 
-__all__ = ["WrittenParameters"]
+__all__ = ["WrittenParameters", "sum_of_bits"]
 
 _FIRST = 3
 """The updates in which bits are compared, in the first forward of each: there a habit shows, and the host waits for the device."""
@@ -256,10 +256,10 @@ def _marks(parameters: Mapping[str, nn.Parameter], *, bits: bool) -> dict[str, _
 @torch.no_grad()
 def _mark(parameter: Any, *, bits: bool) -> _Mark:
     without_memory = hasattr(parameter, "to_local") or not parameter.numel()
-    return _Mark(parameter._version, parameter.untyped_storage() if without_memory else None, _sum_of_bits(parameter) if bits else None)
+    return _Mark(parameter._version, parameter.untyped_storage() if without_memory else None, sum_of_bits(parameter) if bits else None)
 
 
-def _sum_of_bits(parameter: Any) -> Tensor | None:
+def sum_of_bits(parameter: Any) -> Tensor | None:
     """Of this rank's shard: exact, whatever the values; None if it has no elements."""
     local: Tensor = parameter.detach()
     local = local.to_local() if hasattr(local, "to_local") else local

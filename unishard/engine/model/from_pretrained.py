@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from unishard.checkpoint.regular_file import path_of
 from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
-from unishard.distributed import process_group
+from unishard.distributed import lifeline, process_group
+from unishard.distributed.endings import naming_causes
 from unishard.engine.model.init import without_data
 from unishard.engine.model.materialization import set_reader
 from unishard.engine.model.weight_files import facts_of, files_of, opened, shapes_of
@@ -49,7 +50,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
             transformers converts several tensors of the files into one parameter.
     """
     expect_config(cfg)
-    process_group.ensure(Topology.from_environment(), watched=True)
+    process_group.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
     folder = path_of(path, "from_pretrained")
     model = _empty(cls, folder, kwargs)
     files = files_of(folder)
@@ -74,7 +75,8 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
             set_reader(parameters[name], read)
         elif name in buffers:
             buffers[name].copy_(read(0, buffers[name].numel()).view(buffers[name].shape))
-    process_group.agree(facts_of(folder, files), f"files in {folder}")
+    with naming_causes(), lifeline.asking():
+        process_group.agree(facts_of(folder, files), f"files in {folder}")
     return model.eval()
 
 

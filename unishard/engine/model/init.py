@@ -35,7 +35,7 @@ def init(cfg: Config) -> Iterator[None]:
         ConfigError: `cfg` is not a config.
     """
     expect_config(cfg)
-    if process_group.ensure(Topology.from_environment(), watched=True).rank == 0:
+    if process_group.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout).rank == 0:
         yield
         return
     with without_data():

@@ -1,0 +1,59 @@
+"""The text of an error as other ranks get it: short, in one piece, and there for every error. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+__all__ = ["LONGEST", "errors_in", "readable", "text_of"]
+
+LONGEST = 4000
+"""Characters of an error's text that are sent or written."""
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error; its middle is left out if it is long."""
+    try:
+        text = str(error)
+    except Exception as broken:  # of the user's class
+        return f"no text, since its __str__ raises {type(broken).__name__}"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 100]} ... ({len(text)} characters)"
+
+
+def readable(error: BaseException) -> BaseException:
+    """The error; if its text, or that of one behind it, is too long or raises, one of the same name with the text that can be written."""
+    chain = [error]
+    while (inner := _behind(chain[-1])) is not None and inner not in chain:
+        chain.append(inner)
+    if all(_is_readable(each) for one in chain for each in (one, *errors_in(one))):
+        return error
+    shown: BaseException | None = None
+    for each in reversed(chain):
+        kind = type(each)
+        named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        cause, shown = shown, type(kind.__name__, (Exception,), named)(text_of(each))
+        shown.__traceback__, shown.__cause__ = each.__traceback__, cause
+    assert shown is not None
+    return shown
+
+
+def _behind(error: BaseException) -> BaseException | None:
+    """What an error was raised from; the first error of a group."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.exceptions[0]
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_readable(error: BaseException) -> bool:
+    try:
+        return len(str(error)) <= LONGEST
+    except Exception:  # of the user's class
+        return False
+
+
+def errors_in(error: BaseException) -> Iterator[BaseException]:
+    """The error, or those in an exception group."""
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from errors_in(each)
+    else:
+        yield error
