@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash faults soak parity matrix mistakes models versions bench gpu gpu-wheels clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash kill faults soak parity matrix mistakes models versions bench gpu gpu-wheels clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ corpus: $(READY) ## Translate every config in a folder of yours to every format:
 
 crash: $(READY) ## Kill ranks at every moment of a save and look at what is left (minutes); N=... for that many moments.
 	$(BIN)/python tests/ranks/crashing.py $(if $(N),--points $(N))
+
+kill: $(READY) ## Kill ranks and launchers at random and start them again (15 s a kill); N=... for that many kills.
+	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(if $(N),$(N)) $(ARGS)
 
 faults: $(READY) ## Play every fault of a rank or a disk on both engines and write what comes of it (minutes); ONLY="kill -9" for some.
 	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page docs/reliability.md $(if $(ONLY),--only '$(ONLY)')

@@ -265,11 +265,14 @@ def test_retention_deletes_nothing_that_it_cannot_read(tmp_path: Path) -> None:
     assert steps(tmp_path) == [10, 30]
 
 
-def test_a_save_in_flight_is_not_cleaned_away(tmp_path: Path) -> None:
-    flying = directory.begin(tmp_path, 10)
-    other = directory.begin(tmp_path, 10)
-    directory.clean(tmp_path, but=flying)
-    assert flying.is_dir()
+def test_a_run_that_does_not_own_a_directory_deletes_only_what_it_has_begun(tmp_path: Path) -> None:
+    mine = directory.begin(tmp_path, 10)
+    other = tmp_path / f".tmp-step-00000010-{'0' * 32}"
+    other.mkdir()
+    directory.clean(tmp_path, owns=False)
+    assert not mine.exists()
+    assert other.is_dir()
+    directory.clean(tmp_path)
     assert not other.exists()
 
 

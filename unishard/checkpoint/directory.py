@@ -7,9 +7,11 @@
     <root>/.old-step-00000030-*      step 30, between the two renames that replace it by a new checkpoint of the same step
     <root>/.trash-step-00000010-*    being deleted
     <root>/.latest-*                 the next `latest`, being written
+    <root>/.owner                    the run that saves here (`lease`); `.owner-*` while it is made or taken over
 
-A process may be killed between any two of these calls, and the machine may lose power: a complete checkpoint stays complete and is
-found. Only one process at a time may write to a root; others may read. Nothing here is collective: only rank 0 calls it.
+Temporary names end with 16 digits of the process that made them and 16 of their own. A process may be killed between any two of these
+calls, and the machine may lose power: a complete checkpoint stays complete and is found. Only the owner of a root may write to it
+(`ownership`); others may read. Nothing here is collective: only rank 0 calls it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from unishard.checkpoint import lease
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.finding import (
@@ -184,19 +187,19 @@ def discard(folder: Path) -> None:
             folder.unlink(missing_ok=True)
 
 
-def clean(root: Path, but: Path | None = None) -> None:
-    """Clean up after a killed run. Called when a run starts to save; no other run may be saving to this root.
+def clean(root: Path, *, owns: bool = True) -> None:
+    """Clean up after a killed run, or a save that failed. Called when a run that owns the root starts to save, and after a failure.
 
     An old checkpoint that was being replaced gets its name back; everything else that is incomplete is deleted.
 
     Args:
         root: Where the checkpoints are; need not exist.
-        but: A temporary directory in use.
+        owns: Whether this process owns the root; if not, only what it has begun itself is deleted.
 
     Raises:
         CheckpointError: Something cannot be deleted.
     """
-    for old in set_aside(root):
+    for old in set_aside(root) if owns else ():
         final = root / old.name
         if not is_checkpoint(final):
             if os.path.lexists(final):
@@ -204,12 +207,12 @@ def clean(root: Path, but: Path | None = None) -> None:
             with _os_errors(old.path, f"cannot be renamed to {final.name}", "rename it manually"):
                 old.path.rename(final)
     for entry in entries(root):
-        if LEFT_OVER.fullmatch(entry) and root / entry != but:
+        if LEFT_OVER.fullmatch(entry) and (owns or (entry.startswith(".tmp-") and entry[-32:].startswith(lease.token()))):
             discard(root / entry)
 
 
-def _hidden(kind: str, name: str) -> str:
-    return f".{kind}-{name}-{uuid4().hex}"
+def _hidden(kind: str, name: str = "") -> str:
+    return f".{kind}-{name}{'-' if name else ''}{lease.token()}{uuid4().hex[:16]}"
 
 
 def _write(path: Path, text: str) -> None:
@@ -220,7 +223,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _point(root: Path, name: str) -> None:
-    draft = root / f".latest-{uuid4().hex}"
+    draft = root / _hidden("latest")
     _write(draft, name + "\n")
     draft.replace(root / LATEST)
     fsync(root)

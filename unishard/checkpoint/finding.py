@@ -39,7 +39,9 @@ _LONGEST = 4096
 """Bytes of that file."""
 STEP = re.compile(r"step-(?P<step>\d{8,})(?:-(?P<run>[0-9a-f]{8}))?")
 """The name of a checkpoint; with the run if it began beside checkpoints of another one."""
-LEFT_OVER = re.compile(r"\.(?P<kind>tmp|old|trash)-(?P<name>step-(?P<step>\d{8,})(?:-[0-9a-f]{8})?)-[0-9a-f]{32}|\.latest-[0-9a-f]{32}")
+LEFT_OVER = re.compile(
+    r"\.(?P<kind>tmp|old|trash)-(?P<name>step-(?P<step>\d{8,})(?:-[0-9a-f]{8})?)-[0-9a-f]{32}|\.(?:latest|owner)-[0-9a-f]{32}"
+)
 """Names of temporary directories and files: being written, replaced or deleted."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.checkpoint import directory, finding, shared_folder
+from unishard.checkpoint import directory, finding, ownership, shared_folder
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
@@ -97,6 +97,7 @@ def save(
             shared_folder.require_complete(temporary, written.files)
             files = _write_assets(temporary, snapshot.assets)
             directory.write_manifest(temporary, _manifest(snapshot, written, files, finding.next_commit(root)))
+            ownership.confirm(root)  # a save may take long
             complete = directory.commit(temporary, root, snapshot.step, beside)
             last, every, keep_best, best = retention
             directory.prune(root, last, every, complete, keep_best=keep_best, best=best)
@@ -124,7 +125,7 @@ def without_collections() -> Iterator[None]:
 def _clean_up(root: Path, group: dist.ProcessGroup | None) -> None:
     """Clean up after a failure, before or after the rename. Errors here are only logged, so that the original one is raised."""
     try:
-        on_first(group, lambda: directory.clean(root))
+        on_first(group, lambda: directory.clean(root, owns=not ownership.is_lost(root)))
     except CheckpointError as error:
         _logger.warning("%s; the next run that saves here retries the cleanup", error)
 

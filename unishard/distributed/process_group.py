@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unishard.config.topology import Topology, forgotten_srun, rendezvous
-from unishard.distributed import arrival, descriptors, devices, lifeline
+from unishard.distributed import arrival, descriptors, devices, launcher, lifeline
 from unishard.distributed.agreement import agree
 from unishard.patches import CORE_PATCHES
 
@@ -67,6 +67,8 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
         ConfigError: The launcher's environment has no rendezvous address, or a rank has no CUDA device of its own.
         RankMismatchError: Another rank has ended before it came here; with `patience`.
     """
+    if patience is not None:
+        launcher.watch()
     cuda, started = torch.cuda.is_available(), dist.is_initialized()
     if cuda:
         torch.cuda.set_device(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from unishard.config import Config
+from unishard.distributed import launcher
 from unishard.errors import BackendError, RankMismatchError
 from unishard.launch.command import TorchrunCommand
 
@@ -58,6 +59,7 @@ def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = Tr
         BackendError: The hosts cannot meet.
     """
     os.environ.update(command.environment)
+    os.environ[launcher.VARIABLE] = launcher.this_process()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
     _be_quiet()
     newest = _newest(cfg)

@@ -52,6 +52,18 @@ DISKS.rows += [
         code=0,
     ),
     Elsewhere(
+        "another live run saves in the same `checkpoint.dir`",
+        "`prepare` with `on_existing: resume`, the first update, or the first save",
+        "CheckpointError on all ranks of the second run: ...: run ... (process ... on ..., since ...) saves here and is still alive...",
+        "tests/ranks/test_two_runs.py::test_a_second_live_run_and_one_whose_directory_was_taken_are_one_error_each",
+    ),
+    Elsewhere(
+        "the run was stopped for over a minute, and another one has taken `checkpoint.dir`",
+        "the next `engine.save`",
+        "CheckpointError on all ranks: ...: run ... has taken over this directory...; nothing of the other run is deleted.",
+        "tests/ranks/test_two_runs.py::test_a_second_live_run_and_one_whose_directory_was_taken_are_one_error_each",
+    ),
+    Elsewhere(
         "the disk of one rank runs full",
         "every moment of `engine.save` (`make crash`)",
         "CheckpointError: ...No space left on device...; the former checkpoint stays, and the next save succeeds once there is room.",

@@ -68,6 +68,14 @@ ENDS.rows.append(
 )
 ENDS.rows.append(
     Elsewhere(
+        "`kill -9` of the launcher",
+        "any time (`unishard launch`), or after `prepare` (`torchrun`)",
+        "unishard: rank ... of 2 ends because its launcher (process ...) is gone. With `checkpoint.on_signal` the ranks save first.",
+        "tests/ranks/test_two_runs.py::test_ranks_end_when_their_launcher_is_killed_and_the_next_start_goes_on",
+    )
+)
+ENDS.rows.append(
+    Elsewhere(
         "`kill -9` of one rank or of both",
         "every moment of `engine.save`, also in the background (`make crash`)",
         "The former checkpoint or the new one is there, complete; the next save clears what was left.",

@@ -11,12 +11,12 @@ from faulting import Ending
 
 from unishard.testing.cells import BACKENDS
 
-__all__ = ["BOUND", "GONE", "Elsewhere", "Fault", "Subject"]
+__all__ = ["BOUND", "GONE", "WARNING", "Elsewhere", "Fault", "Subject"]
 
 BOUND = 25.0
 """Seconds from the fault to the end of the last rank."""
 GONE = "is gone: its process ended without an error..."
-_WARNING = re.compile(
+WARNING = re.compile(
     r"rank \d has (waited|been) .*|a signal to .*"
     r"|\[Rank \d\] \[deepspeed\] .*"
     r"|(\[rank\d\]:)?\[W\d+ .*|Exception raised from .*|frame #\d+: .*|<omitting python frames>|"
@@ -56,7 +56,7 @@ class Fault(NamedTuple):
 
     def wrong(self, ending: Ending) -> str:
         """What is not as it should be; empty if all is well."""
-        told = [line for line in ending.lines if not _WARNING.fullmatch(line)]
+        told = [line for line in ending.lines if not WARNING.fullmatch(line)]
         errors = [line for line in told if line.startswith("unishard: rank ")]
         tracebacks = {line.partition("]")[0] for line in told if line.startswith("[rank")}
         first = "(?s:.*)".join(map(re.escape, self.outcome.split("...")))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from unishard import config
-from unishard.distributed import host_numbers
+from unishard.distributed import host_numbers, launcher
 from unishard.distributed.second_signal import REPEATED
 from unishard.errors import ContractError
 
@@ -58,6 +58,7 @@ class Autosave:
         for name in cfg.on_signal:
             number = signal.Signals[name]
             self._former[number] = signal.signal(number, self._catch)
+            launcher.saving.append(number)
 
     def due(self, updates: int) -> Cause | None:
         """Decide whether to save now. Collective if `every_minutes` or `on_signal` is set: the hosts reduce two numbers.
@@ -81,6 +82,7 @@ class Autosave:
         """Restore the previous signal handlers; engines created later then pass signals to the handler before this one."""
         self._closed = True
         for number, former in self._former.items():
+            launcher.saving.remove(number)
             if signal.getsignal(number) == self._catch:
                 signal.signal(number, _open(number, former))
 

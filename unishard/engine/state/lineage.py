@@ -41,6 +41,17 @@ class Lineage:
         self._resumed: tuple[Path, RunName] | None = None
         self._from: Path | None = None
         self._admitted = False
+        self._new = uuid4().hex[:8]
+
+    def run_in(self, root: Path, resumes: Path | None = None) -> str:
+        """The id of this run in a directory, before its first save there too.
+
+        Args:
+            root: The directory.
+            resumes: A checkpoint whose run is about to be continued.
+        """
+        name, header = self._known(root), None if resumes is None else header_of(resumes)
+        return header.run if header is not None else self._new if name is None else name.run
 
     def resumed(self, checkpoint: Path) -> None:
         """Continue the run of a checkpoint, in its directory."""
@@ -83,7 +94,7 @@ class Lineage:
             if self._root is not None and root.resolve() == self._root.resolve():
                 self.admit()
             others = finding.checkpoints(root)
-            name = RunName(uuid4().hex[:8], beside=bool(others))
+            name = RunName(self._new, beside=bool(others))
             if others:
                 _logger.warning(
                     "%s holds checkpoints of another run, which are kept; the names of this run's checkpoints end with its id, as in %s",

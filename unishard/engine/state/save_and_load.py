@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
-from unishard.checkpoint import directory, finding
+from unishard.checkpoint import directory, finding, ownership
 from unishard.checkpoint.background import Background
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.regular_file import path_of
@@ -49,6 +49,8 @@ class SaveAndLoad:
         self._state_to_save: Callable[[], Any] | None = None
         self._dir = None if self._cfg.dir is None else Path(self._cfg.dir).absolute()  # now: the script may change its directory later
         self._lineage = Lineage(self._dir, self._cfg.on_existing)
+        self._owned: set[Path] = set()
+        """The directories in which this run saves."""
         self._cleaned: set[Path] = set()
         self.resumed: Resumed | None = None
         """The last load."""
@@ -73,6 +75,7 @@ class SaveAndLoad:
         snapshot = take_snapshot(self._run, state, group)
         if self._autosave is not None:
             self._autosave.saved()
+        self._own(place)
         name = on_first(group, lambda: self._begin(place, snapshot.step))
         snapshot = snapshot._replace(run=name.run, beside=name.beside, facts={**snapshot.facts, "metric": number})
         retention = Retention(self._cfg.keep_last, self._cfg.keep_every, self._cfg.keep_best, self._cfg.best)
@@ -84,6 +87,7 @@ class SaveAndLoad:
 
     def _begin(self, root: Path, step: int) -> RunName:
         """Rank 0: the run under which a step is saved; before the first save in a directory, clean up after a killed run."""
+        ownership.confirm(root)
         name = self._lineage.name(root, step)
         if root not in self._cleaned:
             directory.clean(root)
@@ -119,6 +123,7 @@ class SaveAndLoad:
         order.meet("load", f", from {what}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self._background.wait()
+        self._own_to_resume(place, which)
         folder = on_first(group, lambda: self._found(place, which))
         if folder is None:
             if dist.get_rank() == 0:
@@ -144,9 +149,31 @@ class SaveAndLoad:
         return best
 
     def _check_before_update(self) -> None:
-        """Before the next update, check that `checkpoint.dir` holds no other run."""
+        """Before the next update, check that `checkpoint.dir` holds no other run, and that no other one saves there."""
         if self._dir is not None and self._run.accumulation is not None:
-            self._run.order.before_update = lambda: on_first(process_group.host_group(), self._lineage.admit)
+            self._run.order.before_update = self._admit
+
+    def _admit(self) -> None:
+        on_first(process_group.host_group(), self._lineage.admit)
+        if self._dir is not None and (self._cfg.automatic or self._cfg.on_signal):
+            self._own(self._dir)
+
+    def _own(self, root: Path) -> None:
+        """Make this run the owner of a directory in which it is going to save. Collective the first time."""
+        if root not in self._owned:
+            ownership.own(root, self, lambda: self._lineage.run_in(root), process_group.host_group())
+            self._owned.add(root)
+
+    def _own_to_resume(self, place: Path, which: str | Path | None) -> None:
+        """Own `checkpoint.dir` before its run is continued, so that nobody else saves there from then on. Collective."""
+        root = self._dir
+        if root is None or self._run.accumulation is None or root.resolve() not in (place.resolve(), place.resolve().parent):
+            return
+
+        def run() -> str:
+            return self._lineage.run_in(root, finding.latest(root) if which else place)
+
+        ownership.own(root, self, run, process_group.host_group(), writes=False)
 
     def export(self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any, overwrite: bool) -> Path:
         """Export the weights in Hugging Face's layout."""
@@ -180,6 +207,7 @@ class SaveAndLoad:
             self._background.close()
         finally:
             self._plans.close()
+            ownership.release(self)
 
     def _claim(self, root: Path) -> None:
         """Reserve a directory: two engines, such as those of a GAN, would replace each other's checkpoints of the same step."""

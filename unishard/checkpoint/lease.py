@@ -1,0 +1,226 @@
+"""The file that says which run owns a directory of checkpoints: `<root>/.owner`. Needs no locks, which shared disks may lack.
+
+One line of JSON names the process of rank 0, the next one has a number that grows while it lives. It is made under another name and linked
+to its own, which fails if it is there already. A stale one is first renamed, and put back if it turns out to be another one meanwhile.
+Clocks of two machines are not compared: whether a process on another machine lives is seen by whether its number grows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.regular_file import read_bytes
+from unishard.distributed.processes import is_running, machine, started
+from unishard.errors import CheckpointError
+
+__all__ = ["BEAT", "FILE", "LIMIT", "Lease", "acquire", "beat", "read", "release", "token"]
+
+FILE = ".owner"
+BEAT = 5.0
+"""Seconds between two beats of a living owner."""
+LIMIT = 60.0
+"""Seconds without a beat after which the owner on another machine counts as gone."""
+GRACE = 10.0
+"""Seconds in which a living owner on this machine may end: one whose launcher was killed does."""
+_POLL = 0.25
+_LONGEST = 4096
+_DIGITS = 20
+_RELEASED = "released"
+
+_logger = logging.getLogger("unishard")
+_token: tuple[int, str] = (0, "")
+
+
+def token() -> str:
+    """16 hexadecimal digits that name this process."""
+    global _token
+    if _token[0] != os.getpid():  # not those of the process that has forked this one
+        _token = os.getpid(), uuid4().hex[:16]
+    return _token[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Who owns a directory."""
+
+    owner: str = ""
+    """`token` of its process; empty where the file cannot be read."""
+    run: str = "unknown"
+    host: str = "unknown"
+    machine: str = ""
+    pid: int = 0
+    started: str = ""
+    since: str = "unknown"
+    file: int = 0
+    """Number of the file: a copy of the directory has another one."""
+    beats: str = field(default="", compare=False)
+    """The second line."""
+
+    def __str__(self) -> str:
+        return f"run {self.run} (process {self.pid} on {self.host}, since {self.since})"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has ended for certain, seen from this machine."""
+        return self.beats.strip() == _RELEASED or (self._is_here and not is_running(self.pid, self.started))
+
+    @property
+    def is_living(self) -> bool:
+        """Whether its process runs for certain, seen from this machine."""
+        return self._is_here and not self.is_gone
+
+    @property
+    def _is_here(self) -> bool:
+        return bool(self.machine) and self.machine == machine()
+
+
+def read(root: Path) -> Lease | None:
+    """Who owns a directory; None if nobody ever has."""
+    path = root / FILE
+    try:
+        head, _, beats = read_bytes(path, _LONGEST).partition(b"\n")
+        there = _parsed(head, beats.decode("ascii", "replace"))
+        copied = there.file != path.stat().st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); delete it if no run saves here") from error
+    # Of a copy the process says nothing; a file system may also number its files anew.
+    return Lease(there.owner, there.run, there.host, since=there.since, pid=there.pid, beats=there.beats) if copied else there
+
+
+def acquire(root: Path, run: str, gone: str | None = None) -> None:
+    """Become the owner of a directory, which exists.
+
+    Waits up to `GRACE` for an owner on this machine to end, and up to `LIMIT` for a sign of life of one on another machine.
+
+    Args:
+        root: The directory.
+        run: The run, for the messages of others.
+        gone: `Lease.owner` of one whose process is known to have ended.
+
+    Raises:
+        CheckpointError: A living run owns it.
+        OSError: The file cannot be written.
+    """
+    while (there := read(root)) is None or there.owner != token():
+        if there is None:
+            _create(root, run)
+        elif there.is_gone or there.owner == gone or _has_ended(root, there):
+            _set_aside(root, there)
+        elif (now := read(root)) is not None and now.owner == there.owner:
+            raise CheckpointError(
+                f"{root}: {there} saves here and is still alive, and two runs would delete each other's checkpoints; set another "
+                "checkpoint.dir, or end that run first. To read a checkpoint meanwhile, use prepare(..., train=False)"
+            )
+    beat(root, 0)  # this process may have released it before
+
+
+def beat(root: Path, number: int) -> bool:
+    """Show that this process lives; False if it is no longer the owner."""
+    return _note(root, f"{number:0{_DIGITS}}")
+
+
+def release(root: Path) -> None:
+    """Say that its owner, this process, has ended. The file stays, so that a run that was stopped meanwhile sees who came after it."""
+    _note(root, _RELEASED)
+
+
+def _note(root: Path, text: str) -> bool:
+    """Replace the second line, in the file whose first line was read: never in that of another owner."""
+    try:
+        with (root / FILE).open("r+b") as file:
+            head = file.readline(_LONGEST)
+            if _parsed(head, "").owner != token():
+                return False
+            os.pwrite(file.fileno(), f"{text:{_DIGITS}}\n".encode(), len(head))
+    except OSError:  # the next beat tries again
+        return True
+    return True
+
+
+def _has_ended(root: Path, there: Lease) -> bool:
+    """Wait for the end of an owner, or for a sign of life."""
+    patience = GRACE if there.is_living else LIMIT
+    _logger.warning("%s: %s owns this directory; waiting up to %.0f s to see whether it has ended", root, there, patience)
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        time.sleep(_POLL)
+        now = read(root)
+        if now is None or now != there or (now.beats != there.beats and not there.is_living):
+            return now is not None and now.owner == there.owner and now.is_gone
+        if now.is_gone:
+            return True
+    return not there.is_living
+
+
+def _create(root: Path, run: str) -> None:
+    """Make the file, unless there is one: `read` says whose it is."""
+    draft = root / f"{FILE}-{token()}{uuid4().hex[:16]}"
+    with draft.open("xb") as file:
+        now, pid = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
+        here = Lease(token(), run, socket.gethostname(), machine(), pid, started(pid), now, os.fstat(file.fileno()).st_ino)
+        file.write(_line(asdict(here)) + f"{0:0{_DIGITS}}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        _link(draft, root / FILE)
+    finally:
+        draft.unlink(missing_ok=True)
+    fsync(root)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file the name `target`, unless there is one already."""
+    with contextlib.suppress(FileExistsError, FileNotFoundError):  # another run was faster; or it owns this directory, and has cleaned up
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without links
+            head, _, beats = source.read_bytes().partition(b"\n")
+            with target.open("xb") as file:
+                file.write(_line(asdict(_parsed(head, "")) | {"file": os.fstat(file.fileno()).st_ino}) + beats)
+
+
+def _set_aside(root: Path, stale: Lease) -> None:
+    """Remove a stale lease, but not the one of a run that was faster."""
+    aside = root / f"{FILE}-{token()}{uuid4().hex[:16]}"
+    with contextlib.suppress(FileNotFoundError):
+        (root / FILE).rename(aside)
+        taken = _parsed(aside.read_bytes().partition(b"\n")[0], "")
+        if taken.owner != stale.owner:
+            _link(aside, root / FILE)
+        aside.unlink()
+
+
+def _line(said: dict[str, object]) -> bytes:
+    return json.dumps({name: value for name, value in said.items() if name != "beats"}).encode() + b"\n"
+
+
+def _parsed(head: bytes, beats: str) -> Lease:
+    """A lease from its first line; one of nobody if that is something else."""
+    try:
+        said = json.loads(head)
+        values = {each.name: said[each.name] for each in fields(Lease) if each.name != "beats"}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Lease(beats=head.hex() + beats)
+    if any(type(value) is not (int if name in ("pid", "file") else str) for name, value in values.items()):
+        return Lease(beats=head.hex() + beats)
+    return Lease(**{name: _shown(value) for name, value in values.items()}, beats=beats)
+
+
+def _shown(value: Any) -> Any:
+    """A value without what a terminal would obey."""
+    return "".join(each if each.isprintable() else "?" for each in value) if isinstance(value, str) else value
