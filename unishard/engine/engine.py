@@ -18,6 +18,7 @@ from torch import Tensor
 from unishard.data.batches import Window
 from unishard.distributed.endings import names_causes
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
+from unishard.engine.loop.passes import Passes
 from unishard.engine.metrics.recorder import check_values
 from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
@@ -56,6 +57,7 @@ class Engine(ParametersByName):
             with self._order.forwarding():
                 return self.module(*args, **kwargs)
         if self._accumulation is None or not self.module.training:
+            self._outside.skip()
             return self._evaluation.run("forward", args, kwargs)
         if self._evaluation.lockstep_open is not None:
             raise ContractError("the model was put in training mode inside engine.lockstep(); do that after the block")
@@ -117,7 +119,7 @@ class Engine(ParametersByName):
         if self._accumulation is not None:
             self._accumulation.discard()
 
-    def batches(self, loader: Iterable[Any], *, progress: bool = False) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], *, progress: bool = False) -> Passes[Any]:
         """Yield this rank's batches, moved to the device. Collective: all ranks must iterate.
 
         Reads one accumulation window ahead, so that an incomplete last window is divided by its true length
@@ -137,7 +139,7 @@ class Engine(ParametersByName):
         """
         return self._batching.batches(loader, progress=progress)
 
-    def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None = None, progress: bool = False) -> Iterator[Window]:
+    def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None = None, progress: bool = False) -> Passes[Window]:
         """Yield this rank's batches in accumulation windows, one per update. Collective: all ranks must iterate.
 
         Like `batches`, for loops that need a complete window before its first forward, or windows of different lengths.
