@@ -151,6 +151,7 @@ KEEPS = {
     "an object": Around,
     "two": lambda loader: Around(quiet(loader)),
     "itself": lambda loader: loader,
+    "workers": lambda loader: quiet(unishard.dataloader(loader.dataset, configured("fsdp"), num_workers=1)),
 }
 LOSES = {
     "enumerate": lambda loader: (each for _, each in enumerate(loader)),
@@ -314,14 +315,51 @@ def in_turn(backend):
     return told(run)
 
 
+def left_by_an_error(backend):
+    """The position after a loop that follows one which an error has left, and which is still held, as by a notebook."""
+    cfg, data = configured(backend), rows()
+
+    def run():
+        with prepare(cfg) as engine:
+            held = iter(engine.batches(unishard.dataloader(data[:8], cfg)))
+            train(engine, [next(held)])
+            next(held)
+            train(engine, engine.batches(unishard.dataloader(data, cfg)), stop=2)
+            return engine._batching.position()["state"]
+
+    return told(run)
+
+
 def test_a_second_training_loader_is_refused_or_named():
-    played = play(((inside_a_window, ("fsdp",)), (in_turn, ("fsdp",))))
+    played = play(((inside_a_window, ("fsdp",)), (in_turn, ("fsdp",)), (left_by_an_error, ("fsdp",))))
+    for where, said in values(played[left_by_an_error, ("fsdp",)]):
+        assert (where["samples"], where["dataset_length"], said) == (8, 16, [])
     for said in values(played[inside_a_window, ("fsdp",)]):
         assert said.startswith("ContractError: a loop over engine.batches() in training mode began inside an accumulation window")
     for where, said in values(played[in_turn, ("fsdp",)]):
         assert where is None
         assert len(said) == 1
         assert said[0].startswith("two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position")
+
+
+def counted(backend):
+    """The samples of a metric over 14 of them on two ranks, by what is around the loader, and the warnings."""
+    cfg, data = configured(backend), rows()[:-2]
+    found = {}
+    with prepare(cfg) as engine:
+        engine.eval()
+        for name, wrap in (("tqdm", quiet), ("generator", from_generator)):
+            loader = wrap(unishard.dataloader(data, cfg, shuffle=False))
+            found[name] = told(lambda loader=loader: sum(len(engine.gather_for_metrics(each["row"])) for each in engine.batches(loader)))
+    return found
+
+
+def test_a_metric_counts_each_sample_once_or_a_warning_says_that_it_does_not():
+    for found in values(play(((counted, ("fsdp",)),))[counted, ("fsdp",)]):
+        assert found["tqdm"] == (14, [])
+        assert found["generator"][0] == 16
+        (said,) = found["generator"][1]
+        assert "engine.gather_for_metrics also counts the 2 samples that fill up the last batches" in said
 
 
 # -- without engine.batches -------------------------------------------------------------------------------------------------------------

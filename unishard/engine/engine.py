@@ -126,13 +126,21 @@ class Engine(ParametersByName):
         (`training.last_window: step`) or dropped (`drop`). In evaluation mode there are no windows: every batch is yielded, also
         while the training loop outside is in the middle of a window.
 
+        A checkpoint has the position of the loader that the last update was made with. It is lost, with a warning, if `loader` is an
+        `enumerate`, a generator or another object that hides a loader or reads ahead of the loop; a bar of tqdm does not.
+
         Args:
             loader: Yields this rank's own batches; every rank must yield the same number, as `unishard.dataloader` does, except inside
                 `lockstep`.
             progress: Show a progress bar on rank 0 (plain lines without a terminal).
 
+        Returns:
+            An object like torch's `DataLoader`: each iteration is a pass over the loader, and its length is the number of batches that the
+            next one yields, after a resume those that are left.
+
         Raises:
-            ContractError: A batch was not followed by backward and step, or an earlier loop stopped inside a window.
+            ContractError: A batch was not followed by backward and step, an earlier loop stopped inside a window, or a loop in training
+                mode, such as a validation without `eval`, begins inside a window of another one.
             DataError: The loaders read the same share on two ranks, shard the data twice, repeat samples in each update, or have a batch
                 size that contradicts `training.global_batch_size` (docs/data.md); also a checkpoint's position does not fit the loader.
             RankMismatchError: The ranks' loaders have different lengths.
@@ -150,8 +158,8 @@ class Engine(ParametersByName):
                 loop ends when `lengths` or `loader` ends.
             progress: Show a progress bar on rank 0 (plain lines without a terminal).
 
-        Yields:
-            The batches of one window, each moved to the device when it is read.
+        Returns:
+            As of `batches`; yields the batches of one window at a time, each moved to the device when it is read.
 
         Raises:
             ContractError: As in `batches`; or a length is not positive.
