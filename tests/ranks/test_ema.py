@@ -150,8 +150,9 @@ def resumed(backend, strategy, folder, keeps):
     logging.getLogger("unishard").addHandler(handler)
     try:
         with prepare(configured(backend, strategy, checkpoint={"dir": f"{folder}/run"})) as engine:
-            ema = engine.ema(DECAY) if keeps else None
+            ema = engine.ema(DECAY) if keeps == "before" else None
             engine.load(verify="bits")
+            ema = engine.ema(DECAY) if keeps == "after" else ema
             found = read(engine, ema) if ema else masters(engine)
             train(engine, own_share(1))
             return found, masters(engine) != found, [line for line in lines if "moving average" in line]
@@ -180,18 +181,44 @@ def test_a_checkpoint_and_an_export_hold_the_average_for_any_engine(there, here,
     wanted = values(play((scenario,))[scenario])[0]
     exported = load_file(tmp_path / "averages/model.safetensors")
     assert flat(exported[name] for name, _ in mlp().named_parameters()) == wanted
-    again = (resumed, (*here, str(tmp_path), True))
-    without = (resumed, (*here, str(tmp_path), False))
-    played = play((again, without), world)
-    for found, trained, said in values(played[again]):
+    again = [(resumed, (*here, str(tmp_path), when)) for when in ("before", "after")]
+    without = (resumed, (*here, str(tmp_path), ""))
+    played = play((*again, without), world)
+    for found, trained, said in [*values(played[again[0]]), *values(played[again[1]])]:
         assert (found, trained, said) == (wanted, True, [])
     said = [lines for _, _, lines in values(played[without])]
     assert [len(lines) for lines in said] == [1] + [0] * (world - 1)
-    assert said[0][0].endswith("is not loaded; to resume it, call engine.ema(decay) before engine.load")
+    assert said[0][0].endswith("is not resumed; to resume it, call engine.ema(decay) before the first training forward, and before a save")
+
+
+def interrupted(backend, strategy, folder, batches, *, stops):
+    """The average of a run that `prepare` resumes, over some batches; saved at a stop."""
+    with prepare(configured(backend, strategy, checkpoint={"dir": folder, "on_existing": "resume"})) as engine:
+        ema = engine.ema(DECAY)
+        train(engine, batches)
+        if stops:
+            engine.save()
+        return read(engine, ema)
+
+
+def went_on(backend, strategy, folder):
+    """An average over two runs, the second one on the other engine too, and over an uninterrupted one."""
+    batches, other = own_share(2 * UPDATES), BACKENDS[1 - BACKENDS.index(backend)]
+    interrupted(backend, strategy, f"{folder}/run", batches[:UPDATES], stops=True)
+    rests = [interrupted(each, strategy, f"{folder}/run", batches[UPDATES:], stops=False) for each in (backend, other)]
+    return rests, interrupted(backend, strategy, f"{folder}/whole", batches, stops=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_that_prepare_resumes_continues_its_average(backend, tmp_path):
+    scenario = (went_on, (backend, "full_shard", str(tmp_path)))
+    for (same, other), whole in values(play((scenario,))[scenario]):
+        assert same == whole
+        assert other == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
 def test_a_checkpoint_without_an_average_starts_one_at_its_weights(tmp_path):
-    scenario, again = (saved_without, ("fsdp", str(tmp_path))), (resumed, ("deepspeed", "full_shard", str(tmp_path), True))
+    scenario, again = (saved_without, ("fsdp", str(tmp_path))), (resumed, ("deepspeed", "full_shard", str(tmp_path), "before"))
     wanted = values(play((scenario,))[scenario])[0]
     found, _, said = values(play((again,), 1)[again])[0]
     assert found == wanted

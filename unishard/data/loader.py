@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any, Never
+from typing import Any, ClassVar, Never
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,11 @@ class ShareLoader(DataLoader[Any]):
     the number of its samples that all ranks have read in total.
     """
 
+    unfollowed: ClassVar[int] = 0
+    """Batches of all loaders that were read without the knowledge of an engine."""
+    last_unfollowed: ClassVar[weakref.ref[ShareLoader] | None] = None
+    """The loader of the last one."""
+
     def __init__(self, dataset: Dataset[Any], sampler: ShareSampler, **options: Any) -> None:
         # A separate generator: drawing the workers' seeds from torch's global one would change the model's random numbers.
         self._own_generator = None if options.get("generator") is not None else torch.Generator()
@@ -52,6 +58,10 @@ class ShareLoader(DataLoader[Any]):
         self.cursor = Cursor()
         self.untouched = True
         """Whether it was neither iterated nor given a position."""
+        self.yielded = 0
+        """Batches of all iterations."""
+        self.followed = 0
+        """How many loops of engines know that they read it."""
 
     @property
     def epoch(self) -> int:
@@ -82,9 +92,18 @@ class ShareLoader(DataLoader[Any]):
         )
 
     @property
+    def repeated(self) -> int:
+        """Samples that fill up the last batches of an epoch."""
+        return self._shares.repeated
+
+    @property
     def batches_left(self) -> int:
         """Batches that the next iteration yields on each rank; `len` is that of a full epoch."""
-        return self._shares.rounds_after(self.cursor.next[1])
+        return self.batches_after(self.cursor.next[1])
+
+    def batches_after(self, samples: int) -> int:
+        """Batches of each rank in the rest of an epoch, after all ranks have read this many samples in total."""
+        return self._shares.rounds_after(samples)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own iterator type is private
         """The rest of the epoch after `load_state_dict` (possibly empty with more ranks and `drop_last`), else the next epoch."""
@@ -100,6 +119,10 @@ class ShareLoader(DataLoader[Any]):
         for batch in batches:
             samples += self._shares.round
             self.cursor.now = (epoch, samples) if self._shares.rounds_after(samples) else (epoch + 1, 0)
+            self.yielded += 1
+            if not self.followed:
+                ShareLoader.unfollowed += 1
+                ShareLoader.last_unfollowed = weakref.ref(self)
             yield batch
         self.cursor.now = (epoch + 1, 0)
 

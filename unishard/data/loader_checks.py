@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,7 +17,7 @@ from unishard.data.epochs import Orders
 from unishard.data.own_loader import LoaderFacts, facts_of
 from unishard.errors import DataError
 
-__all__ = ["LoaderChecks"]
+__all__ = ["LoaderChecks", "ranks_with_same"]
 
 _INSTEAD = "use unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler"
 
@@ -27,8 +25,9 @@ _INSTEAD = "use unishard.dataloader(dataset, cfg), or give the DataLoader a Dist
 class LoaderChecks:
     """Checks the loaders of one engine. Ranks are compared at the first pass in training mode, and at the first one in evaluation mode."""
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, warn: Callable[[str], None]) -> None:
         self._training = cfg.training
+        self._warn = warn
         self._compared: set[bool] = set()
         self._split_by_user = False
         """Whether the ranks were seen to hold different datasets, which people have split themselves."""
@@ -38,7 +37,6 @@ class LoaderChecks:
         """Of the loader whose batches' sizes are still to be seen."""
         self._sizes: list[int | None] = []
         self._orders = Orders()
-        self._said: set[str] = set()
 
     def begin(self, loader: Iterable[Any], *, training: bool, together: bool, updates: int) -> None:
         """Check a loader at the beginning of a pass. Collective if `together`.
@@ -112,26 +110,12 @@ class LoaderChecks:
             self._warn(self._other_batch_size(size, name))
 
     def _warn_of_same_batch(self, batch: Any) -> None:
-        digests: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, of_value(batch))
-        counts = Counter(digest for digest in digests if digest is not None)
-        same = next((digest for digest, count in counts.items() if count > 1), None)
+        same = ranks_with_same(batch)
         if same is not None:
-            ranks = [rank for rank, digest in enumerate(digests) if digest == same]
             self._warn(
-                f"ranks {ranks[0]} and {ranks[1]} read the same first batch, so they train on the same samples; let each rank read its "
+                f"ranks {same[0]} and {same[1]} read the same first batch, so they train on the same samples; let each rank read its "
                 f"own: {_INSTEAD}, or split the data by rank"
             )
-
-    def _warn(self, message: str) -> None:
-        """Warn once, at the line of the user's loop."""
-        if message in self._said:
-            return
-        self._said.add(message)
-        frame, level = inspect.currentframe(), 1
-        while frame is not None and frame.f_globals.get("__name__", "").startswith("unishard."):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(message, UserWarning, stacklevel=level)
 
     # -- batch sizes ------------------------------------------------------------------------------------------------------
 
@@ -151,6 +135,18 @@ class LoaderChecks:
             f"{name} has batches of {size}, and training.micro_batch_size is {self._training.micro_batch_size}; write "
             f"batch_size=cfg.training.micro_batch_size in the script, or training.micro_batch_size: {size} in the config"
         )
+
+
+def ranks_with_same(value: Any) -> tuple[int, int] | None:
+    """The first two ranks that pass the same tensors, numbers and text; None if there are none, or that is unknown. Collective."""
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, of_value(value))
+    counts = Counter(digest for digest in digests if digest is not None)
+    same = next((digest for digest, count in counts.items() if count > 1), None)
+    if same is None:
+        return None
+    first, second, *_ = (rank for rank, digest in enumerate(digests) if digest == same)
+    return first, second
 
 
 def _wrong_shares(everyone: Sequence[LoaderFacts]) -> str | None:

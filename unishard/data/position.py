@@ -14,7 +14,18 @@ from unishard.data.batches import length_of
 from unishard.data.loader import ShareLoader, is_count
 from unishard.errors import DataError
 
-__all__ = ["LoaderPass", "Position", "StatefulLoader", "epoch_of", "is_position", "is_stateful", "of_rank", "resume"]
+__all__ = [
+    "LoaderPass",
+    "Position",
+    "StatefulLoader",
+    "batches_left",
+    "epoch_of",
+    "is_position",
+    "is_stateful",
+    "left_after",
+    "of_rank",
+    "resume",
+]
 
 Position = dict[str, Any]
 """The kind of loader, the number of batches read in its epoch (0 after the last one), and the loader's own state."""
@@ -50,17 +61,26 @@ class LoaderPass(Iterable[Any]):
     the end of this one.
     """
 
-    def __init__(self, loader: StatefulLoader, done: int, window: int) -> None:
+    def __init__(self, loader: StatefulLoader, done: int, window: int, around: Iterable[Any] | None = None) -> None:
         """Create a pass; nothing is read yet.
 
         Args:
             loader: This rank's loader.
             done: Batches of the epoch that were read before the loader's state was loaded.
             window: Length of the accumulation windows if an incomplete last one is dropped, else 1.
+            around: What reads the loader and yields its batches, such as a progress bar; by default nothing does.
         """
         self.before: Position | None = None
         """The position at the last call of `keep`."""
+        self.exact = True
+        """Whether what is around the loader has yielded each batch as soon as it was read."""
         self._loader, self._done, self._window = loader, done, window
+        self._around = loader if around is None else around
+
+    @property
+    def name(self) -> str:
+        """The class of what is read."""
+        return type(self._around).__name__
 
     def __len__(self) -> int:
         """Batches left.
@@ -68,20 +88,21 @@ class LoaderPass(Iterable[Any]):
         Raises:
             TypeError: The loader does not know.
         """
-        if isinstance(self._loader, ShareLoader):
-            return self._loader.batches_left
-        length = length_of(self._loader)
+        length = batches_left(self._loader)
         if length is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length")
-        return max(0, length - self._done)
+            raise TypeError(f"{self.name} has no length")
+        return max(0, length - (0 if isinstance(self._loader, ShareLoader) else self._done))
 
     def __iter__(self) -> Iterator[Any]:
         left = length_of(self)
         last = None if left is None else left - left % self._window
-        batches = iter(self._loader)
+        before = self._loader.yielded if isinstance(self._loader, ShareLoader) else 0
+        batches = iter(self._around)
         self.keep()
         for number, batch in enumerate(batches, 1):
             rest = list(islice(batches, self._window)) if number == last else []
+            if isinstance(self._loader, ShareLoader):
+                self.exact = self.exact and self._loader.yielded - before == number + len(rest)
             over = number == last and len(rest) < self._window
             self._done = 0 if over else self._done + 1 + len(rest)
             yield batch
@@ -89,12 +110,29 @@ class LoaderPass(Iterable[Any]):
         self._done = 0
 
     def keep(self) -> None:
-        """Save the position before reading a window that may not be used for training."""
-        self.before = copy.deepcopy(self.position())  # a loader may return state that it modifies later
+        """Save the position at the beginning."""
+        self.before = self.position()
 
-    def position(self) -> Position:
-        """The loader's position after the batches that it has yielded."""
-        return {"loader": _kind(self._loader), "batches": self._done, "state": self._loader.state_dict()}
+    def position(self) -> Position | None:
+        """The loader's position after the batches that it has yielded; None if it is not `exact`."""
+        position = {"loader": _kind(self._loader), "batches": self._done, "state": self._loader.state_dict()}
+        return copy.deepcopy(position) if self.exact else None  # a loader may return state that it modifies later
+
+
+def batches_left(loader: Iterable[Any]) -> int | None:
+    """Batches that the next iteration of a loader yields, at its own position; None if unknown."""
+    return loader.batches_left if isinstance(loader, ShareLoader) else length_of(loader)
+
+
+def left_after(loader: StatefulLoader, positions: Sequence[Position], world_then: int, rank: int, world_size: int) -> int | None:
+    """Batches that are left after `resume` with the same arguments; None if unknown."""
+    where = of_rank(positions, world_then, rank, world_size)
+    if where is None or where["loader"] != _kind(loader):
+        return batches_left(loader)
+    if isinstance(loader, ShareLoader):
+        return loader.batches_after(where["state"]["samples"])
+    length = length_of(loader)
+    return None if length is None else max(0, length - int(where["batches"]))
 
 
 def _kind(loader: StatefulLoader) -> str:

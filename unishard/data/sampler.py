@@ -62,6 +62,11 @@ class ShareSampler(Sampler[list[int]]):
         left = max(0, self.dataset_length - samples)
         return left // self.round if self._drop_last else -(-left // self.round)
 
+    @property
+    def repeated(self) -> int:
+        """Samples that fill up the last micro-batches of an epoch."""
+        return max(0, len(self) * self.round - self.dataset_length)
+
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's micro-batches from `samples` to the end of `epoch`. Iterating changes neither."""
         return self._micro_batches(self.epoch, self.samples)

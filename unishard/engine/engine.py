@@ -18,6 +18,7 @@ from torch import Tensor
 from unishard.data.batches import Window
 from unishard.distributed.endings import names_causes
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
+from unishard.engine.loop.passes import Passes
 from unishard.engine.metrics.recorder import check_values
 from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
@@ -56,6 +57,7 @@ class Engine(ParametersByName):
             with self._order.forwarding():
                 return self.module(*args, **kwargs)
         if self._accumulation is None or not self.module.training:
+            self._outside.skip()
             return self._evaluation.run("forward", args, kwargs)
         if self._evaluation.lockstep_open is not None:
             raise ContractError("the model was put in training mode inside engine.lockstep(); do that after the block")
@@ -117,27 +119,35 @@ class Engine(ParametersByName):
         if self._accumulation is not None:
             self._accumulation.discard()
 
-    def batches(self, loader: Iterable[Any], *, progress: bool = False) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], *, progress: bool = False) -> Passes[Any]:
         """Yield this rank's batches, moved to the device. Collective: all ranks must iterate.
 
         Reads one accumulation window ahead, so that an incomplete last window is divided by its true length
         (`training.last_window: step`) or dropped (`drop`). In evaluation mode there are no windows: every batch is yielded, also
         while the training loop outside is in the middle of a window.
 
+        A checkpoint has the position of the loader that the last update was made with. It is lost, with a warning, if `loader` is an
+        `enumerate`, a generator or another object that hides a loader or reads ahead of the loop; a bar of tqdm does not.
+
         Args:
             loader: Yields this rank's own batches; every rank must yield the same number, as `unishard.dataloader` does, except inside
                 `lockstep`.
             progress: Show a progress bar on rank 0 (plain lines without a terminal).
 
+        Returns:
+            An object like torch's `DataLoader`: each iteration is a pass over the loader, and its length is the number of batches that the
+            next one yields, after a resume those that are left.
+
         Raises:
-            ContractError: A batch was not followed by backward and step, or an earlier loop stopped inside a window.
+            ContractError: A batch was not followed by backward and step, an earlier loop stopped inside a window, or a loop in training
+                mode, such as a validation without `eval`, begins inside a window of another one.
             DataError: The loaders read the same share on two ranks, shard the data twice, repeat samples in each update, or have a batch
                 size that contradicts `training.global_batch_size` (docs/data.md); also a checkpoint's position does not fit the loader.
             RankMismatchError: The ranks' loaders have different lengths.
         """
         return self._batching.batches(loader, progress=progress)
 
-    def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None = None, progress: bool = False) -> Iterator[Window]:
+    def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None = None, progress: bool = False) -> Passes[Window]:
         """Yield this rank's batches in accumulation windows, one per update. Collective: all ranks must iterate.
 
         Like `batches`, for loops that need a complete window before its first forward, or windows of different lengths.
@@ -148,8 +158,8 @@ class Engine(ParametersByName):
                 loop ends when `lengths` or `loader` ends.
             progress: Show a progress bar on rank 0 (plain lines without a terminal).
 
-        Yields:
-            The batches of one window, each moved to the device when it is read.
+        Returns:
+            As of `batches`; yields the batches of one window at a time, each moved to the device when it is read.
 
         Raises:
             ContractError: As in `batches`; or a length is not positive.

@@ -146,8 +146,9 @@ class ParametersByName(PreparedModel):
         """Keep an exponential moving average of the weights that train, from now on. Collective.
 
         It starts at the current weights, and each update that was not skipped makes it `decay * average + (1 - decay) * weights`, in fp32
-        and in the shards of the master weights: no communication, and one pass over this rank's shards. `save` and `load` include it, for
-        any engine and number of ranks: call this before `load`.
+        and in the shards of the master weights: no communication, and one pass over this rank's shards. `save` includes it. After a load,
+        also that of `checkpoint.on_existing: resume` in `prepare`, it continues with the saved average, on any engine and number of ranks:
+        call this before the first training forward.
 
         Args:
             decay: The part of the average that an update keeps, from 0 to 1.
@@ -156,6 +157,7 @@ class ParametersByName(PreparedModel):
             The average: `with ema.weights():` evaluates, generates and exports with it, and `ema.parameter(name)` reads it.
 
         Raises:
+            CheckpointError: On every rank: the average of the loaded checkpoint cannot be read.
             ContractError: `decay` is something else, there is one already, inside an accumulation window, or on a closed engine.
             RankMismatchError: Another rank did not call it, or with another `decay`.
         """

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
+from unishard.data.warn_once import WarnOnce
 from unishard.distributed import process_group
 from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
@@ -23,6 +24,7 @@ from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule, holds_full_weights
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.module_order import named_with_class, watch_modules
+from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.memory import ExpectedMemory
@@ -84,7 +86,9 @@ class PreparedModel(Process):
             watch_modules(order, {**units, **named_with_class(adapter.gathered_modules())})
         self._buffers = Buffers(cfg, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
-        self._batching = Batching(cfg, adapter.module, adapter.device, order, self._evaluation)
+        warn = WarnOnce()
+        self._batching = Batching(cfg, adapter.module, adapter.device, order, self._evaluation, warn)
+        self._outside = OutsideBatches(self._batching.training, warn)
         self._trainable = Trainable(adapter.module)
         tensors = StateTensors(adapter, training)
         self._parameters = ParameterAccess(adapter, order, tensors)
@@ -97,7 +101,7 @@ class PreparedModel(Process):
             calls = OptimizerCalls(
                 training, training.torch_optimizer if optimizer is None else optimizer, model_class, order.require_no_gradients
             )
-            self._accumulation = Accumulation(cfg, training, order, schedule, calls, self._trainable, classes)
+            self._accumulation = Accumulation(cfg, training, order, schedule, calls, self._trainable, classes, self._outside)
             if cfg.logging.to:
                 self._accumulation.recorder = MetricsRecorder(cfg, training, order, None if memory is None else memory.sent_bytes)
             self._accumulation.profiling = profiling_of(cfg, order, adapter.device)

@@ -119,3 +119,11 @@ def exported_twice(backend):
 def own_metric(backend):
     with prepare(config(backend)) as engine, folder() as root:
         engine.save(root, metric=0.5 + my_rank())
+
+
+CHECKPOINTS.elsewhere(
+    "`engine.ema(decay)` after `prepare` under `checkpoint.on_existing: resume`",
+    "The average of the checkpoint continues. Without the call, a warning on rank 0: its moving average of the weights is not resumed; to "
+    "resume it, call engine.ema(decay) before the first training forward, and before a save",
+    "tests/ranks/test_ema.py::test_a_run_that_prepare_resumes_continues_its_average",
+)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from contextlib import contextmanager
 
 from playing import checked as config
 from playing import my_rank, prepare
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 import unishard
 from mistakes.mistake import Mistakes
@@ -78,8 +81,13 @@ def warnings_raised():
 
 def read(engine, loader):
     """The numbers of the samples that this rank reads in a pass, in their order; each is trained on."""
+    return trained(engine, engine.batches(loader))
+
+
+def trained(engine, micro_batches):
+    """The same of a loop."""
     indices = []
-    for micro_batch in engine.batches(loader):
+    for micro_batch in micro_batches:
         indices += micro_batch.pop("index").tolist()
         engine.backward(engine(**micro_batch).loss)
         engine.step()
@@ -132,3 +140,90 @@ def split_before_the_loader(backend):
     cfg = config(backend)
     with prepare(cfg) as engine, warnings_raised():
         read(engine, unishard.dataloader(samples(16)[my_rank() :: 2], cfg))
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------------
+
+_HIDES = (
+    "UserWarning: {} hides the position of the loader that it reads, so a checkpoint has none, and a resumed run reads the data from their "
+    "beginning; {}"
+)
+AROUND = {
+    "enumerate": lambda loader: (each for _, each in enumerate(loader)),
+    "islice": lambda loader: itertools.islice(loader, 4),
+}
+
+
+@DATA.raises(
+    "`engine.batches(itertools.islice(loader, n))`",
+    _HIDES.format("islice", "write itertools.islice(engine.batches(loader), n)"),
+    "islice",
+)
+@DATA.raises(
+    "`engine.batches(...)` of a generator that reads a loader",
+    _HIDES.format("generator", "pass the loader itself, engine.batches(loader), and wrap what that yields"),
+    "enumerate",
+)
+def hidden_loader(backend, around):
+    cfg = config(backend)
+    with prepare(cfg) as engine, warnings_raised():
+        read(engine, AROUND[around](unishard.dataloader(samples(16), cfg)))
+
+
+@DATA.harmless(
+    "`it = engine.batches(loader)` once before the epoch loop, and `engine.batches(tqdm(loader))`",
+    "each iteration is the next epoch; the position is in the checkpoint",
+)
+def iterated_again(backend):
+    cfg, data = config(backend), samples(12)
+    with prepare(cfg) as engine, warnings_raised():
+        it = engine.batches(tqdm(unishard.dataloader(data, cfg), disable=True))
+        got = [index for _ in range(3) for index in trained(engine, it)]
+    with prepare(cfg) as engine:
+        loader = unishard.dataloader(data, cfg)
+        right = [index for _ in range(3) for index in read(engine, loader)]
+    return got, right
+
+
+@DATA.raises(
+    "a validation without `engine.eval()` inside the training loop",
+    "UserWarning: a loop over engine.batches() inside the training loop ran the model in training mode and made no update; for a "
+    "validation, call engine.eval() before and engine.train() after it",
+    1,
+)
+@DATA.raises(
+    "the same inside an accumulation window",
+    "ContractError: a loop over engine.batches() in training mode began inside an accumulation window of the loop around it; for a "
+    "validation, call engine.eval() before and engine.train() after it",
+    2,
+)
+def validation_in_training_mode(backend, accumulate):
+    cfg, data = config(backend, training={"gradient_accumulation_steps": accumulate}), samples(16)
+    with prepare(cfg) as engine, warnings_raised():
+        for each in engine.batches(unishard.dataloader(data, cfg)):
+            each.pop("index")
+            engine.backward(engine(**each).loss)
+            engine.step()
+            for other in engine.batches(unishard.dataloader(data[:8], cfg)):
+                other.pop("index")
+                engine(**other)
+
+
+@DATA.raises(
+    "`for batch in loader:` over a `unishard.dataloader`, without `engine.batches`",
+    "UserWarning: a unishard.dataloader is read without engine.batches(), so...write `for batch in engine.batches(loader):`",
+)
+def ours_without_batches(backend):
+    cfg = config(backend)
+    with prepare(cfg) as engine, warnings_raised():
+        trained(engine, unishard.dataloader(samples(16), cfg))
+
+
+@DATA.raises(
+    "`for batch in loader:` over a `DataLoader` that gives each rank the same batches",
+    "UserWarning: ranks 0 and 1 train on the same batches, so the other ranks add nothing; read the data with `for batch in "
+    "engine.batches(unishard.dataloader(dataset, cfg)):`, which gives each rank its own share",
+)
+def theirs_without_batches(backend):
+    with prepare(config(backend)) as engine, warnings_raised():
+        trained(engine, DataLoader(samples(16), batch_size=2))

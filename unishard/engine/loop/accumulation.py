@@ -28,6 +28,7 @@ from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.foreign_backward import ForeignBackwardCheck
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items
+from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.reached_parameters import ReachedParameters
 from unishard.engine.loop.skipped_updates import SkippedUpdates
 from unishard.engine.loop.trainable import Trainable
@@ -60,6 +61,7 @@ class Accumulation:
         optimizer: OptimizerCalls,
         trainable: Trainable,
         classes: Mapping[str, str],
+        outside: OutsideBatches,
     ) -> None:
         self._training = cfg.training
         self._trainable = trainable
@@ -70,6 +72,7 @@ class Accumulation:
         self._edited = EditedGradients(adapter.module, order)
         self._reached = ReachedParameters(adapter, order, classes)
         self._added = AddedModules(adapter.module)
+        self._outside = outside
         self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
         self._skipped = SkippedUpdates()
@@ -146,6 +149,8 @@ class Accumulation:
         if self.held is not None and not order.micro_batch:
             self.held.look(compared=self._sampled)
         order.enter("forward")
+        if watched:
+            self._outside.forward((args, kwargs))
         if order.before_update is not None:
             order.before_update()
             order.before_update = None

@@ -127,12 +127,12 @@ class Evaluation:
         if not isinstance(sampler, ShareSampler):
             yield from batches
             return
-        repeated = len(sampler) * sampler.round - sampler.dataset_length
+        repeated = sampler.repeated
         rest, end = iter(batches), object()
         batch = next(rest, end)
         while batch is not end:
             following = next(rest, end)
-            if following is end and repeated > 0:
+            if following is end and repeated:
                 self._tail = (sampler.round, sampler.round - repeated)
             try:
                 yield batch

@@ -11,7 +11,7 @@ from unishard.checkpoint import keys
 from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
 from unishard.distributed.shards import Shard
 
-__all__ = ["AverageShards", "resume_average"]
+__all__ = ["AverageShards", "has_average", "resume_average"]
 
 
 class AverageShards:
@@ -56,23 +56,36 @@ class AverageShards:
         """
         for average, values in zip(self.averages, self.live, strict=True):
             average.copy_(values)
-        found = {name: shard for name, shard in self.to_save().items() if name in tensors}
-        tensors.read(ReadRequest(name, 0 if shard.group is None else shard.start, shard.values.view(-1)) for name, shard in found.items())
+        found = self._found(tensors)
+        tensors.read(ReadRequest(name, start, shard.values.view(-1)) for name, (start, shard) in found.items())
         return len(self.by_name) - len(found)
 
+    def require(self, tensors: Tensors) -> None:
+        """Check that what `read` reads is there. Reads no element.
 
-def resume_average(average: AverageShards | None, tensors: Tensors) -> Iterator[str]:
+        Raises:
+            CheckpointError: It is incomplete.
+        """
+        for name, (start, shard) in self._found(tensors).items():
+            tensors.require(name, shard.shape, start, start + shard.values.numel())
+
+    def _found(self, tensors: Tensors) -> dict[str, tuple[int, Shard]]:
+        """By name in the checkpoint: where each shard begins, and the shard."""
+        return {name: (0 if shard.group is None else shard.start, shard) for name, shard in self.to_save().items() if name in tensors}
+
+
+def has_average(tensors: Tensors) -> bool:
+    """Whether a checkpoint has a moving average."""
+    return any(name.startswith(keys.AVERAGES) for name in tensors)
+
+
+def resume_average(average: AverageShards, tensors: Tensors) -> Iterator[str]:
     """Resume the moving average of a checkpoint.
 
     Yields:
         Notes about what differs.
     """
-    saved = any(name.startswith(keys.AVERAGES) for name in tensors)
-    if average is None:
-        if saved:
-            yield "it has a moving average of the weights, which is not loaded; to resume it, call engine.ema(decay) before engine.load"
-        return
     lacking = average.read(tensors)
     if lacking:
-        which = f"moving averages of {lacking} parameters" if saved else "a moving average of the weights"
+        which = f"moving averages of {lacking} parameters" if has_average(tensors) else "a moving average of the weights"
         yield f"it lacks {which}; they start at the loaded weights"

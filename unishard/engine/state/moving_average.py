@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from unishard.checkpoint.tensor_reader import Tensors
+from unishard.distributed import process_group
+from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import full_tensor
 from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
-from unishard.engine.state.average_shards import AverageShards
+from unishard.engine.state.average_shards import AverageShards, resume_average
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
 __all__ = ["MovingAverage", "begin_average"]
+
+_logger = logging.getLogger("unishard")
 
 
 @torch.no_grad()
@@ -35,6 +42,7 @@ def begin_average(
         The average, and what to call after each update.
 
     Raises:
+        CheckpointError: On every rank: the average of the loaded checkpoint cannot be read.
         ContractError: As in `Engine.ema`.
     """
     order.require_boundary("ema")
@@ -45,8 +53,22 @@ def begin_average(
     order.meet("ema", f", {decay}")
     adapter.settle()
     masters = {name: adapter.master_shard(parameter) for name, parameter in tensors.trained().items()}
-    tensors.average = shards = AverageShards(decay, masters)
+    shards = AverageShards(decay, masters)
+    _resume(shards, tensors.saved_average)
+    tensors.average, tensors.saved_average = shards, None
     return MovingAverage(decay, shards, adapter, order), shards.update
+
+
+def _resume(shards: AverageShards, saved: Tensors | None) -> None:
+    """Read the average of a checkpoint that was loaded before, such as by `prepare`. Collective."""
+    if saved is None:
+        return
+    group = process_group.host_group()
+    on_all(group, lambda: shards.require(saved))
+    notes = on_all(group, lambda: [*resume_average(shards, saved)])
+    if dist.get_rank() == 0:
+        for note in notes:
+            _logger.warning("%s: %s", saved.folder, note)
 
 
 @with_inference_as_no_grad

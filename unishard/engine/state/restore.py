@@ -25,7 +25,7 @@ from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.optim.optimizer_state import StateSpec, keys_of
 from unishard.engine.results import Resumed
-from unishard.engine.state.average_shards import resume_average
+from unishard.engine.state.average_shards import has_average, resume_average
 from unishard.engine.state.resume import random_states, resume
 from unishard.engine.state.run import Run
 from unishard.engine.state.sense import require_sense
@@ -70,8 +70,10 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
         raise CheckpointError(f"{error}; some weights are loaded already: load another checkpoint before you train on") from error
     run.adapter.loaded()
     notes = [*reader.notes, *resume(run, manifest, states, group)]
-    if run.accumulation is not None:
-        notes += on_all(group, lambda: [*resume_average(run.tensors.average, tensors)])
+    average = run.tensors.average
+    if average is not None:
+        notes += on_all(group, lambda: [*resume_average(average, tensors)])
+    run.tensors.saved_average = tensors if run.accumulation is not None and average is None and has_average(tensors) else None
     run.batching.resume(positions, manifest.world_size)
     if verify == "bits":
         on_all(group, reader.compare_bits)
@@ -138,8 +140,8 @@ class CheckpointReader:
         for name, needs in self._match.optimizer.items():
             place = self._run.adapter.master_shard(trained[name])
             wanted |= {keys.of_optimizer(name, key): place for key in needs.tensors}
-        averages = self._run.tensors.average_shards()
-        wanted |= {name: shard for name, shard in averages.items() if name in self._tensors}
+        if self._run.tensors.average is not None:
+            self._run.tensors.average.require(self._tensors)
         for name, shard in wanted.items():
             begin = 0 if shard.group is None else shard.start
             self._tensors.require(name, shard.shape, begin, begin + shard.values.numel())

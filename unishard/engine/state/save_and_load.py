@@ -67,6 +67,7 @@ class SaveAndLoad:
         place = self._directory(root, "save")
         self._claim(place)
         order.meet("save", f", to {root or self._cfg.dir}")
+        self._drop_average()
         group = process_group.host_group()
         _require_same(number, group)
         self._background.wait()
@@ -149,14 +150,16 @@ class SaveAndLoad:
         return best
 
     def _check_before_update(self) -> None:
-        """Before the next update, check that `checkpoint.dir` holds no other run, and that no other one saves there."""
-        if self._dir is not None and self._run.accumulation is not None:
-            self._run.order.before_update = self._admit
+        """Before the next update, check that the run owns `checkpoint.dir`, and that no average is lost in silence."""
+        if self._run.accumulation is not None:
+            self._run.order.before_update = self._before_update
 
-    def _admit(self) -> None:
-        on_first(process_group.host_group(), self._lineage.admit)
-        if self._dir is not None and (self._cfg.automatic or self._cfg.on_signal):
-            self._own(self._dir)
+    def _before_update(self) -> None:
+        if self._dir is not None:
+            on_first(process_group.host_group(), self._lineage.admit)
+            if self._cfg.automatic or self._cfg.on_signal:
+                self._own(self._dir)
+        self._drop_average()
 
     def _own(self, root: Path) -> None:
         """Make this run the owner of a directory in which it is going to save. Collective the first time."""
@@ -174,6 +177,16 @@ class SaveAndLoad:
             return self._lineage.run_in(root, finding.latest(root) if which else place)
 
         ownership.own(root, self, run, process_group.host_group(), writes=False)
+
+    def _drop_average(self) -> None:
+        """Warn of a moving average that is loaded no more: the weights move on, or are saved without it."""
+        saved, self._run.tensors.saved_average = self._run.tensors.saved_average, None
+        if saved is not None and dist.get_rank() == 0:
+            _logger.warning(
+                "%s: its moving average of the weights is not resumed; to resume it, call engine.ema(decay) before the first training "
+                "forward, and before a save",
+                saved.folder,
+            )
 
     def export(self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any, overwrite: bool) -> Path:
         """Export the weights in Hugging Face's layout."""

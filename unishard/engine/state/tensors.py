@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from unishard.checkpoint import keys
 from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.distributed.shards import Shard
 from unishard.engine.adapter import EngineAdapter, InferenceAdapter
 from unishard.engine.state.average_shards import AverageShards
@@ -33,6 +34,8 @@ class StateTensors:
         """The engine's parameters by the user's names; a tied parameter under each of its names."""
         self.average: AverageShards | None = None
         """The moving average of the weights, if the user keeps one."""
+        self.saved_average: Tensors | None = None
+        """The loaded checkpoint, if it has a moving average for which the user has not asked yet."""
         self._prepared = {name for name, parameter in self.each() if parameter.requires_grad}
 
     def each(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,0 +1,79 @@
+"""What people put around a loader: progress bars, `enumerate`, `islice`, prefetchers."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterable
+from types import GeneratorType
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from unishard.data.loader import ShareLoader
+
+__all__ = ["hides_state", "instead_of", "unwrapped"]
+
+_DEPTH = 4
+"""How many wrappers may be around each other."""
+_BUILT_IN = (
+    enumerate,
+    zip,
+    map,
+    filter,
+    itertools.islice,
+    itertools.chain,
+    itertools.cycle,
+    itertools.takewhile,
+    type(iter(())),
+    GeneratorType,
+)
+"""Iterators that have begun to read when they are made, or that do not expose what they read."""
+_INSTEAD = {
+    "enumerate": "write enumerate(engine.batches(loader))",
+    "islice": "write itertools.islice(engine.batches(loader), n)",
+    "zip": "read one dataset of both, such as unishard.dataloader(torch.utils.data.StackDataset(a, b), cfg)",
+    "chain": "read one dataset of both, such as unishard.dataloader(torch.utils.data.ConcatDataset([a, b]), cfg)",
+}
+
+
+def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
+    """The loader that a progress bar of tqdm shows, or the only `unishard.dataloader` that another object holds; else `loader`."""
+    found = _inner(loader, _DEPTH)
+    return loader if found is None else found
+
+
+def _inner(loader: Any, depth: int) -> Any:
+    if isinstance(loader, DataLoader) or not depth or not hasattr(type(loader), "__iter__") or isinstance(loader, nn.Module):
+        return loader if isinstance(loader, DataLoader) else None
+    if type(loader).__module__.partition(".")[0] == "tqdm":
+        shown = getattr(loader, "iterable", None)
+        return _inner(shown, depth - 1) or shown
+    held = {id(inner): inner for value in getattr(loader, "__dict__", {}).values() if (inner := _inner(value, depth - 1)) is not None}
+    shares = [inner for inner in held.values() if isinstance(inner, ShareLoader)]
+    return shares[0] if len(shares) == 1 else None
+
+
+def hides_state(loader: Iterable[Any]) -> bool:
+    """Whether an iterator such as `enumerate(loader)` or a generator directly reads something that has a position."""
+    found: list[Any] = [loader]
+    for _ in range(_DEPTH):
+        found = [held for each in found if isinstance(each, _BUILT_IN) for held in _held(each)]
+        if any(callable(getattr(held, "state_dict", None)) and _is_read(held) for held in found):
+            return True
+    return False
+
+
+def _held(iterator: Any) -> Iterable[Any]:
+    for held in gc.get_referents(iterator):
+        yield from held if isinstance(held, tuple) else (held,)
+
+
+def _is_read(held: Any) -> bool:
+    return hasattr(type(held), "__iter__") and not isinstance(held, nn.Module)
+
+
+def instead_of(loader: Iterable[Any]) -> str:
+    """What to write instead of a wrapper that hides its loader."""
+    return _INSTEAD.get(type(loader).__name__, "pass the loader itself, engine.batches(loader), and wrap what that yields")

@@ -1,0 +1,197 @@
+"""Which position in the data a checkpoint has: that of the pass over a training loader that made the last update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from unishard.data import position
+from unishard.data.epochs import Epochs
+from unishard.data.loader import ShareLoader
+from unishard.data.position import LoaderPass, Position
+from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.errors import ContractError
+
+__all__ = ["TrainingPass", "TrainingPasses"]
+
+_Resumed = tuple[Sequence[Position], int]
+"""Positions on all ranks of the resumed run, and their number."""
+
+
+class TrainingPass:
+    """One pass over a loader in training mode."""
+
+    def __init__(self, order: CallOrder, around: TrainingPass | None) -> None:
+        self.reading: LoaderPass | None = None
+        """The loader with its position; None if it has none."""
+        self.around = around
+        """The pass that was read before: where it is open, this one is inside its loop."""
+        self.open, self.read, self.trained = True, False, False
+        """Whether its loop runs, whether it has read a window, and whether updates were made in it."""
+        self.kept: Position | None = None
+        """The position after the last update that was made in it."""
+        self.resumed: _Resumed | None = None
+        """What it has resumed from."""
+        self.told = False
+        """Whether it was said that it has no position."""
+        self.updates = order.updates
+        """When its last window was read."""
+        self.before = order.window, order.discarded, order.phase
+        """The state of the loop around it when it began."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is inside the loop of another one."""
+        return self.around is not None and self.around.open
+
+    def position(self) -> Position | None:
+        """After the updates that were made in it; of a pass without any, inside the loop of another one, that one's."""
+        if self.trained:
+            return self.kept
+        if self.inside and self.around is not None:
+            return self.around.position()
+        return None if self.reading is None else self.reading.before
+
+
+class TrainingPasses:
+    """The passes over training loaders of one engine.
+
+    A pass without an update, such as a validation that is in training mode by mistake, leaves the position to the pass before it.
+    """
+
+    def __init__(self, order: CallOrder, warn: Callable[[str], None]) -> None:
+        self._order, self._warn = order, warn
+        self._now: TrainingPass | None = None
+        self._updates = 0
+        """When a window was last read."""
+        self._mixed = False
+        """Whether loaders are trained on in turn, so that no single position is right."""
+        self._epochs = Epochs()
+        self.resumed: _Resumed | None = None
+        """Of the resumed run, until a training loader uses them."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a loop over a training loader runs."""
+        return self._now is not None and (self._now.open or self._now.inside)
+
+    def begin(self, loader: Iterable[Any], inner: Iterable[Any], window: int) -> TrainingPass:
+        """Begin a pass, at the resumed position if no loader has used that yet.
+
+        Args:
+            loader: What the loop reads.
+            inner: The loader in it.
+            window: As in `LoaderPass`.
+
+        Raises:
+            ContractError: It is inside an accumulation window of another loop.
+            DataError: The resumed position does not fit the loader, or the loader is too small.
+        """
+        self._settle()
+        if self._now is not None and not self._now.open:
+            self._now.around = None  # else each pass would keep all before it
+        begun = TrainingPass(self._order, self._now)
+        if begun.inside and self._order.inside_window:
+            raise ContractError(
+                "a loop over engine.batches() in training mode began inside an accumulation window of the loop around it; for a "
+                "validation, call engine.eval() before and engine.train() after it"
+            )
+        if position.is_stateful(inner):
+            begun.resumed, self.resumed = self.resumed, None
+            done = 0 if begun.resumed is None else position.resume(inner, *begun.resumed, dist.get_rank(), dist.get_world_size())
+            if isinstance(inner, ShareLoader):
+                inner.require_enough_samples()
+                self._epochs.join(inner)
+            begun.reading = LoaderPass(inner, done, window, loader)
+        elif self.resumed is not None:
+            begun.told = True
+            self._warn(
+                f"{type(loader).__name__} has no load_state_dict, so it starts from its beginning and not at the checkpoint's data "
+                "position; train with unishard.dataloader(dataset, cfg)"
+            )
+        self._now = begun
+        return begun
+
+    def advance(self, of: TrainingPass) -> None:
+        """Before a pass reads its next window, or ends: learn what was trained since the last one was read."""
+        if not of.open:  # a checkpoint was loaded inside the loop
+            return
+        if self._now is not of and of.updates != self._order.updates and not self._mixed:
+            self._mixed = True
+            self._warn(
+                "two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position in the data, and a "
+                "resumed run reads both from their beginning; read one dataset of both, such as a torch.utils.data.StackDataset or "
+                "ConcatDataset, or save each loader's state_dict() with your own state; for a validation, call engine.eval() before and "
+                "engine.train() after it"
+            )
+        self._settle()
+        self._now, of.updates = of, self._order.updates
+
+    def end(self, ended: TrainingPass) -> None:
+        """End a pass, at its end or where the loop was left."""
+        ended.open = False
+        order = self._order
+        if self._now not in (ended, None):
+            return  # another loop has read a window since, whose length counts
+        window, discarded, phase = ended.before
+        if not order.micro_batch:
+            order.window = window if ended.inside else order.full_window
+        if self._now is None or ended.trained or order.updates != self._updates or order.discarded:
+            return
+        self._now, order.discarded = ended.around, discarded
+        if ended.read and self.resumed is None:
+            self.resumed = ended.resumed  # for the loader that is trained on
+        if ended.inside and phase is Phase.OPEN and order.phase is Phase.FORWARD_DONE:
+            self._warn(
+                "a loop over engine.batches() inside the training loop ran the model in training mode and made no update; for a "
+                "validation, call engine.eval() before and engine.train() after it"
+            )
+
+    def _settle(self) -> None:
+        """Learn whether an update was made, or dropped, since the last window was read."""
+        if self._order.updates == self._updates and not self._order.discarded:
+            return
+        self._updates = self._order.updates
+        if self._now is None:
+            return
+        self._now.trained, reading = True, self._now.reading
+        self._now.kept = None if reading is None else reading.position()
+        if reading is not None and not reading.exact:
+            self._warn(
+                f"{reading.name} does not yield each batch of the loader in it as soon as it is read, so a checkpoint has no position in "
+                "the data; pass the loader itself: engine.batches(loader) copies to the device while that computes"
+            )
+
+    def position(self) -> Position | None:
+        """Position of this rank's training loader after the completed windows; a window that was read but not trained is not counted.
+
+        Returns:
+            The argument of `resume`; JSON except for the loader's own state. None if there was no training loader, or the
+            last one has no `state_dict` and `load_state_dict`.
+        """
+        if self.resumed is not None:
+            return position.of_rank(*self.resumed, dist.get_rank(), dist.get_world_size())
+        self._settle()
+        return None if self._mixed or self._now is None else self._now.position()
+
+    def left(self, inner: Iterable[Any]) -> int | None:
+        """Batches that the next pass over a loader will yield; None if unknown."""
+        if self.resumed is None or not position.is_stateful(inner):
+            return position.batches_left(inner)
+        return position.left_after(inner, *self.resumed, dist.get_rank(), dist.get_world_size())
+
+    def resume(self, positions: Sequence[Position | None], world_then: int) -> None:
+        """Let the next training loader resume at the position of another run.
+
+        Args:
+            positions: What `position` returned on each of its ranks. If one is None, the loader starts from its beginning.
+            world_then: That run's number of ranks.
+        """
+        known = [where for where in positions if where is not None]
+        self.resumed = (known, world_then) if known and len(known) == len(positions) else None
+        while self._now is not None:
+            self._now.open, self._now = False, self._now.around
+        self._mixed, self._updates = False, self._order.updates
+        self._epochs.forget()
