@@ -179,6 +179,13 @@ def test_epochs_and_the_part_that_warms_up_go_to_the_trainer(name: str) -> None:
     assert document.items() >= {"num_train_epochs": 1, "warmup_steps": 0.1}.items()
 
 
+@pytest.mark.parametrize("to", ["hf", "lightning"])
+def test_how_long_parameters_stay_is_not_rewritten(to: str) -> None:
+    sizes = {"stage3_max_reuse_distance": 5e8, "stage3_max_live_parameters": 3e8}
+    outcome = translate({**ADAM, "zero_optimization": {"stage": 3, **sizes}}, to, from_="deepspeed")
+    assert {key.rpartition(".")[2]: value for key, value in flat(outcome.document)}.items() >= sizes.items()
+
+
 def test_accelerate_needs_the_number_of_processes() -> None:
     assert any("num_processes" in warning for warning in translate(ADAM, "accelerate", from_="deepspeed").warnings)
     outcome = translate(ADAM, "accelerate", from_="deepspeed", topology=FOUR)
