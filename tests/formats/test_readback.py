@@ -186,6 +186,11 @@ def test_how_long_parameters_stay_is_not_rewritten(to: str) -> None:
     assert {key.rpartition(".")[2]: value for key, value in flat(outcome.document)}.items() >= sizes.items()
 
 
+def test_what_its_own_tool_would_not_read_yet_is_said() -> None:
+    outcome = translate({"output_dir": "${OUT}/run", "learning_rate": 1e-4, "bf16": True}, "unishard", from_="hf")
+    assert any(warning.startswith("not compared with its source: checkpoint.dir") for warning in outcome.warnings)
+
+
 def test_accelerate_needs_the_number_of_processes() -> None:
     assert any("num_processes" in warning for warning in translate(ADAM, "accelerate", from_="deepspeed").warnings)
     outcome = translate(ADAM, "accelerate", from_="deepspeed", topology=FOUR)

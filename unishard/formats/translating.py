@@ -158,12 +158,12 @@ def translate(
     items, document = _described(target, reading, expressed, same, overrides)
     warnings = [*reading.source.warnings, *filter(None, [getattr(target, "notice", "")])]
     found: tuple[Change, ...] = ()
-    if all(item.fit is not Fit.UNSUPPORTED for item in items):
-        back = read_back(target, document, reading)
-        if same is None and (silent := to_write_out(differences(reading, back), reading)):
-            expressed = _written(target, reading._replace(decided=reading.decided | silent), ranks)
-            items, document = _described(target, reading, expressed, same, overrides)
-            back = read_back(target, document, reading)
+    back = _read_back(target, document, reading, items, warnings)
+    if back and same is None and (silent := to_write_out(differences(reading, back), reading)):
+        expressed = _written(target, reading._replace(decided=reading.decided | silent), ranks)
+        items, document = _described(target, reading, expressed, same, overrides)
+        back = _read_back(target, document, reading, items, warnings)
+    if back:
         different = differences(reading, back)
         items = tuple(with_differences(items, different, reading, back, expressed.fields))
         found = changes(different, reading, back, items)
@@ -171,6 +171,19 @@ def translate(
     text = target.render(document, reading) if dropped or same is None else _text(target, document, reading)
     launch = _launch(reading, to) or (filling.launch.torchrun() if filling else "")
     return Outcome(reading, to, items, document, text, tuple(warnings), launch, tuple(dropped), filling, found)
+
+
+def _read_back(
+    target: Format, document: Native, reading: ReadDocument, items: tuple[Item, ...], warnings: list[str]
+) -> ReadDocument | None:
+    """What a document means that may be written; None, and a warning, where its own tool would not read it as it stands."""
+    if any(item.fit is Fit.UNSUPPORTED for item in items):
+        return None
+    try:
+        return read_back(target, document, reading)
+    except ConfigError as error:
+        warnings.append(f"not compared with its source: {error}")
+        return None
 
 
 def _described(

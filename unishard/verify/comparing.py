@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog
 from unishard.formats.readback import read_back
 from unishard.loading.document import text_of
@@ -103,7 +104,10 @@ def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
 
 def _in_the_file(outcome: Outcome) -> dict[str, Any]:
     """What the translation says itself, as unishard reads it: neither what its tool assumes, nor what the script decides."""
-    back = read_back(catalog.get(outcome.to), outcome.document, outcome.reading)
+    try:
+        back = read_back(catalog.get(outcome.to), outcome.document, outcome.reading)
+    except ConfigError:
+        return {}
     said = {field for entry in back.entries if not entry.assumed for field in entry.meaning.fields} - back.undecided.keys()
     return {field: value for field, value in of_config(back.config).items() if field in said}
 
