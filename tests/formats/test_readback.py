@@ -172,6 +172,14 @@ def test_what_fsdp_does_with_files_goes_to_the_trainer() -> None:
     assert (document["state_dict_type"], document["cpu_ram_efficient_loading"]) == ("FULL_STATE_DICT", True)
 
 
+@pytest.mark.parametrize(("word", "written"), [("sharded", "SHARDED_STATE_DICT"), ("full", "FULL_STATE_DICT"), ("local", None)])
+def test_composers_words_for_saves_are_those_of_accelerate(word: str, written: str | None) -> None:
+    data = {"max_duration": "1ep", "fsdp_config": {"sharding_strategy": "FULL_SHARD", "state_dict_type": word}}
+    outcome = translate(data, "accelerate", from_="composer", topology=FOUR)
+    assert outcome.document["fsdp_config"].get("fsdp_state_dict_type") == written
+    assert not verify(outcome).effective.refused
+
+
 @pytest.mark.parametrize("name", ["trl", "llamafactory", "swift"])
 def test_epochs_and_the_part_that_warms_up_go_to_the_trainer(name: str) -> None:
     data = {"learning_rate": 1e-5, "num_train_epochs": 1, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "bf16": True}

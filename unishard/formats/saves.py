@@ -44,8 +44,8 @@ def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
     found = {}
     for entry in _written(reading.entries):
         name = _name(entry)
-        if fsdp and to in _FSDP and name in (_FULL, _LOADS):
-            found[entry.path] = _FSDP[to].format(name), entry.value
+        if fsdp and to in _FSDP and (name == _LOADS or _kind(entry)):
+            found[entry.path] = _FSDP[to].format(name), _kind(entry) or entry.value
         elif fsdp and to in _FSDP and name in _OF_ZERO and _is_on(entry.value):
             found[entry.path] = _FSDP[to].format(_FULL), "FULL_STATE_DICT"
         elif not fsdp and zero and to in _ZERO and (_is_full(entry) or name == _OF_ZERO[-1]):
@@ -80,8 +80,14 @@ def _name(entry: Entry) -> str:
     return entry.path[-1].removeprefix("fsdp_")
 
 
+def _kind(entry: Entry) -> str:
+    """How a save is split, in the words that FSDP2 has; empty where the entry does not say it, or says what only FSDP1 has."""
+    word = str(entry.value).rpartition(".")[2].upper().removesuffix("_STATE_DICT")
+    return f"{word}_STATE_DICT" if _name(entry) == _FULL and word in ("FULL", "SHARDED") else ""
+
+
 def _is_full(entry: Entry) -> bool:
-    return _name(entry) == _FULL and str(entry.value).upper() in ("FULL_STATE_DICT", "STATEDICTTYPE.FULL_STATE_DICT")
+    return _kind(entry) == "FULL_STATE_DICT"
 
 
 def _is_on(value: Any) -> bool:
