@@ -254,9 +254,8 @@ def test_variables_stay_and_are_named(script: Path) -> None:
     assert fields(outcome)["scheduler.name"] == "linear"
 
 
-def test_two_numbers_of_ranks_are_an_error(script: Path) -> None:
-    with pytest.raises(ConfigError, match=r"8 ranks here, 4 in .*train.sh; correct one of them, or add --world-size N"):
-        with_script(script, {**FSDP, "num_processes": 8})
+def test_the_command_line_takes_precedence_over_the_ranks_of_accelerates_file(script: Path) -> None:
+    assert with_script(script, {**FSDP, "num_processes": 8}).reading.topology.world_size == 4
     assert with_script(script, {**FSDP, "num_processes": 8}, topology=Topology(2, 2)).reading.topology == Topology(2, 2)
 
 

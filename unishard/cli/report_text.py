@@ -12,7 +12,7 @@ from unishard.mapping.rules import Fit
 from unishard.printable import in_one_line
 
 if TYPE_CHECKING:
-    from unishard.formats import Item, Outcome
+    from unishard.formats import Change, Item, Outcome
     from unishard.formats.filling import Filling
 
 __all__ = ["LOUD", "key_value", "listed", "needs_input", "value_of", "write_text"]
@@ -97,6 +97,7 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
             yield _Line(f"{fit}:", style=FIT_STYLES[fit])
         for item in here:
             yield from _item(item, outcome)
+    yield from _changes(outcome)
     if outcome.filling:
         yield from _filled(outcome.filling, [] if full else items, outcome)
     for one in outcome.dropped:
@@ -106,6 +107,23 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
     if outcome.launch:
         yield _Line(f"launch: {outcome.launch}")
     yield _Line(_sentence(outcome, items, full=full), style="bold")
+
+
+def _changes(outcome: Outcome) -> Iterator[_Line]:
+    """What the translation means otherwise though no key says so: first what the source does, then what its training script decides."""
+    source, to = outcome.reading.format, outcome.to
+    said = [change for change in outcome.changes if change.said]
+    if said:
+        yield _Line("changes (no key of the file says it):", style=FIT_STYLES[Fit.APPROXIMATE])
+    for change in said:
+        yield _Line(f"{change.field}: {_before(change)} -> {value_of(change.after)}  ({change.note})", 2)
+    if left := [f"{change.field} = {value_of(change.after)}" for change in outcome.changes if not change.said]:
+        yield _Line(f"left to the training script by {source}, decided by {to} unless you set it:", style=FIT_STYLES[Fit.NEEDS_INPUT])
+        yield _Line(", ".join(left), 2)
+
+
+def _before(change: Change) -> str:
+    return "what the script does" if change.before is None else value_of(change.before)
 
 
 def _filled(filling: Filling, items: Sequence[Item], outcome: Outcome) -> Iterator[_Line]:
@@ -149,6 +167,7 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     parts = [
         f"{counts[Fit.EXACT] + counts[Fit.EQUIVALENT]} of {len(written)} keys carried over",
         *(f"{counts[fit]} {fit}" for fit in (Fit.APPROXIMATE, Fit.UNSUPPORTED, Fit.IGNORED) if counts[fit]),
+        *([f"{_count(changed)} of the training"] if (changed := sum(change.said for change in outcome.changes)) else []),
         *([f"{_need(ranks)} {_RANKS}"] if ranks else []),
         *([f"{_need(counts[Fit.NEEDS_INPUT] - ranks)} input"] if counts[Fit.NEEDS_INPUT] > ranks else []),
     ]
@@ -159,6 +178,10 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     hidden = len(outcome.items) - len(items) + counts[Fit.EXACT]
     more = "" if full or not hidden else " (--report full lists all)"
     return f"{outcome.reading.format} -> {outcome.to}: {'; '.join(parts)}{more}"
+
+
+def _count(changes: int) -> str:
+    return "1 change" if changes == 1 else f"{changes} changes"
 
 
 def _need(count: int) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from unishard.formats.catalog import NAMES
 from unishard.formats.checking import check
+from unishard.formats.readback import Change
 from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Item, Outcome, read, translate
 
-__all__ = ["NAMES", "Item", "Outcome", "ReadDocument", "check", "read", "translate"]
+__all__ = ["NAMES", "Change", "Item", "Outcome", "ReadDocument", "check", "read", "translate"]

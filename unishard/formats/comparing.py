@@ -10,7 +10,7 @@ from unishard.config.nested import flat
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import Entry
 
-__all__ = ["Difference", "Side", "compare"]
+__all__ = ["NOT_SAID", "Difference", "Side", "compare"]
 
 
 class Side(NamedTuple):
@@ -22,6 +22,8 @@ class Side(NamedTuple):
     """The key that says it, and its line; `default`, `override`, `not said`, or who decides it instead."""
     said: bool
     """Whether the config, its tool or an override decides the value."""
+    key: str = ""
+    """The key that decides it, or whose default does; empty where none does."""
 
 
 class Difference(NamedTuple):
@@ -44,8 +46,9 @@ def compare(a: ReadDocument, b: ReadDocument) -> tuple[Difference, ...]:
     return tuple(difference for difference in found if not _same(difference))
 
 
-_DEFAULT, _NOT_SAID = "default", "not said"
-_SILENT = Side(None, _NOT_SAID, said=False)
+NOT_SAID = "not said"
+_DEFAULT = "default"
+_SILENT = Side(None, NOT_SAID, said=False)
 _RANKS = "ranks"
 
 
@@ -60,7 +63,7 @@ def _same(difference: Difference) -> bool:
 
 def _open(side: Side) -> bool:
     """Whether only the training script knows the value."""
-    return not side.said and side.origin != _NOT_SAID
+    return not side.said and side.origin != NOT_SAID
 
 
 def _sides(reading: ReadDocument) -> dict[str, Side]:
@@ -73,9 +76,9 @@ def _sides(reading: ReadDocument) -> dict[str, Side]:
         if path in reading.undecided:
             found[path] = Side(None, reading.undecided[path].who, said=False)
         elif path in reading.decided:
-            found[path] = Side(value, _origin(deciders.get(path), reading), said=True)
+            found[path] = _decided(value, path, deciders.get(path), reading)
         else:
-            found[path] = Side(value, _NOT_SAID, said=False)
+            found[path] = Side(value, NOT_SAID, said=False)
     return found | dict(_native(reading))
 
 
@@ -86,18 +89,13 @@ def _deciders(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
             yield field, entry
 
 
-def _origin(entry: Entry | None, reading: ReadDocument) -> str:
-    if entry is None or _overridden(entry, reading):
-        return "override"
+def _decided(value: Any, path: str, entry: Entry | None, reading: ReadDocument) -> Side:
+    if entry is None or (path in entry.meaning.fields and _listed(entry.meaning.fields[path]) != _listed(value)):
+        return Side(value, "override", said=True)
     if entry.assumed:
-        return _DEFAULT if reading.format == "unishard" else f"{reading.format} assumes {entry.key}"
+        return Side(value, _DEFAULT if reading.format == "unishard" else f"{reading.format} assumes {entry.key}", True, entry.key)
     line = reading.source.origins.of(entry.path).line
-    return f"{entry.key}, line {line}" if line else entry.key
-
-
-def _overridden(entry: Entry, reading: ReadDocument) -> bool:
-    """Whether the config holds something else than the entry said."""
-    return any(_listed(value) != _listed(value_at(reading.config, field)) for field, value in entry.meaning.fields.items())
+    return Side(value, f"{entry.key}, line {line}" if line else entry.key, True, entry.key)
 
 
 def _listed(value: Any) -> Any:
@@ -108,7 +106,7 @@ def _native(reading: ReadDocument) -> Iterator[tuple[str, Side]]:
     deciders = {f"native.{key}": entry for entry in reading.entries for key in entry.meaning.native}
     for key, value in flat({"native": reading.config.native}):
         if key != "native":
-            yield key, Side(value, _origin(deciders.get(key), reading), said=True)
+            yield key, _decided(value, key, deciders.get(key), reading)
 
 
 def _ranks(reading: ReadDocument) -> dict[str, Side]:

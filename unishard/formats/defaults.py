@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from unishard.config import value_at
 from unishard.config.nested import Native, flat, nested
 from unishard.formats.reading import ReadDocument
 from unishard.mapping.entries import Entry
@@ -29,6 +30,9 @@ _ONLY_DECIDED = {
 _ROUNDING = ("optimizer.params.torch_adam", "zero_optimization.memory_efficient_linear", "zero_force_ds_cpu_optimizer")
 """Settings with which DeepSpeed rounds as torch does; a config that was DeepSpeed's own before keeps its kernels."""
 _HYSTERESIS = "fp16.hysteresis"
+_KEPT_PARAMETERS = ("zero_optimization.stage3_max_reuse_distance", "zero_optimization.stage3_max_live_parameters")
+"""Sizes of which unishard's field knows only whether they keep parameters: those of the source hold on the same engine."""
+_RESHARD = "sharding.reshard_after_forward"
 
 
 def stays_with_engine(reading: ReadDocument) -> bool:
@@ -52,7 +56,18 @@ def without_unishards(document: Native, reading: ReadDocument) -> Native:
     }
     if kept.pop(_HYSTERESIS, None) is not None and (said := _said(written, _HYSTERESIS)) is not None:
         kept[_HYSTERESIS] = said
+    if _as_said(written, reading):
+        for key in _KEPT_PARAMETERS:
+            kept.pop(key, None)
+            if (said := _said(written, key)) is not None or (said := _said(written, key.replace("stage3_", ""))) is not None:
+                kept[key] = said
     return nested(kept)
+
+
+def _as_said(written: list[Entry], reading: ReadDocument) -> bool:
+    """Whether the source says how long parameters stay, and the config still holds what it said."""
+    said = [entry.meaning.fields[_RESHARD] for entry in written if _RESHARD in entry.meaning.fields]
+    return bool(said) and all(value == value_at(reading.config, _RESHARD) for value in said)
 
 
 def left_to_engine(entry: Entry, document: Native) -> bool:

@@ -103,6 +103,8 @@ def filled(
 
 
 def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Supplied) -> Topology | None:
+    if reading.format == "accelerate" and other:
+        return other  # `accelerate launch --num_processes` takes precedence over its file
     if own and other and own.world_size != other.world_size:
         what = f"{own.world_size} ranks here, {other.world_size} in {beside.name}; correct one of them, or add --world-size N"
         raise ConfigError([Problem("", what, reading.source.name)])

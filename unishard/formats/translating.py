@@ -15,7 +15,9 @@ from unishard.formats import catalog
 from unishard.formats.defaults import left_to_engine, stays_with_engine
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
 from unishard.formats.format import Format
+from unishard.formats.readback import Change, changes, differences, read_back, refusals, to_write_out, with_differences
 from unishard.formats.reading import ReadDocument, assemble, default_of
+from unishard.formats.saves import carried, described, with_files
 from unishard.formats.source import Source, open_source
 from unishard.formats.untouched import goes_through, stays, untouched, value_in
 from unishard.loading.document import text_of
@@ -68,6 +70,8 @@ class Outcome(NamedTuple):
     """What was left out on request."""
     filling: Filling | None = None
     """What was read beside the document."""
+    changes: tuple[Change, ...] = ()
+    """What the translation means otherwise, though no item says so."""
 
     def of(self, fit: Fit) -> list[Item]:
         """The items with this fit."""
@@ -77,7 +81,8 @@ class Outcome(NamedTuple):
         """Exit status: 1 if something is refused, 2 if something is approximate under `strict`, else 0."""
         if self.of(Fit.UNSUPPORTED):
             return 1
-        return 2 if strict and self.of(Fit.APPROXIMATE) else 0
+        changed = self.of(Fit.APPROXIMATE) or any(change.said for change in self.changes)
+        return 2 if strict and changed else 0
 
 
 def read(
@@ -150,13 +155,51 @@ def translate(
         )
         expressed = _written(target, reading, ranks)
     same = _same(target, reading, expressed)
-    lines = (_item(entry, reading, target, expressed, same) for entry in reading.entries)
-    items = (*lines, *_refused_overrides(overrides, reading, expressed))
-    document = merge(expressed.document, _kept_keys(reading) if reading.format == to else {}) if same is None else same
+    items, document = _described(target, reading, expressed, same, overrides)
+    warnings = [*reading.source.warnings, *filter(None, [getattr(target, "notice", "")])]
+    found: tuple[Change, ...] = ()
+    back = _read_back(target, document, reading, items, warnings)
+    if back and same is None and (silent := to_write_out(differences(reading, back), reading)):
+        expressed = _written(target, reading._replace(decided=reading.decided | silent), ranks)
+        items, document = _described(target, reading, expressed, same, overrides)
+        back = _read_back(target, document, reading, items, warnings)
+    if back:
+        different = differences(reading, back)
+        items = tuple(with_differences(items, different, reading, back, expressed.fields))
+        found = changes(different, reading, back, items)
+        warnings += [*refusals(back, target.tool), *filter(None, [getattr(target, "wants", _nothing)(document)])]
     text = target.render(document, reading) if dropped or same is None else _text(target, document, reading)
-    warnings = (*reading.source.warnings, *filter(None, [getattr(target, "notice", "")]))
     launch = _launch(reading, to) or (filling.launch.torchrun() if filling else "")
-    return Outcome(reading, to, items, document, text, warnings, launch, tuple(dropped), filling)
+    return Outcome(reading, to, items, document, text, tuple(warnings), launch, tuple(dropped), filling, found)
+
+
+def _read_back(
+    target: Format, document: Native, reading: ReadDocument, items: tuple[Item, ...], warnings: list[str]
+) -> ReadDocument | None:
+    """What a document means that may be written; None, and a warning, where its own tool would not read it as it stands."""
+    if any(item.fit is Fit.UNSUPPORTED for item in items):
+        return None
+    try:
+        return read_back(target, document, reading)
+    except ConfigError as error:
+        warnings.append(f"not compared with its source: {error}")
+        return None
+
+
+def _described(
+    target: Format, reading: ReadDocument, expressed: Expressed, same: Native | None, overrides: tuple[str, ...]
+) -> tuple[tuple[Item, ...], Native]:
+    """One item for each key, and the document."""
+    found = carried(reading, target.name)
+    lines = (described(_item(entry, reading, target, expressed, same), entry, found, target.name) for entry in reading.entries)
+    items = (*lines, *_refused_overrides(overrides, reading, expressed))
+    if same is not None:
+        return items, same
+    return items, with_files(merge(expressed.document, _kept_keys(reading) if reading.format == target.name else {}), found.values())
+
+
+def _nothing(document: Native) -> str:
+    return ""
 
 
 def _launch(reading: ReadDocument, to: str) -> str:

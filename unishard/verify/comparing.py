@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unishard.formats import Outcome
+from unishard.errors import ConfigError
+from unishard.formats import Outcome, catalog
+from unishard.formats.readback import read_back
 from unishard.loading.document import text_of
 from unishard.mapping.rules import Fit
 from unishard.mapping.templates import placeholders_in
@@ -31,7 +33,7 @@ class ComparedSetting(NamedTuple):
     source: Any
     """With the tool of the source; None in words where it does not say."""
     written: Any
-    """As the translation understands it."""
+    """In the translation itself; None where it does not say."""
     effective: Any
     """With the tool that reads the translation."""
     differs: bool
@@ -86,7 +88,7 @@ def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
         said = dict(source.settings)
     if said.get("sharding.strategy", "no_shard") != "no_shard" and _UNITS not in said:
         said[_UNITS] = "auto"  # ZeRO gathers the parameters of each module
-    written = of_config(outcome.reading.config)
+    written = _in_the_file(outcome)
     reported = _reported(outcome, overrides)
     rows = []
     for field in dict.fromkeys((*said, *effective.settings)):
@@ -98,6 +100,16 @@ def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
         shown = [None if value is _ABSENT else value for value in (one, other)]
         rows.append(ComparedSetting(field, shown[0], written.get(field), shown[1], differs, field in reported))
     return Verification(tuple(rows), source, effective, open_)
+
+
+def _in_the_file(outcome: Outcome) -> dict[str, Any]:
+    """What the translation says itself, as unishard reads it: neither what its tool assumes, nor what the script decides."""
+    try:
+        back = read_back(catalog.get(outcome.to), outcome.document, outcome.reading)
+    except ConfigError:
+        return {}
+    said = {field for entry in back.entries if not entry.assumed for field in entry.meaning.fields} - back.undecided.keys()
+    return {field: value for field, value in of_config(back.config).items() if field in said}
 
 
 def _unchanged(outcome: Outcome) -> bool:
@@ -144,6 +156,7 @@ def _reported(outcome: Outcome, overrides: Iterable[str]) -> set[str]:
             found |= fields & set(_LAYOUT)
         elif item.fit is not Fit.EXACT:
             found |= fields
+    found |= {change.field for change in outcome.changes}
     if _LATER in outcome.text:
         found.add(_UNITS)
     if "precision.compute" in found:

@@ -173,6 +173,7 @@ _LOOP: Mapping[str, Rule] = {
     ),
     "communication.reduce_bucket_size": none(f"affects only time; it {_FILE}"),
     "communication.prefetch_bucket_size": none(f"affects only time; it {_FILE}"),
+    "communication.overlap": none(f"affects only time: DeepSpeed overlaps at stage 3 without being told; it {_FILE}"),
     "compile.mode": write(
         "export ACCELERATE_DYNAMO_BACKEND; Accelerate 1.15.0 drops dynamo_config here", lambda cfg: cfg.compile.mode == "none", "none"
     ),
@@ -187,5 +188,5 @@ _LOOP: Mapping[str, Rule] = {
     ),
 }
 
-DEEPSPEED_RULES: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _LOOP, BY_SCRIPT)
+DEEPSPEED_RULES: Mapping[str, Rule] = rows(BY_SCRIPT, _SHARDING, _PRECISION, _LOOP)
 """Rows in the order of the schema."""

@@ -61,12 +61,18 @@ class AccelerateFormat(Format):
         """
         return _with_absent_file(expressed(reading, topology), reading)
 
+    def wants(self, document: Native) -> str:
+        """The number of processes, without which `accelerate launch` refuses a file with an engine."""
+        return "" if "num_processes" in document or document.get("distributed_type") == "NO" else _NO_RANKS
+
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML in the order of `accelerate config`."""
         return text_of(document)
 
 
 FORMAT = AccelerateFormat()
+
+_NO_RANKS = "accelerate launch refuses a file without num_processes; add --world-size N, or pass it --num_processes N"
 
 _BLOCK, _FILE = "deepspeed_config", "deepspeed_config_file"
 

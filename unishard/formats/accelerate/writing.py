@@ -26,6 +26,7 @@ _SAVED = FieldResult(Fit.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
 _NO_KEY = FieldResult(Fit.IGNORED, "", "no key for it; pass it to the Accelerator's plugin or write a deepspeed_config_file")
 _ENGINES = ("backend", "native", "sharding.", "offload.")
 """Fields that are the engine's, not the training script's: Accelerate without `fsdp_auto_wrap_policy` gathers the whole model at once."""
+_CLIPPING = "training.gradient_clipping"
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
@@ -40,8 +41,9 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
         message = f"Accelerate has no backend {config.backend}; add --set backend=fsdp or backend=deepspeed"
         raise ConfigError([Problem("backend", message)])
     left = frozenset(path for path in reading.unsaid if path in reading.undecided or not path.startswith(_ENGINES))
+    open_ = frozenset({_CLIPPING} & left if config.backend == "deepspeed" else ())  # its own default would clip to 1.0 in silence
     # Where a value is not set, the key is left out: Accelerate's own default is the same as its word "auto".
-    table = {path: row._replace(auto=row.auto and path not in left) for path, row in TABLES[config.backend].items()}
+    table = {path: row._replace(auto=row.auto and path not in left - open_) for path, row in TABLES[config.backend].items()}
     said = express(table, config, topology, left | frozenset(reading.undecided))
     words = {**said.fields, **_native_words(config), **_group_words(reading, topology, said.fields["sharding.strategy"])}
     return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)

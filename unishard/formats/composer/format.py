@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.config.topology import Topology
+from unishard.errors import ConfigError, Problem
 from unishard.formats.composer import shapes
 from unishard.formats.composer.engine import DEEPSPEED, engine, trains
 from unishard.formats.composer.fsdp_keys import ARGUMENTS
@@ -49,6 +50,7 @@ class ComposerFormat(Format):
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the file says; the engine is FSDP, or DeepSpeed where an older file configures it."""
         nested = _is_run(source)
+        _refuse_evaluation(source)
         inner: Mapping[str, Any] = source.data["parameters"] if nested else source.data
         around = {key: value for key, value in source.data.items() if key != "parameters"} if nested else {}
         entries = [*interpret(RUN, around, tool="MosaicML", ignores_unknown=True), *_inner(inner, topology, nested=nested)]
@@ -68,6 +70,22 @@ class ComposerFormat(Format):
 
 
 FORMAT = ComposerFormat()
+
+
+_EVALUATES = {"icl_tasks", "icl_tasks_str", "models", "eval_gauntlet", "eval_gauntlet_str", "model_gauntlet"}
+_TRAINS = {"max_duration", "train_loader", "train_dataset", "optimizer", "optimizers", "scheduler", "schedulers"}
+
+
+def _refuse_evaluation(source: Source) -> None:
+    """Refuse what scripts/eval/eval.py of llm-foundry reads, which trains nothing.
+
+    Raises:
+        ConfigError: The document is such a file.
+    """
+    inner = source.data["parameters"] if _is_run(source) else source.data
+    if _EVALUATES & set(inner) and not _TRAINS & set(inner):
+        what = "only evaluates models (scripts/eval of llm-foundry) and trains nothing; name the YAML of scripts/train"
+        raise ConfigError([Problem("", what, source.name)])
 
 
 def _is_run(source: Source) -> bool:

@@ -20,7 +20,7 @@ from unishard.plugins import registry
 
 __all__ = ["FORMAT"]
 
-_BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps")
+_BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps", "training.gradient_clipping")
 """What transformers and Accelerate fill in; DeepSpeed itself refuses `"auto"` here."""
 _FOLLOWS = "precision.compute=", "precision.reduce="
 """DeepSpeed reduces in the dtype of compute, so whoever decides the one decides the other."""

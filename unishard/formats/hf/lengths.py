@@ -24,7 +24,10 @@ class Lengths(NamedTuple):
     """By field that they decide."""
 
 
-_EPOCHS: Mapping[str, tuple[str, float]] = {"hf": ("num_train_epochs", 3.0), "axolotl": ("num_epochs", 1.0)}
+_EPOCHS: Mapping[str, tuple[str, float]] = {
+    **dict.fromkeys(("hf", "llamafactory", "swift", "trl"), ("num_train_epochs", 3.0)),
+    "axolotl": ("num_epochs", 1.0),
+}
 """Formats that Trainer reads in the end: their name of the epochs, and how many they assume."""
 
 _ASSUMED = 0.03

@@ -21,6 +21,8 @@ _NAMES = {
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
 """Arguments of transformers 5.23 that these scripts still call by the older name."""
+_SWITCHES = {"gradient_checkpointing": "activation_checkpointing", "bf16": "precision.compute"}
+"""Of arguments that a script may switch on by itself, the field that they decide."""
 
 
 class ScriptFormat(HfFormat):
@@ -30,6 +32,8 @@ class ScriptFormat(HfFormat):
     rules: Mapping[str, Rule] = {}
     own: Mapping[str, Key] = DIALECT
     """Rows for the arguments that are not those of TrainingArguments."""
+    switched_on: tuple[str, ...] = ()
+    """Arguments that are on unless a file says false, but off in transformers."""
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the script assumes where a file is silent and transformers assumes otherwise, by argument."""
@@ -43,6 +47,9 @@ class ScriptFormat(HfFormat):
         """The arguments that train; a file also needs those about the model and the data."""
         said = super().write(reading, topology)
         document = {_NAMES.get(key, key): value for key, value in said.document.items()}
+        known = reading.decided - reading.undecided.keys()
+        off = [key for key in self.switched_on if _SWITCHES[key] in known and key not in document]
+        document |= {key: False for key in off if key != "bf16" or reading.config.precision.compute == "fp32"}
         return Expressed(document, {path: word._replace(key=_renamed(word.key)) for path, word in said.fields.items()})
 
 

@@ -34,6 +34,7 @@ class SwiftFormat(ScriptFormat):
 
     name = "swift"
     tool = "ms-swift 4.6"
+    switched_on = ("gradient_checkpointing", "bf16")
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """A rate and a schedule of its own, recomputed activations, and 16 samples an update."""

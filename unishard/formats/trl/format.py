@@ -31,6 +31,7 @@ class TrlFormat(ScriptFormat):
 
     name = "trl"
     tool = "TRL 1.10"
+    switched_on = ("gradient_checkpointing", "bf16")
     own: Mapping[str, Key] = {**DIALECT, "torch_dtype": _LOADED, "dtype": _LOADED}
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:

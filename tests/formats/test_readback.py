@@ -1,0 +1,232 @@
+"""A translation is read back: what it means otherwise is written out, or a line of the report says it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from documents import SEEDS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from unishard import ConfigError
+from unishard.cli.report_text import listed
+from unishard.config.nested import flat
+from unishard.config.topology import Topology
+from unishard.formats import NAMES, Outcome, catalog, translate
+from unishard.formats.readback import differences, read_back
+from unishard.mapping.rules import SCRIPT, Fit
+from unishard.verify import verify
+
+FOUR = Topology(world_size=4, local_world_size=4)
+ADAM = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+FSDP = {
+    "distributed_type": "FSDP",
+    "num_processes": 4,
+    "mixed_precision": "bf16",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    },
+}
+WITH_FP32 = {
+    **ADAM,
+    "gradient_accumulation_steps": 2,
+    "communication_data_type": "fp32",
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {"stage": 2, "overlap_comm": True},
+}
+
+
+def item(outcome: Outcome, key: str) -> Any:
+    return next(item for item in outcome.items if item.key == key)
+
+
+def back_of(outcome: Outcome) -> Any:
+    return read_back(catalog.get(outcome.to), outcome.document, outcome.reading)
+
+
+def unnamed(outcome: Outcome) -> set[str]:
+    """The fields that the translation decides otherwise, and that no line which people see names."""
+    named = {change.field for change in outcome.changes}
+    shown = listed(outcome)
+    for one, entry in zip(outcome.items, outcome.reading.entries, strict=False):
+        if one.fit is not Fit.EXACT and any(one is other for other in shown):
+            named |= {*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)}
+    implied = {"sharding.reshard_after_forward", "sharding.group_size", "precision.loss_scale"}
+    keys = {key for one in outcome.items if one.fit is not Fit.EXACT for key in one.becomes.split(", ")}
+    found = differences(outcome.reading, back_of(outcome))
+    return {path for path, one in found.items() if path not in named | implied and one.b.key not in keys and not path.startswith("native.")}
+
+
+@pytest.mark.parametrize("to", ["torchtitan", "composer"])
+def test_what_the_target_assumes_otherwise_is_written_out(to: str) -> None:
+    outcome = translate(ADAM, to, from_="deepspeed")
+    config = back_of(outcome).config
+    assert config.optimizer.betas == (0.9, 0.999)
+    assert (config.scheduler.name, config.scheduler.warmup_steps) == ("constant", 0)
+    assert config.activation_checkpointing == "none"
+    assert not [change for change in outcome.changes if change.said]
+
+
+@pytest.mark.parametrize("to", ["trl", "swift", "llamafactory"])
+def test_what_a_script_switches_on_by_itself_is_switched_off(to: str) -> None:
+    outcome = translate({**ADAM, "bf16": {"enabled": False}}, to, from_="deepspeed")
+    assert back_of(outcome).config.activation_checkpointing == "none"
+    assert back_of(outcome).config.precision.compute == "fp32"
+
+
+def test_what_a_target_cannot_say_is_a_change() -> None:
+    outcome = translate({**ADAM, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}, "hf", from_="deepspeed")
+    assert {change.field for change in outcome.changes if change.said} == {"optimizer.no_decay"}
+    assert outcome.status(strict=False) == 0
+    assert outcome.status(strict=True) == 2
+
+
+def test_what_the_script_decides_and_the_target_too_is_one_list() -> None:
+    outcome = translate(FSDP, "hf", from_="accelerate")
+    left = {change.field: change.after for change in outcome.changes if not change.said}
+    assert left.items() >= {"optimizer.lr": 5e-5, "training.seed": 42, "training.gradient_clipping": 1.0}.items()
+
+
+@pytest.mark.parametrize("to", NAMES)
+@pytest.mark.parametrize("from_", sorted(SEEDS))
+def test_every_difference_is_named(from_: str, to: str) -> None:
+    for data in SEEDS[from_]:
+        outcome = translate(data, to, from_=from_, topology=FOUR)
+        if not outcome.of(Fit.UNSUPPORTED):
+            assert unnamed(outcome) == set()
+
+
+@pytest.mark.parametrize("to", NAMES)
+@pytest.mark.parametrize("from_", sorted(SEEDS))
+def test_no_key_that_is_in_no_output_is_exact(from_: str, to: str) -> None:
+    for data in SEEDS[from_]:
+        outcome = translate(data, to, from_=from_, topology=FOUR)
+        if outcome.of(Fit.UNSUPPORTED) or from_ == to:
+            continue
+        keys = [f".{key}." for key, _ in flat(outcome.document)]
+        back = back_of(outcome)
+        for one, entry in zip(outcome.items, outcome.reading.entries, strict=True):
+            if one.fit is Fit.EXACT and not one.assumed and SCRIPT not in one.becomes and not one.note and not entry.meaning.native:
+                words = re.findall(r"[A-Za-z_][\w.]*", one.becomes)
+                said = any(field in back.decided or field in back.undecided for field in entry.meaning.fields)
+                assert said or any(f".{word}." in key for word in words for key in keys), one
+
+
+@pytest.mark.parametrize("key", ["communication_data_type", "data_types.grad_accum_dtype", "zero_optimization.overlap_comm"])
+def test_what_accelerate_has_no_key_for_is_not_exact(key: str) -> None:
+    found = item(translate(WITH_FP32, "accelerate", from_="deepspeed"), key)
+    assert found.fit is (Fit.IGNORED if "overlap" in key else Fit.APPROXIMATE)
+    assert "write it with --to deepspeed" in found.note
+
+
+def test_clipping_is_left_open_where_deepspeed_takes_it_from_the_script() -> None:
+    outcome = translate(FSDP, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])
+    assert outcome.document["deepspeed_config"]["gradient_clipping"] == "auto"
+    assert "clip_grad_norm_ does nothing" in next(one.note for one in outcome.changes if one.field == "training.gradient_clipping")
+    row = next(row for row in verify(outcome).rows if row.field == "training.gradient_clipping")
+    assert row.effective == 1.0
+    json = translate(FSDP, "deepspeed", from_="accelerate")
+    assert json.document["gradient_clipping"] == "auto"
+    assert "training.gradient_clipping" in {one.field for one in json.changes}
+
+
+SAVES = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+@pytest.mark.parametrize(
+    ("to", "overrides", "key"),
+    [
+        ("accelerate", ["backend=deepspeed"], "deepspeed_config.zero3_save_16bit_model"),
+        ("deepspeed", [], SAVES),
+        ("hf", ["backend=deepspeed"], f"deepspeed.{SAVES}"),
+    ],
+)
+def test_a_whole_model_is_saved_on_the_other_engine_too(to: str, overrides: list[str], key: str) -> None:
+    outcome = translate(FSDP, to, from_="accelerate", overrides=overrides)
+    assert dict(flat(outcome.document))[key] is True
+    assert item(outcome, "fsdp_config.fsdp_state_dict_type").becomes in (key, "fsdp_config.fsdp_state_dict_type")
+
+
+@pytest.mark.parametrize("name", ["stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"])
+def test_what_deepspeed_gathers_is_a_full_state_dict(name: str) -> None:
+    data = {**ADAM, "zero_optimization": {"stage": 3, name: True}}
+    outcome = translate(data, "accelerate", from_="deepspeed", overrides=["backend=fsdp"])
+    assert outcome.document["fsdp_config"]["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+    assert item(outcome, f"zero_optimization.{name}").fit is Fit.EXACT
+    assert translate(data, "accelerate", from_="deepspeed").document["deepspeed_config"]["zero3_save_16bit_model"] is True
+    assert item(translate(data, "torchtitan", from_="deepspeed"), f"zero_optimization.{name}").fit is not Fit.EXACT
+
+
+def test_what_fsdp_does_with_files_goes_to_the_trainer() -> None:
+    document = translate(FSDP, "hf", from_="accelerate").document["fsdp_config"]
+    assert (document["state_dict_type"], document["cpu_ram_efficient_loading"]) == ("FULL_STATE_DICT", True)
+
+
+@pytest.mark.parametrize(("word", "written"), [("sharded", "SHARDED_STATE_DICT"), ("full", "FULL_STATE_DICT"), ("local", None)])
+def test_composers_words_for_saves_are_those_of_accelerate(word: str, written: str | None) -> None:
+    data = {"max_duration": "1ep", "fsdp_config": {"sharding_strategy": "FULL_SHARD", "state_dict_type": word}}
+    outcome = translate(data, "accelerate", from_="composer", topology=FOUR)
+    assert outcome.document["fsdp_config"].get("fsdp_state_dict_type") == written
+    assert not verify(outcome).effective.refused
+
+
+@pytest.mark.parametrize("name", ["trl", "llamafactory", "swift"])
+def test_epochs_and_the_part_that_warms_up_go_to_the_trainer(name: str) -> None:
+    data = {"learning_rate": 1e-5, "num_train_epochs": 1, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "bf16": True}
+    document = translate(data, "hf", from_=name).document
+    assert document.items() >= {"num_train_epochs": 1, "warmup_steps": 0.1}.items()
+
+
+@pytest.mark.parametrize("to", ["hf", "lightning"])
+def test_how_long_parameters_stay_is_not_rewritten(to: str) -> None:
+    sizes = {"stage3_max_reuse_distance": 5e8, "stage3_max_live_parameters": 3e8}
+    outcome = translate({**ADAM, "zero_optimization": {"stage": 3, **sizes}}, to, from_="deepspeed")
+    assert {key.rpartition(".")[2]: value for key, value in flat(outcome.document)}.items() >= sizes.items()
+
+
+def test_what_its_own_tool_would_not_read_yet_is_said() -> None:
+    outcome = translate({"output_dir": "${OUT}/run", "learning_rate": 1e-4, "bf16": True}, "unishard", from_="hf")
+    assert any(warning.startswith("not compared with its source: checkpoint.dir") for warning in outcome.warnings)
+
+
+def test_accelerate_needs_the_number_of_processes() -> None:
+    assert any("num_processes" in warning for warning in translate(ADAM, "accelerate", from_="deepspeed").warnings)
+    outcome = translate(ADAM, "accelerate", from_="deepspeed", topology=FOUR)
+    assert outcome.document["num_processes"] == 4
+    assert not any("num_processes" in warning for warning in outcome.warnings)
+
+
+def test_a_file_that_only_evaluates_is_no_training() -> None:
+    data = {"models": [{"model_name": "x"}], "icl_tasks": "tasks.yaml", "max_seq_len": 1024, "device_eval_batch_size": 4}
+    with pytest.raises(ConfigError, match=r"only evaluates models .* and trains nothing; name the YAML of scripts/train"):
+        translate(data, "unishard", from_="composer")
+
+
+def test_written_is_what_is_in_the_file() -> None:
+    rows = {row.field: row for row in verify(translate(FSDP, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])).rows}
+    assert rows["precision.compute"].written == "bf16"
+    assert rows["training.micro_batch_size"].written is None
+    assert rows["activation_checkpointing"].written is None
+
+
+@pytest.mark.parametrize("to", NAMES)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_second_translation_means_the_same(to: str, data: st.DataObject) -> None:
+    from_ = data.draw(st.sampled_from(sorted(SEEDS)))
+    once = translate(data.draw(st.sampled_from(SEEDS[from_])), to, from_=from_, topology=FOUR)
+    if once.of(Fit.UNSUPPORTED):
+        return
+    twice = translate(once.document, to, from_=to, topology=FOUR)
+    found = differences(back_of(once), back_of(twice))
+    assert {path: (one.a.value, one.b.value) for path, one in found.items()} == {}

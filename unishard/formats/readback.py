@@ -1,0 +1,203 @@
+"""What a translation means otherwise than its source: it is read back, and each difference is written out or reported."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from unishard.config import Config
+from unishard.config.describe import shown
+from unishard.config.nested import Native, flat
+from unishard.formats.comparing import NOT_SAID, Difference, compare
+from unishard.formats.fallbacks import FALLBACKS
+from unishard.formats.format import Format
+from unishard.formats.reading import ReadDocument
+from unishard.formats.source import Source
+from unishard.loading import Origin, Origins
+from unishard.mapping.express import AUTO, FieldResult
+from unishard.mapping.rules import SCRIPT, Fit
+
+if TYPE_CHECKING:
+    from unishard.formats.translating import Item
+
+__all__ = ["Change", "changes", "differences", "read_back", "refusals", "to_write_out", "with_differences"]
+
+_BY_ENGINE = ("sharding", "offload", "precision", "activation_checkpointing", "communication", "native", "ranks")
+"""Sections of which an engine does what the schema's default says where a file is silent; the others are the training script's."""
+_CLOSE = 1e-9
+_CLIPPING = "training.gradient_clipping"
+_WORD = re.compile(r"[A-Za-z_][\w.]*")
+_AS_IT_IS = "needs no key there: it is so without one"
+
+
+class Change(NamedTuple):
+    """A field that a translation decides otherwise than its source, though no key of the source decides it."""
+
+    field: str
+    before: Any
+    """None where the training script decides it."""
+    after: Any
+    """`auto` where the training script, or the tool around it, decides it there."""
+    said: bool
+    """Whether the tool of the source decides it, by its default; otherwise the training script does."""
+    note: str
+    """What decides it now."""
+
+
+def read_back(target: Format, document: Native, reading: ReadDocument) -> ReadDocument:
+    """What a document that was written means to its own tool.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    return target.read(Source("", document, Origins(Origin("")), folder=reading.source.folder), (), reading.topology)
+
+
+def differences(reading: ReadDocument, back: ReadDocument) -> dict[str, Difference]:
+    """By field, what a translation decides otherwise. What the script decides on both sides, or what has no effect, is no difference."""
+    return {found.path: found for found in compare(reading, back) if not _same_effect(found, reading, back)}
+
+
+def _same_effect(found: Difference, reading: ReadDocument, back: ReadDocument) -> bool:
+    a, b = found.a, found.b
+    if found.path == _CLIPPING and _other_engine(reading) and back.config.backend == "deepspeed":
+        return a.said and b.said and _close(a.value, b.value)  # where DeepSpeed clips, the script's clip_grad_norm_ does nothing
+    if found.path.startswith(("launch.", "logging.", "profile.")):
+        return True  # nothing that trains; the number of ranks is compared
+    if found.path.startswith("native.") and a.said:
+        name = found.path.split(".", 2)[-1]
+        return any(f".{key}".endswith(f".{name}") and _close(held, a.value) for key, held in flat(back.source.data))
+    if not (a.said or b.said) or (found.path == "backend" and reading.format != back.format):
+        return True  # nobody but the script decides, or `--to` asks for the engine
+    if a.said and b.said and _close(a.value, b.value):
+        return True
+    if found.path == "training.global_batch_size" and b.value is None:
+        return {"training.micro_batch_size", "training.gradient_accumulation_steps"} <= back.decided - back.undecided.keys()
+    return _idle(found.path, reading.config) and _idle(found.path, back.config)
+
+
+def _other_engine(reading: ReadDocument) -> bool:
+    """Whether the source's own tool drives another engine than the config."""
+    said = (entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields)
+    return next(said, reading.config.backend) != reading.config.backend or reading.config.backend != "deepspeed"
+
+
+def _idle(field: str, config: Config) -> bool:
+    """Whether a config needs nobody to do what the field says."""
+    return field in FALLBACKS and FALLBACKS[field].outcome(config)[0] is Fit.EXACT
+
+
+def _close(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_close, one, other))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (one, other))
+    return math.isclose(one, other, rel_tol=_CLOSE) if numbers else bool(one == other)
+
+
+def to_write_out(found: Mapping[str, Difference], reading: ReadDocument) -> frozenset[str]:
+    """The fields that the target's own defaults decide otherwise than what the source does without saying so."""
+    return frozenset(path for path in found if path not in reading.decided and _does(path, reading))
+
+
+def _does(path: str, reading: ReadDocument) -> bool:
+    """Whether the tool of the source decides a field, if only by what its engine does where a file is silent."""
+    if path in reading.undecided:
+        return False
+    section = path.partition(".")[0]
+    if path in reading.decided or section in _BY_ENGINE:
+        return True
+    open_ = any(field.startswith(("optimizer.", "scheduler.")) for field in reading.undecided)
+    return section in ("optimizer", "scheduler") and "optimizer.name" in reading.decided and not open_
+
+
+def with_differences(
+    items: Collection[Item],
+    found: Mapping[str, Difference],
+    reading: ReadDocument,
+    back: ReadDocument,
+    words: Mapping[str, FieldResult],
+) -> Iterator[Item]:
+    """The items, where one that says nothing of a difference in its fields says it. What no key there says is not exact."""
+    named = _named(items, found, reading)
+    for item, entry in zip(items, reading.entries, strict=False):
+        fields = [*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)]
+        lost = reading.format != back.format and not entry.meaning.native and _is_lost(item, fields, back)
+        here = [field for field in fields if field not in named and (field in found or (lost and not _idle(field, reading.config)))]
+        fits = [_outcome(field, found.get(field), reading, back, words) for field in here]
+        if not fits:
+            yield item._replace(fit=Fit.IGNORED, becomes="", note=_AS_IT_IS) if lost else item
+            continue
+        fit = max((item.fit, *(fit for fit, _ in fits)), key=lambda fit: fit.badness)
+        notes = dict.fromkeys(filter(None, (item.note, *(note for _, note in fits))))
+        yield item._replace(fit=fit, becomes=item.becomes if fit is not Fit.IGNORED else "", note="; ".join(notes))
+    yield from list(items)[len(reading.entries) :]
+
+
+def _is_lost(item: Item, fields: Collection[str], back: ReadDocument) -> bool:
+    """Whether a key of the document that counts as exact is in no key of the other."""
+    if item.fit is not Fit.EXACT or item.assumed or item.note or SCRIPT in item.becomes:
+        return False
+    silent = all(field not in back.decided and field not in back.undecided for field in fields)
+    keys = [f".{key}." for key, _ in flat(back.source.data)]
+    return silent and not any(f".{word}." in key for word in _WORD.findall(item.becomes) for key in keys)
+
+
+def _outcome(
+    field: str, found: Difference | None, reading: ReadDocument, back: ReadDocument, words: Mapping[str, FieldResult]
+) -> tuple[Fit, str]:
+    """How much a difference counts, in words."""
+    if found is None or (not found.b.said and field in FALLBACKS and not _idle(field, reading.config)):
+        fit, note = FALLBACKS[field].outcome(reading.config)
+        own = words.get(field)
+        return (own.fit, own.note) if own and own.fit is not Fit.EXACT else (fit, f"{field}: {note}")
+    if not found.b.said and found.b.value is None:
+        return Fit.NEEDS_INPUT, f"{field} depends there on {found.b.origin}"
+    if field.startswith("precision.") and "precision.compute" in reading.undecided:
+        return Fit.NEEDS_INPUT, "only written where the dtype is known; add --set precision.compute=..."
+    where = f"{back.format} assumes it" if not found.b.said else found.b.origin
+    return Fit.APPROXIMATE, f"{field} is {shown(found.b.value)} there ({where})"
+
+
+def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
+    """What a tool refuses in a translation, in words."""
+    for entry in back.entries:
+        if entry.meaning.fit is Fit.UNSUPPORTED:
+            yield f"{tool} refuses {entry.key} = {shown(entry.value)} of this translation: {entry.meaning.note}"
+
+
+def changes(found: Mapping[str, Difference], reading: ReadDocument, back: ReadDocument, items: Collection[Item]) -> tuple[Change, ...]:
+    """The differences in fields that no key of the source decides."""
+    named = _named(items, found, reading)
+    listed = {field for entry in reading.entries for field in entry.meaning.fields}
+    return tuple(_change(path, one, reading, back) for path, one in found.items() if path not in named | listed)
+
+
+def _change(path: str, one: Difference, reading: ReadDocument, back: ReadDocument) -> Change:
+    after = one.b.value if one.b.said or one.b.origin == NOT_SAID else AUTO
+    note = f"{back.format} has no key for it" if one.b.origin == NOT_SAID else one.b.origin
+    if path == _CLIPPING and back.config.backend == "deepspeed" and not _does(path, reading):
+        return Change(path, None, after, said=True, note=f"{note}; the script's clip_grad_norm_ does nothing with DeepSpeed")
+    return Change(path, one.a.value, after, _does(path, reading), note)
+
+
+_IMPLIES = {"sharding.strategy": ("sharding.reshard_after_forward", "sharding.group_size"), "precision.compute": ("precision.loss_scale",)}
+"""Fields of which the line of another speaks as well."""
+
+
+def _named(items: Collection[Item], found: Mapping[str, Difference], reading: ReadDocument) -> set[str]:
+    """The fields of which a line says that they are not kept as they are."""
+    fields = set()
+    for item, entry in zip(items, reading.entries, strict=False):
+        meaning = entry.meaning
+        if item.fit is Fit.EXACT and item.becomes:
+            fields |= {f"native.{key}" for key in meaning.native}
+        elif item.fit is Fit.EQUIVALENT:
+            fields |= {field for field in meaning.fields if field.startswith("sharding.")}
+        elif item.fit is not Fit.EXACT and not (item.fit is Fit.IGNORED and item.assumed and not item.notable):
+            fields |= {*meaning.fields, *meaning.decides, *(f"native.{key}" for key in meaning.native)}
+    keys = {key for item in items if item.fit not in (Fit.EXACT, Fit.EQUIVALENT) for key in item.becomes.split(", ") if key}
+    carried = {item.becomes for item in items if item.fit is Fit.EXACT}
+    fields |= {path for path, one in found.items() if one.b.key in keys or (path.startswith("native.") and one.b.key in carried)}
+    return fields | {other for field in fields for other in _IMPLIES.get(field, ())}
