@@ -22,6 +22,8 @@ from unishard.data.position import LoaderPass, Position
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.progress import Progress
+from unishard.errors import DataError
+from unishard.hints.arguments import instead
 
 __all__ = ["Batching"]
 
@@ -62,6 +64,8 @@ class Batching:
         """This rank's batches in accumulation windows."""
         order, training = self._order, self._module.training
         order.require_open("batches")
+        if hint := instead("loader", loader):
+            raise DataError(f"batches needs a loader of batches, got {type(loader).__name__}, {hint}")
         together = self._evaluation.lockstep_open is None  # inside lockstep, ranks may have different numbers of batches
         check = partial(self._checks.begin, loader, training=training, together=together, updates=order.updates)
         drop, length = training and self._drop_last, order.full_window
