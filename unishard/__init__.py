@@ -23,6 +23,7 @@ from unishard.errors import (
     TranslationError,
     UnishardError,
 )
+from unishard.hints.names import PACKAGE
 from unishard.loading import load
 from unishard.mapping.report import Report, Translation
 from unishard.mapping.rules import Fit, Rule
@@ -95,7 +96,8 @@ _ON_FIRST_USE = {
 def __getattr__(name: str) -> Any:
     """Load a name on first use: those that need torch, and types that the command line does not need."""
     if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module 'unishard' has no attribute {name!r}")
+        hint = PACKAGE.get(name, "")
+        raise AttributeError(f"module 'unishard' has no attribute {name!r}{hint and f'; {hint}'}", name=name)
     try:
         value = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
     except ModuleNotFoundError as error:

@@ -194,3 +194,13 @@ def test_what_ranks_must_agree_on() -> None:
     assert wanted.items() <= described.items()
     assert description_of(None, on) == {"optimizer": "that of the config"}
     assert description_of(3, None) == {"optimizer": "int"}
+
+
+def test_a_pattern_that_only_another_model_has_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    on = nn.Sequential(nn.Linear(2, 2))
+    cfg = Optimizer.model_validate({"lr": 0.1, "weight_decay": 0.2, "no_decay": ["bias", "norm"]})
+    optimizer = built(factory(cfg, on), on)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert caplog.messages == [
+        "optimizer.no_decay: 'norm' matches no parameter; write part of a name, such as 0.weight, 0.bias (the others are used)"
+    ]

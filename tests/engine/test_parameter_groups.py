@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unishard.config import Optimizer
-from unishard.engine.optim.parameter_groups import NamedGroup, groups_of
+from unishard.engine.optim.parameter_groups import NamedGroup, groups_of, without_match
 from unishard.errors import ConfigError
 
 NAMES = ("embed.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.0.norm.weight", "layers.10.up.weight", "head.weight")
@@ -55,7 +55,7 @@ def test_everything_may_be_in_sections() -> None:
     ("fields", "message"),
     [
         (
-            {"no_decay": ["bias", "layernorm"]},
+            {"no_decay": ["layernorm"]},
             "optimizer.no_decay: 'layernorm' matches no parameter; write part of a name, such as embed.weight, layers.0.up.weight, "
             "layers.0.up.bias, layers.0.norm.weight, head.weight",
         ),
@@ -82,5 +82,11 @@ def test_a_pattern_without_effect_is_an_error(fields: dict[str, Any], message: s
 
 def test_all_patterns_without_a_match_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        groups(no_decay=["xx", "bias", "yy"], groups=[{"params": ["zz"], "lr": 0.1}])
+        groups(no_decay=["xx", "yy"], groups=[{"params": ["zz"], "lr": 0.1}])
     assert [problem.what.split()[0] for problem in caught.value.problems] == ["'xx'", "'yy'", "'zz'"]
+
+
+def test_a_pattern_of_no_decay_without_a_match_is_not_an_error_beside_others() -> None:
+    cfg = Optimizer.model_validate({"lr": 1.0, "weight_decay": 0.5, "no_decay": ["bias", "layernorm"]})
+    assert groups_of(cfg, NAMES)[1] == NamedGroup(("layers.0.up.bias",), 1.0, 0.0)
+    assert [problem.what.partition(";")[0] for problem in without_match(cfg, NAMES)] == ["'layernorm' matches no parameter"]

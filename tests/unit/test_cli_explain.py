@@ -122,8 +122,8 @@ def test_bad_config_prints_all_problems_and_no_traceback(config: Path) -> None:
 
 @pytest.mark.parametrize("native", [(), ("--native",)])
 def test_unknown_backend(native: tuple[str, ...]) -> None:
-    result = run("explain", TINY, "horovod", *native)
-    assert (result.exit_code, result.stderr) == (1, "no backend named 'horovod'; installed: deepspeed, fsdp\n")
+    result = run("explain", TINY, "megatron", *native)
+    assert (result.exit_code, result.stderr) == (1, "no backend named 'megatron'; installed: deepspeed, fsdp\n")
 
 
 def test_changed_is_what_the_file_and_the_overrides_set(config: Path) -> None:

@@ -116,8 +116,8 @@ def test_of_a_distribution_that_is_on_the_path_twice_the_first_counts(install: C
 def test_unknown_name() -> None:
     with pytest.raises(BackendError, match="no backend named 'deepsped'; did you mean 'deepspeed'"):
         registry.get("deepsped")
-    with pytest.raises(BackendError, match="no backend named 'horovod'; installed: deepspeed, fsdp"):
-        registry.get("horovod")
+    with pytest.raises(BackendError, match="no backend named 'megatron'; installed: deepspeed, fsdp"):
+        registry.get("megatron")
 
 
 def test_how_to_install_what_is_missing() -> None:

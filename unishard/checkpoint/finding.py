@@ -45,6 +45,22 @@ LEFT_OVER = re.compile(
 """Names of temporary directories and files: being written, replaced or deleted."""
 
 
+_WEIGHTS = (
+    "weights are loaded before unishard.prepare, as in model.load_state_dict(torch.load(path)) or unishard.from_pretrained(cls, folder, "
+    "cfg), and engine.load reads what engine.save has written"
+)
+_WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_HELD = {
+    "*.safetensors": f"it holds weights of transformers; {_WEIGHTS}",
+    "pytorch_model*.bin": f"it holds weights of transformers; {_WEIGHTS}",
+    **dict.fromkeys(
+        ("mp_rank_*", "*/mp_rank_*", "zero_pp_rank_*", "*/zero_pp_rank_*"),
+        "it holds a checkpoint of DeepSpeed; convert it with `unishard checkpoint convert`",
+    ),
+}
+"""What a folder without checkpoints of unishard may hold, as a pattern, and what to do."""
+
+
 class FoundCheckpoint(NamedTuple):
     """A complete checkpoint."""
 
@@ -171,8 +187,11 @@ def locate(where: Path, which: str | int = LATEST) -> Path:
     """
     if is_checkpoint(where) and which == LATEST:
         return where
+    if where.is_file():
+        raise CheckpointError(f"{where}: is a file, and a checkpoint is a folder; {_WEIGHTS}")
     if not where.is_dir():
-        raise CheckpointError(f"{where}: no such folder; give a checkpoint, or the folder that holds checkpoints")
+        hint = _WEIGHTS if where.suffix in _WEIGHT_FILES else "give a checkpoint, or the folder that holds checkpoints"
+        raise CheckpointError(f"{where}: no such folder; {hint}")
     found = checkpoints(where)
     step = re.fullmatch(r"(?:step-)?(\d+)", str(which))
     if which == LATEST:
@@ -189,6 +208,8 @@ def locate(where: Path, which: str | int = LATEST) -> Path:
 
 def _hint(where: Path) -> str:
     """What a folder without checkpoints holds instead, and what to do."""
+    if hint := next((hint for pattern, hint in _HELD.items() if any(where.glob(pattern))), None):
+        return hint
     if (where / ".metadata").is_file():
         return "this is a torch.distributed.checkpoint directory without a manifest; convert it with `unishard checkpoint convert`"
     if left := incomplete(where):

@@ -23,6 +23,7 @@ from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refu
 from unishard.config.sharding import Sharding
 from unishard.config.training import Training
 from unishard.errors import ConfigError, Problem
+from unishard.hints.arguments import instead
 
 __all__ = [
     "CROSS_FIELD",
@@ -138,4 +139,4 @@ def expect_config(value: object) -> None:
         ConfigError: It is not.
     """
     if not isinstance(value, Config):
-        raise ConfigError([Problem("", f"expected a unishard.Config, got {type(value).__name__}; load one with unishard.load(path)")])
+        raise ConfigError([Problem("", f"expected a unishard.Config, got {type(value).__name__}; {instead('cfg', value)}")])

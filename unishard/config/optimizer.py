@@ -91,7 +91,7 @@ class Optimizer(Section):
     """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw`, else 0."""
     no_decay: list[Pattern] = Field(default=[])
     """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`), such as
-    `[bias, norm]`. One that matches no trainable parameter is an error."""
+    `[bias, norm]`. One that matches no trainable parameter is a warning, and an error if none does."""
     groups: list[ParameterGroup] = Field(default=[])
     """Parameters with their own learning rate or weight decay: `[{params: [embed], lr: 1e-4}]`. The schedule multiplies the rate
     of each group."""

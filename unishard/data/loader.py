@@ -18,6 +18,7 @@ from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
 from unishard.distributed import early
 from unishard.errors import DataError
+from unishard.hints.arguments import instead
 
 __all__ = ["Cursor", "ShareLoader", "dataloader", "is_count"]
 
@@ -208,6 +209,8 @@ def dataloader(
         TypeError: There is no such option.
         ValueError: torch refuses the options, such as `prefetch_factor` without workers.
     """
+    if hint := instead("dataset", dataset):
+        raise DataError(f"dataloader needs a dataset of samples, got {type(dataset).__name__}; {hint}")
     expect_config(cfg)
     early.install()
     for name in refused:

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["describe", "may_wait_for_ranks", "position_of", "stack_of", "where_raised"]
+__all__ = ["describe", "may_wait_for_ranks", "place_of", "position_of", "stack_of", "where_raised"]
 
 _ENGINE = str(Path(__file__).parents[1] / "engine")
 """On the stack of every call of an engine."""
 _PACKAGE = str(Path(__file__).parents[1])
+_BACKENDS = str(Path(__file__).parents[2] / "backends")
+"""In a checkout; installed, backends are among the packages."""
 _WRITING = str(Path(__file__).parents[1] / "checkpoint")
 _STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = tuple(
@@ -94,8 +96,13 @@ def where_raised(error: BaseException) -> str:
     return _in_words(frames) if frames else ""
 
 
+def place_of(error: BaseException) -> str:
+    """`file:line in function` of the innermost frame of the user's code, of an error that is caught in a call from there."""
+    return _in_words(traceback.StackSummary.from_list([*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]))
+
+
 def _in_words(frames: traceback.StackSummary) -> str:
-    own = [entry for entry in frames if not entry.filename.startswith((_PACKAGE, "<", *_INSTALLED))]
+    own = [entry for entry in frames if not entry.filename.startswith((_PACKAGE, _BACKENDS, "<", *_INSTALLED))]
     entry = (own or frames)[-1]
     return f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}"
 

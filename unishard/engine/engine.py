@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import EllipsisType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from unishard.data.batches import Window
 from unishard.distributed.endings import names_causes
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.loop.passes import Passes
-from unishard.engine.metrics.recorder import check_values
+from unishard.engine.metrics.recorder import check_number, check_values
 from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
 from unishard.engine.state.unsharded import naming_sharded_reads
 from unishard.errors import ContractError
+from unishard.hints.arguments import refuse_keywords
 
 __all__ = ["Engine"]
 
@@ -63,7 +64,7 @@ class Engine(ParametersByName):
             raise ContractError("the model was put in training mode inside engine.lockstep(); do that after the block")
         return self._accumulation.forward(*args, **kwargs)
 
-    def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
+    def backward(self, loss: Tensor, num_items: int | Tensor | None = None, **refused: Never) -> None:
         """Run the backward of one micro-batch. Collective.
 
         Args:
@@ -72,12 +73,14 @@ class Engine(ParametersByName):
             num_items: How many items (tokens, samples) `loss` sums over on this rank, 0 or more. The update then uses the gradient
                 of the mean over all items of the window and of all ranks, however they are distributed. Pass it for every
                 micro-batch of a window and on every rank, or not at all.
+            refused: Nothing: arguments of torch's `backward`, such as `retain_graph`, are not accepted.
 
         Raises:
             ContractError: `loss` is not a scalar tensor with a graph, the engine is closed, the engine was not called since the last
                 step (gradients of `engine.module(...)` would not be reduced), `step` was not called since the last
                 backward, or `num_items` is not a count or is missing for some micro-batches of the window.
         """
+        refuse_keywords("backward", refused)
         with naming_sharded_reads(self._adapter):
             self._training("backward").backward(loss, num_items)
 
@@ -172,9 +175,13 @@ class Engine(ParametersByName):
         """Average a scalar over the ranks. Collective.
 
         Args:
-            value: A scalar, such as a loss to log.
+            value: A number or a tensor with one, such as a loss to log.
+
+        Raises:
+            ContractError: It is something else, or the engine is closed.
         """
         self._order.require_open("mean")
+        check_number("mean", "value", value)
         self._order.meet("mean")
         total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
         with self._order.awaiting():

@@ -44,6 +44,7 @@ from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.results import Placement
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ConfigError, ModelError, Problem
+from unishard.hints.arguments import instead
 from unishard.integrations.table import require_installed
 from unishard.mapping.report import Translation
 from unishard.plugins import registry, tested_versions
@@ -107,6 +108,7 @@ def prepare(
         EngineMismatchError: The backend's engine does not match the config.
     """
     expect_config(cfg)
+    _require_module(model)
     with naming_causes():
         topology = process_group.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
         with lifeline.asking():
@@ -228,8 +230,6 @@ def _plan(
     train: bool,
 ) -> _Plan:
     """Check everything, and freeze empty parameters. Collective."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}")
     _require_new(model)
     zero3_of_transformers.check()
     stays = topology.world_size == 1 and holds_full_weights(cfg, trains=train)
@@ -250,6 +250,17 @@ def _plan(
         raise ConfigError([Problem(name, "was passed to prepare with train=False, which does no updates; remove it") for name in given])
     replicated = not train and cfg.sharding.strategy not in _SHARDS_PARAMETERS
     return _Plan(facts, kept, units, recomputed if train else [], compiled, setup, replicated, translation)
+
+
+def _require_module(model: object) -> None:
+    """Check that a model is a plain module.
+
+    Raises:
+        ModelError: It is something else, or another engine's wrapper.
+    """
+    hint = instead("model", model)
+    if hint and not (isinstance(model, nn.Module) and hint == instead("model", object())):
+        raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}; {hint}")
 
 
 def _require_new(model: nn.Module) -> None:

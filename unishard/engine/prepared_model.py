@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from unishard.engine.state.save_and_load import SaveAndLoad
 from unishard.engine.state.tensors import StateTensors
 from unishard.engine.state.unsharded import explain_sharded_read
 from unishard.errors import ContractError
+from unishard.hints import names
 
 __all__ = ["PreparedModel"]
 
@@ -280,6 +281,25 @@ class PreparedModel(Process):
             RankMismatchError: Another rank did not call it, or called it with other arguments.
         """
         return self._checkpoints.export(folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, overwrite=overwrite)
+
+    # -- what it is not ---------------------------------------------------------------------------------------------------
+
+    if not TYPE_CHECKING:  # for type checkers every name would be there
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that has raised AttributeError, whose own text is wanted
+                return object.__getattribute__(self, name)
+            hint = names.METHODS.get(name, "")
+            if not hint and not name.startswith("_") and hasattr(self.module, name):
+                hint = f"it is one of the model: engine.module.{name}"
+            what = f"{type(self).__name__!r} object has no attribute {name!r}{hint and f'; {hint}'}"
+            raise AttributeError(what, name=name, obj=self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ContractError(
+            "an engine cannot be copied or pickled; average its weights with engine.ema(decay), write them with engine.export(folder), or "
+            "read one with engine.parameter(name)"
+        )
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 

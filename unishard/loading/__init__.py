@@ -15,6 +15,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.loading.document import Document, from_file, from_mapping, section_of, without_own_sections
 from unishard.loading.launched import handed_over
 from unishard.loading.origins import Origin, Origins
+from unishard.loading.other_tools import other_tool
 from unishard.loading.overrides import override
 from unishard.loading.renamed import current_change, current_names
 from unishard.loading.validation import Finding, dotted, findings_of
@@ -58,6 +59,9 @@ def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origin
         ConfigError: It has invalid values. Lists every problem.
     """
     document = without_own_sections(document)
+    if what := other_tool(document.data):
+        file = document.origins.of(()).source
+        raise ConfigError([Problem("", f"{what} unishard translate {file or 'FILE'} --to unishard -o train.yaml", file)])
     document.data = current_names(document.data, document.origins)
     findings = list(document.findings)
     for text in map(current_change, _changes(overrides)):

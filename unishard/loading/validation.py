@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 
 from unishard.config import CROSS_FIELD, Config, Section, items_of
 from unishard.config.describe import choices, expected, shown, type_in_words
+from unishard.hints.names import IN_SCRIPT
 from unishard.loading.origins import Keys, Origin
 
 __all__ = ["Finding", "dotted", "findings_of", "unknown"]
@@ -198,6 +199,8 @@ def unknown(section: Keys, name: str, root: type[Section] = Config) -> str:
     if "." in word and word in paths:
         outer, _, inner = word.rpartition(".")
         return f"is a dotted name, which only an override has; write {outer.replace('.', ': {')}: {{{inner}: ...}}{'}' * outer.count('.')}"
+    if word in IN_SCRIPT:
+        return f"unknown field, which {IN_SCRIPT[word]}"
     meant = get_close_matches(word, kind.model_fields, 1, _CLOSE) if any(isinstance(key, int) for key in section) else []
     if not meant:
         meant = [path for path in paths if path.rpartition(".")[2] == word]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from unishard.errors import BackendError
+from unishard.hints.names import BACKENDS
 
 if TYPE_CHECKING:
     from unishard.plugins.backend import Backend
@@ -102,6 +103,8 @@ def load(group: str, name: str) -> Any:
     if name not in points:
         near = get_close_matches(name, points, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        if group == GROUP and name in BACKENDS:
+            hint = f"{BACKENDS[name]}; "
         raise BackendError(f"no {_KINDS[group]} named {name!r}; {hint}installed: {', '.join(points) or 'none'}")
     return points[name].load()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from mistakes.calls import HABITS
 from mistakes.checkpoints import CHECKPOINTS
 from mistakes.configs import CONFIGS
 from mistakes.damage import DAMAGE
-from mistakes.habits import HABITS
 from mistakes.loop import LOOP
 from mistakes.models import MODELS
 from mistakes.own_loaders import DATA

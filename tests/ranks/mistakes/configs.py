@@ -20,6 +20,17 @@ CONFIGS = Mistakes("Configs")
     "ConfigError: sharding.strategy: must be one of ...; did you mean 'full_shard'?",
     "sharding: full_shart",
 )
+@CONFIGS.raises(
+    "a config of DeepSpeed, Accelerate or `TrainingArguments`",
+    "ConfigError: is a config of DeepSpeed (zero_optimization, train_batch_size), not of unishard; translate it: unishard translate FILE "
+    "--to unishard -o train.yaml",
+    "{train_batch_size: 8, zero_optimization: {stage: 2}}",
+)
+@CONFIGS.raises(
+    "`model:` or `epochs:` in the config",
+    "ConfigError: model: unknown field, which is not in the config: pass the model to unishard.prepare(model, cfg)",
+    "model: gpt2",
+)
 @CONFIGS.raises("`trainig: {...}`", "ConfigError: trainig: unknown field; did you mean 'training'?", "trainig: {}")
 @CONFIGS.raises(
     'a number in quotes, `micro_batch_size: "4"`',
@@ -57,7 +68,27 @@ CONFIGS = Mistakes("Configs")
     "training: {seed: 0x" + "f" * 4200 + "}",
 )
 def loaded(backend, text):
-    unishard.load({"backend": backend, **YAML(typ="safe", pure=True).load(text)})
+    given = YAML(typ="safe", pure=True).load(text)
+    unishard.load(given if "zero_optimization" in given else {"backend": backend, **given})
+
+
+@CONFIGS.raises(
+    "`backend: ddp`",
+    "BackendError: no backend named 'ddp'; write backend: fsdp and sharding: no_shard, which is DistributedDataParallel; installed: ...",
+    "ddp",
+)
+@CONFIGS.raises(
+    "`backend: zero3`",
+    "BackendError: no backend named 'zero3'; write backend: deepspeed and sharding: full_shard; installed: ...",
+    "zero3",
+)
+@CONFIGS.raises(
+    "`backend: accelerate`",
+    "BackendError: no backend named 'accelerate'; it drives an engine, FSDP or DeepSpeed: write backend: fsdp or deepspeed...",
+    "accelerate",
+)
+def backend_of_another_name(backend, name):
+    unishard.prepare(Mlp(), unishard.load({"backend": name}))
 
 
 @CONFIGS.raises(

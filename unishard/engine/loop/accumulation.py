@@ -39,6 +39,7 @@ from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
 from unishard.engine.results import Step
 from unishard.errors import ContractError, NonFiniteError
+from unishard.hints.arguments import instead
 
 if TYPE_CHECKING:
     from unishard.engine.metrics.profiling import Profiling
@@ -211,7 +212,7 @@ class Accumulation:
             raise ContractError("step was called without a backward; call engine.backward(loss) first, once for each micro-batch")
         max_norm = self._training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
-            raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; pass None for no clipping")
+            raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; {instead('clip_grad_norm', max_norm)}")
         self.settle()
         self._edited.compare()
         if order.last:  # inside a window there is no collective, and the next forward notices a missing step

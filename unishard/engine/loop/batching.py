@@ -23,6 +23,8 @@ from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.passes import Passes
 from unishard.engine.loop.progress import Progress
 from unishard.engine.loop.training_passes import TrainingPasses
+from unishard.errors import DataError
+from unishard.hints.arguments import instead
 
 __all__ = ["Batching"]
 
@@ -71,6 +73,8 @@ class Batching:
     def _windows(self, loader: Iterable[Any], lengths: Iterable[int] | None, progress: bool, again: bool) -> Iterator[Window]:
         order, training = self._order, self._module.training
         order.require_open("batches")
+        if hint := instead("loader", loader):
+            raise DataError(f"batches needs a loader of batches, got {type(loader).__name__}, {hint}")
         together = self._evaluation.lockstep_open is None  # inside lockstep, ranks may have different numbers of batches
         inner, source = unwrapped(loader), loader
         check = partial(self._checks.begin, inner, training=training, together=together, updates=order.updates)

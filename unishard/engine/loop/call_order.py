@@ -12,7 +12,7 @@ from torch import nn
 
 from unishard.config import Config
 from unishard.distributed import collective_check
-from unishard.engine.loop.dtype_errors import explained
+from unishard.engine.loop import dtype_errors, input_errors
 from unishard.engine.loop.progress import Progress
 from unishard.errors import ContractError
 
@@ -128,14 +128,18 @@ class CallOrder:
         """A block that runs the model, in which `enter_module` counts.
 
         Raises:
-            ModelError: torch does not compute with the dtypes that the config gives the model.
+            ModelError: torch does not compute with the dtypes that the config gives the model, or with its inputs.
         """
         self._forwarding = True
         try:
             yield
-        except RuntimeError as error:
-            if (told := explained(error, self._module, self._precision)) is not None:
+        except (RuntimeError, IndexError) as error:
+            told = dtype_errors.explained(error, self._module, self._precision)
+            if told is not None:
                 raise told from error
+            told = input_errors.explained(error, self._module)
+            if told is not None:
+                raise told from None  # it names the line: what torch says of it, deep inside, adds nothing
             raise
         finally:
             self._forwarding = False

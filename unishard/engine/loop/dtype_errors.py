@@ -21,7 +21,7 @@ _STRIDES = "strides should be multiple of 16 bytes"
 """torch 2.13, aten/src/ATen/native/GroupedMMUtils.h."""
 
 
-def explained(error: RuntimeError, model: nn.Module, precision: Precision) -> ModelError | None:
+def explained(error: Exception, model: nn.Module, precision: Precision) -> ModelError | None:
     """The error to raise in place of one that torch has raised in a forward; None if there is nothing to add to it.
 
     Args:

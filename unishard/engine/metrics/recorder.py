@@ -23,7 +23,7 @@ from unishard.engine.metrics.throughput import flops_per_token, peak_flops, work
 from unishard.engine.results import Step
 from unishard.errors import ContractError
 
-__all__ = ["NAMES", "MetricsRecorder", "check_values", "timed"]
+__all__ = ["NAMES", "MetricsRecorder", "check_number", "check_values", "timed"]
 
 NAMES = (
     "step",
@@ -228,15 +228,24 @@ def check_values(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in NAMES:
             raise ContractError(f"log: {name} is a value that the engine logs itself; choose another name, such as my_{name}")
-        if isinstance(value, DTensor):
-            raise ContractError(f"log: {name} is a DTensor, of which each rank holds a part; pass {name}.full_tensor()")
-        if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-            raise ContractError(f"log: {name} must be one number, got a tensor of shape {tuple(value.shape)}; pass its mean, {name}.mean()")
-        if not isinstance(value, Tensor):
-            try:
-                float(value + 0)  # a text is no number
-            except (TypeError, ValueError):
-                raise ContractError(f"log: {name} must be a number or a tensor with one, got {value!r}") from None
+        check_number("log", name, value)
+
+
+def check_number(call: str, name: str, value: Any) -> None:
+    """Check that a value is one number.
+
+    Raises:
+        ContractError: It is not.
+    """
+    if isinstance(value, DTensor):
+        raise ContractError(f"{call}: {name} is a DTensor, of which each rank holds a part; pass {name}.full_tensor()")
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise ContractError(f"{call}: {name} must be one number, got a tensor of shape {tuple(value.shape)}; pass its mean, {name}.mean()")
+    if not isinstance(value, Tensor):
+        try:
+            float(value + 0)  # a text is no number
+        except (TypeError, ValueError):
+            raise ContractError(f"{call}: {name} must be a number or a tensor with one, got {value!r}") from None
 
 
 def timed(save: F) -> F:

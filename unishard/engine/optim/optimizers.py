@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unishard import config
-from unishard.engine.optim.parameter_groups import groups_of
+from unishard.engine.optim.parameter_groups import groups_of, without_match
 from unishard.errors import ConfigError, Problem
 from unishard.plugins.backend import OptimizerBuilder, OptimizerFactory
 
@@ -23,6 +25,8 @@ _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 _NOT_FUSED_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
 """DTensor does not support their fused kernels ("Operator aten._fused_sgd_.default does not have a sharding strategy", torch 2.13)."""
 
+
+_logger = logging.getLogger("unishard")
 
 _NOT_ON_SHARDS = (torch.optim.Rprop,)
 """DTensor does not support their update ("aten.index_put_.default: in-place operations that require placement changes", torch 2.13)."""
@@ -38,11 +42,14 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
         model: Not sharded yet; its parameter names are matched with the patterns in `cfg`.
 
     Raises:
-        ConfigError: A pattern matches nothing, or the optimizer's package is not installed.
+        ConfigError: A pattern matches nothing, see `groups_of`, or the optimizer's package is not installed.
     """
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
-    groups = groups_of(cfg, trainable, named.keys() - set(trainable))
+    frozen = named.keys() - set(trainable)
+    groups = groups_of(cfg, trainable, frozen)
+    for problem in without_match(cfg, trainable, frozen) if not dist.is_initialized() or dist.get_rank() == 0 else ():
+        _logger.warning("%s (the others are used)", problem)
     require_package(cfg)
 
     def build(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:

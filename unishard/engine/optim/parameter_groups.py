@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from unishard import config
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["NamedGroup", "groups_of"]
+__all__ = ["NamedGroup", "groups_of", "without_match"]
 
 _SHOWN = 12
 
@@ -32,7 +32,8 @@ def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[
         frozen: Names of the frozen parameters, for messages.
 
     Raises:
-        ConfigError: A pattern matches no trainable parameter, or a section gets none; lists the candidates.
+        ConfigError: A pattern of a section, or all of `no_decay`, match no trainable parameter, or a section gets none; lists the
+            candidates.
     """
     claims = {name: _claim(cfg, name) for name in trainable}
     if problems := _problems(cfg, claims, set(frozen)):
@@ -57,16 +58,22 @@ def _matches(patterns: Iterable[str], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
+def without_match(cfg: config.Optimizer, trainable: Iterable[str], frozen: Iterable[str] = ()) -> list[Problem]:
+    """The patterns of `no_decay` that match no trainable parameter: a warning beside others that do, as in a config for several models."""
+    return [*_unmatched("optimizer.no_decay", cfg.no_decay, list(trainable), set(frozen))]
+
+
+def _unmatched(path: str, patterns: Iterable[str], trainable: Iterable[str], frozen: set[str]) -> Iterator[Problem]:
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in trainable):
+            yield Problem(path, _without_match(pattern, trainable, frozen))
+
+
 def _problems(cfg: config.Optimizer, claims: Mapping[str, int], frozen: set[str]) -> list[Problem]:
-    problems = [
-        Problem(path, _without_match(pattern, claims, frozen))
-        for path, patterns in (
-            ("optimizer.no_decay", cfg.no_decay),
-            *((f"optimizer.groups[{index}].params", section.params) for index, section in enumerate(cfg.groups)),
-        )
-        for pattern in patterns
-        if not any(re.search(pattern, name) for name in claims)
-    ]
+    exempt = without_match(cfg, claims, frozen)
+    problems = exempt if len(exempt) == len(cfg.no_decay) else []
+    for index, section in enumerate(cfg.groups):
+        problems += _unmatched(f"optimizer.groups[{index}].params", section.params, claims, frozen)
     if not problems:
         problems = [
             Problem(f"optimizer.groups[{index}].params", "matches only parameters of earlier sections; move this section up")

@@ -27,6 +27,7 @@ from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import take_snapshot
 from unishard.errors import CheckpointError, ContractError, RankMismatchError
 from unishard.export.online import export
+from unishard.hints.arguments import instead
 
 __all__ = ["SaveAndLoad"]
 
@@ -118,6 +119,8 @@ class SaveAndLoad:
         order.require_no_graph("load")
         if verify not in ("files", "bits", None):
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
+        if not isinstance(source, str | Path):
+            raise ContractError(f"load needs the folder of a checkpoint, got {type(source).__name__}; {instead('source', source)}")
         which = source if source in ("latest", "best") else None
         place = self._directory(None if which else source, "load")
         what = f"{which} of {self._cfg.dir}" if which else source

@@ -1,0 +1,84 @@
+"""The hints for names and arguments of other tools name calls, fields and functions that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import unishard
+from unishard import Config, ConfigError
+from unishard.config import leaves
+from unishard.engine.engine import Engine
+from unishard.hints import arguments, names
+from unishard.loading.other_tools import other_tool
+from unishard.plugins import registry
+
+HINTS = [
+    *names.METHODS.values(),
+    *names.PACKAGE.values(),
+    *names.BACKENDS.values(),
+    *names.IN_SCRIPT.values(),
+    *(hint for hints in (*arguments._VALUES.values(), *arguments._KEYWORDS.values()) for hint in hints.values()),
+]
+FIELDS = {path for path, _ in leaves(Config)}
+
+
+@pytest.mark.parametrize("hint", dict.fromkeys(HINTS))
+def test_what_a_hint_names_exists(hint: str) -> None:
+    assert {name for name in re.findall(r"\bengine\.(\w+)", hint) if not hasattr(Engine, name)} == set()
+    assert {name for name in re.findall(r"\bunishard\.(\w+)", hint) if name not in unishard.__all__} == set()
+    sections = "|".join(Config.model_fields)
+    assert {path for path in re.findall(rf"\b(?:{sections})\.\w+", hint) if path not in FIELDS} == set()
+
+
+def test_no_name_is_one_of_ours() -> None:
+    assert [name for name in names.METHODS if hasattr(Engine, name)] == []
+    assert [name for name in names.PACKAGE if name in unishard.__all__] == []
+    assert [name for name in names.BACKENDS if name in registry.available()] == []
+    assert {path.rpartition(".")[2] for path in FIELDS}.isdisjoint(names.IN_SCRIPT)
+
+
+@pytest.mark.parametrize("name", ["initialize", "Accelerator", "init_process_group"])
+def test_a_name_of_another_package(name: str) -> None:
+    assert not hasattr(unishard, name)
+    with pytest.raises(AttributeError, match=re.escape(f"module 'unishard' has no attribute '{name}'; {names.PACKAGE[name]}")):
+        getattr(unishard, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ('{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}', "DeepSpeed"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n", "Accelerate"),
+        ("output_dir: out\nper_device_train_batch_size: 4\nlearning_rate: 1e-4\nbf16: true\n", "transformers' TrainingArguments"),
+        ("base_model: llama\nsequence_len: 4096\nmicro_batch_size: 2\nlearning_rate: 1e-4\n", "axolotl"),
+    ],
+)
+def test_a_config_of_another_tool_is_one_error_with_the_command(text: str, tool: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        unishard.load(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: is a config of {tool} (")
+    assert message.endswith(f"not of unishard; translate it: unishard translate {file} --to unishard -o train.yaml")
+    assert "\n" not in message
+
+
+def test_keys_of_other_tools_beside_backend_have_a_hint_each() -> None:
+    data = {"backend": "fsdp", "zero_optimization": {"stage": 2}, "train_batch_size": 8}
+    assert other_tool(data) == ""
+    with pytest.raises(ConfigError, match=r"did you mean 'sharding.strategy'"):
+        unishard.load(data)
+
+
+def test_no_field_is_a_key_of_another_tool_at_the_top() -> None:
+    assert other_tool(dict.fromkeys(Config.model_fields)) == ""
+    assert other_tool({name: None for name in Config.model_fields if name != "backend"}) == ""
+
+
+def test_keywords_that_no_tool_has() -> None:
+    with pytest.raises(TypeError, match=r"backward\(\) got an unexpected keyword argument 'retain'"):
+        arguments.refuse_keywords("backward", ["retain"])
