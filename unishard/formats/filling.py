@@ -33,8 +33,6 @@ _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 _LOGS = "logging."
 _LOGGED = Meaning(Fit.IGNORED, "DeepSpeed's own logs, beside those of the arguments", kept=True)
 _PLAIN = "hf"
-_FILE = "accelerate --config-file"
-"""Which is the document itself where that is Accelerate's."""
 _STRATEGY = ("backend", "sharding.", "offload.")
 _OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
 """What a config of Accelerate says about the loop, whatever engine it drives; it also says how processes start."""
@@ -88,18 +86,44 @@ def filled(
     overrides = tuple(overrides)
     format_ = catalog.get(reading.format)
     ranks = topology or _one_of(format_.ranks(reading.source), beside.topology, reading, beside) or reading.topology
+    launcher = _launcher_entries(reading, format_, beside, ranks, same=reading.format == to)
+    if beside.format == "accelerate" and reading.format in TRAINER:
+        beside = beside._replace(values={}, format="")
     told = _Told(beside, ranks)
     own, given = _merged(reading, format_, told) if reading.format in TRAINER else _beside(reading, format_, told)
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
     own = _opened(_without_logs(own, given) if reading.format == "deepspeed" else own, given)
-    given += (
-        [] if reading.format == to else [entry for entry in beside.started if not (entry.key == _FILE and reading.format == "accelerate")]
-    )
-    entries = [*own, *fills(own, given, reading, _changed(overrides), same=reading.format == to)]
+    if reading.format != to:
+        given += beside.started
+    if launcher:  # decides the engine, which TrainingArguments leave to it
+        own = [entry for entry in own if not (entry.assumed and entry.path[0] in _ENGINES)]
+        said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
+        own += [_without(entry, said) for entry in launcher]
+    absent = [] if reading.format == "accelerate" else beside.missing
+    entries = [*own, *fills(own, given, reading, _changed(overrides), same=reading.format == to), *absent]
     entries = _with_whole_batch(entries, ranks)
     found = assemble(reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto)
     whose = catalog.get(beside.format).tool if beside.format in TRAINER else ""
     return Filled(found, Filling(beside.name, whose, unknown, beside.launch), dropped)
+
+
+def _launcher_entries(reading: ReadDocument, format_: Format, beside: Supplied, ranks: Topology | None, *, same: bool) -> list[Entry]:
+    """What Accelerate's config says where it decides the engine of TrainingArguments: they name none themselves."""
+    data = {**beside.values, **reading.source.data}
+    if beside.launcher is None or reading.format not in TRAINER or same or any(data.get(key) for key in _ENGINES[:2]):
+        return []
+    source = beside.launcher
+    found = catalog.get("accelerate").entries(source, ranks)
+    return [
+        entry._replace(place="default of Accelerate" if entry.assumed else str(source.origins.of(entry.path)), beside=True)
+        for entry in found
+    ]
+
+
+def _without(entry: Entry, said: Collection[str]) -> Entry:
+    """The entry without what the launch line or the arguments say otherwise, which count more."""
+    fields = {field: value for field, value in entry.meaning.fields.items() if field not in said or not field.startswith("launch.")}
+    return entry._replace(meaning=entry.meaning._replace(fields=fields))
 
 
 def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Supplied) -> Topology | None:

@@ -192,7 +192,6 @@ _OPTIONS: Mapping[str, _Read] = {
         names("tee t redirects r role log_dir local_ranks_filter monitor_interval start_method enable_each_rank_log"), _says(_SHOWN)
     ),
     **dict.fromkeys(names("launcher launcher_args ssh_port no_ssh force_multi venv_script"), _says(_REACHED)),
-    "config_file": _says("is not read; translate that file, or name it with --with instead"),
 }
 _SETTINGS: Mapping[str, _Read] = {
     "NNODES": _nodes,

@@ -12,6 +12,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey
+from unishard.formats.following import launcher_named, opened
 from unishard.formats.launch_entries import launch_entries
 from unishard.formats.launch_line import LaunchLine, launch_lines
 from unishard.formats.launch_ranks import launch_of, with_hosts
@@ -19,7 +20,7 @@ from unishard.formats.launching import Launch
 from unishard.formats.names import names
 from unishard.formats.script_arguments import script_arguments, value_of_word
 from unishard.formats.shell_words import Word
-from unishard.formats.source import open_source
+from unishard.formats.source import Source, open_source
 from unishard.loading.document import text_of
 from unishard.loading.hostfile import hosts_of
 from unishard.mapping.entries import Entry
@@ -44,6 +45,8 @@ _NEVER_TRAINER = names(
 _LINE = re.compile(r"(.+):(\d+)")
 _DIRECT = {"swift": "swift", "trl": "trl", "llamafactory-cli": "llamafactory"}
 _HERE = "the command line"
+_PROCESSES = names("num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids")
+"""Keys of Accelerate's config that are options of its launcher too."""
 
 
 def trainer() -> Any:
@@ -64,6 +67,10 @@ class Supplied(NamedTuple):
     launch: Launch = Launch()
     started: tuple[Entry, ...] = ()
     """What a launch line says about hosts and processes."""
+    launcher: Source | None = None
+    """The config of Accelerate from which the training is started."""
+    missing: tuple[Entry, ...] = ()
+    """Files that a launch line names and that cannot be read."""
 
     def without(self, patterns: Iterable[str]) -> tuple[Supplied, list[DroppedKey]]:
         """The same without the arguments that match, and those."""
@@ -104,7 +111,7 @@ def _config(path: Path) -> Supplied:
     if name == "accelerate":
         format_ = catalog.get(name)
         ranks = format_.ranks(source)
-        return Supplied(source.name, source.data, lines, name, ranks, format_.launch(format_.read(source)))
+        return Supplied(source.name, source.data, lines, name, ranks, format_.launch(format_.read(source)), launcher=source)
     if name == "hf":
         inner = trainer().arguments_in(source.data)
         return Supplied(source.name, inner, lines, name)
@@ -162,11 +169,27 @@ def _of_line(line: LaunchLine, name: str, script: str, *, numbered: bool = True)
     for key, value, at in _of_launcher(line):
         if key not in values:
             values[key], lines[key] = value, at
-    topology, launch = launch_of(line, script)
+    launcher, missing = _launcher(line, name, numbered=numbered)
+    topology, launch = launch_of(_with_options(line, launcher), script)
     if hosts := _hosts(launch, name):
         topology, launch = with_hosts(launch, hosts)
     started = launch_entries(line, launch, lambda word: f"{name}:{word.line}" if numbered else name)
-    return Supplied(name, values, lines if numbered else {}, whose, topology, launch, tuple(started))
+    return Supplied(name, values, lines if numbered else {}, whose, topology, launch, tuple(started), launcher, missing)
+
+
+def _launcher(line: LaunchLine, name: str, *, numbered: bool) -> tuple[Source | None, tuple[Entry, ...]]:
+    """The config of Accelerate that a line names, or the entry that says why it counts for nothing."""
+    named = launcher_named(line, name)
+    if named is None:
+        return None, ()
+    file = opened(named, f"{name}:{named.word.line}" if numbered else name)
+    return (file, ()) if isinstance(file, Source) else (None, (file,))
+
+
+def _with_options(line: LaunchLine, launcher: Source | None) -> LaunchLine:
+    """The line with what its launcher's config says of the processes, where its own options do not."""
+    said = {key: launcher.data[key] for key in _PROCESSES if launcher and launcher.data.get(key) is not None}
+    return line._replace(options={**{key: Word(str(value), line.line) for key, value in said.items()}, **line.options})
 
 
 def _hosts(launch: Launch, name: str) -> Mapping[str, int]:
