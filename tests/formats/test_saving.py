@@ -14,7 +14,7 @@ from unishard.config import value_at
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.formats import Outcome, read, translate
-from unishard.formats.translating import Item
+from unishard.formats.items import Item
 from unishard.mapping.rules import Fit
 
 HF = {"per_device_train_batch_size": 4}

@@ -20,7 +20,7 @@ from unishard.mapping.express import AUTO, FieldResult
 from unishard.mapping.rules import SCRIPT, Fit
 
 if TYPE_CHECKING:
-    from unishard.formats.translating import Item
+    from unishard.formats.items import Item
 
 __all__ = ["Change", "changes", "differences", "read_back", "refusals", "to_write_out", "with_differences"]
 

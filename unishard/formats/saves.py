@@ -11,7 +11,7 @@ from unishard.mapping.entries import Entry, Path
 from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
-    from unishard.formats.translating import Item
+    from unishard.formats.items import Item
 
 __all__ = ["carried", "described", "with_files"]
 

@@ -8,49 +8,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
-from unishard.config.nested import Native, flat, merge
+from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
-from unishard.formats.defaults import left_to_engine, stays_with_engine
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
 from unishard.formats.format import Format
+from unishard.formats.items import Item, item_of
 from unishard.formats.readback import Change, changes, differences, read_back, refusals, to_write_out, with_differences
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.saves import carried, described, with_files
 from unishard.formats.source import Source, open_source
-from unishard.formats.untouched import goes_through, stays, untouched, value_in
+from unishard.formats.untouched import untouched
 from unishard.loading.document import text_of
-from unishard.loading.placeholders import placeholder
 from unishard.mapping.entries import Entry
-from unishard.mapping.express import KEPT_AUTO, LEFT_OUT, Expressed, FieldResult
-from unishard.mapping.rules import NO_KEY, Fit
+from unishard.mapping.express import Expressed
+from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.formats.filling import Filling
 
-__all__ = ["Item", "Outcome", "read", "translate"]
-
-
-class Item(NamedTuple):
-    """What became of one key."""
-
-    key: str
-    value: Any
-    fit: Fit
-    becomes: str
-    """What says it in the other format, in words; empty where nothing does."""
-    note: str
-    line: int | None
-    """Of the key in its file."""
-    assumed: bool
-    """Whether the document does not have the key, and its tool assumes this value."""
-    notable: bool = False
-    """Whether the default report has a line for it although it is assumed."""
-    place: str = ""
-    """Where the value comes from if not from the document: what was read beside it, or the default of that."""
-    beside: bool = False
-    """Whether the key is one of what was read beside the document."""
+__all__ = ["Outcome", "read", "translate"]
 
 
 class Outcome(NamedTuple):
@@ -191,7 +169,7 @@ def _described(
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
     found = carried(reading, target.name)
-    lines = (described(_item(entry, reading, target, expressed, same), entry, found, target.name) for entry in reading.entries)
+    lines = (described(item_of(entry, reading, target, expressed, same), entry, found, target.name) for entry in reading.entries)
     items = (*lines, *_refused_overrides(overrides, reading, expressed))
     if same is not None:
         return items, same
@@ -287,118 +265,3 @@ def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expresse
         result = expressed.fields.get(field)
         if result and result.fit is Fit.UNSUPPORTED and field not in said:
             yield Item(f"--set {field}", value_at(reading.config, field), result.fit, result.key, result.note, None, assumed=False)
-
-
-def _item(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed, same: Native | None) -> Item:
-    word = _repeated(entry, reading, same) if same is not None and not entry.beside else None
-    word = word or _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
-    line = None if entry.assumed or entry.beside else reading.source.origins.of(entry.path).line
-    notable = entry.assumed and entry.meaning.notable
-    return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, notable, entry.place, entry.beside)
-
-
-def _repeated(entry: Entry, reading: ReadDocument, same: Native) -> FieldResult | None:
-    """What became of a key that the same format has as it is, or of a default that still holds; None where it does not stay so."""
-    meaning = entry.meaning
-    here = not entry.assumed and stays(entry, reading.source.data, same)
-    elsewhere = any(key.partition(".")[0] != reading.config.backend for key in meaning.native)
-    if not goes_through(entry) or elsewhere or (not entry.assumed and not here):
-        return None
-    if meaning.fit is Fit.NEEDS_INPUT or (entry.assumed and any(field in reading.undecided for field in meaning.fields)):
-        return FieldResult(Fit.EXACT, entry.key, "kept") if here and any(_required(reading, meaning.fields)) else None
-    if not entry.assumed:
-        return FieldResult(Fit.EXACT, entry.key, "kept")
-    values = ((value_at(reading.config, field), value) for field, value in meaning.fields.items())
-    holds = all(list(held) == list(value) if isinstance(held, tuple) else held == value for held, value in values)
-    left = f"{meaning.note}; still left to it" if meaning.notable else "still left to the tool's default"
-    return FieldResult(Fit.EXACT, "", left) if holds and value_in(same, entry.path) is None else None
-
-
-def _unless_left(word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
-    """The result, which is exact for a default of the engine or a setting without a field where another tool drives the same engine."""
-    if target.name == "unishard" or word.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays_with_engine(reading):
-        return word
-    if (entry.meaning.fields and not entry.assumed) or not left_to_engine(entry, expressed.document):
-        return word
-    return FieldResult(Fit.EXACT, "" if entry.assumed else entry.key, "the same default there" if entry.assumed else "")
-
-
-def _required(reading: ReadDocument, fields: Iterable[str]) -> Iterator[bool]:
-    """Whether each field is one that no default may decide, and that another format would have to be told."""
-    return (reading.undecided[field].required for field in fields if field in reading.undecided)
-
-
-def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
-    meaning = entry.meaning
-    if meaning.fit is Fit.UNSUPPORTED:
-        return FieldResult(Fit.UNSUPPORTED, "", meaning.note)
-    if meaning.kept and reading.format == target.name and meaning.fields.keys() <= reading.undecided.keys():
-        return FieldResult(Fit.EXACT, entry.key, "kept")
-    own = _native_result(entry, reading, expressed) if meaning.native else None
-    if not meaning.fields:
-        return own or FieldResult(meaning.fit, "", meaning.note)
-    if own is None:
-        word = _field_result(entry, reading, expressed)
-        silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
-        left = f"{meaning.note}; still left to it" if meaning.notable else "still left to the tool's default"
-        return FieldResult(Fit.EXACT, "", left) if silent else word
-    said = _field_result(entry.but(Fit.EXACT, ""), reading, expressed)
-    becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
-    return FieldResult(max(said.fit, own.fit, key=lambda fit: fit.badness), becomes, note)
-
-
-def _native_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
-    """What became of settings that only one engine has: exact where the document that is written holds them, or says that it does."""
-    words = [_native_setting(path, reading, expressed) for path in entry.meaning.native]
-    said = max(words, key=lambda word: word.fit.badness)
-    if said.fit is Fit.EXACT:
-        return FieldResult(Fit.EXACT, ", ".join(word.key for word in words), "")
-    # What is lost where the setting is dropped, the key itself says.
-    own = entry.meaning.fit
-    fit = own if said.fit is Fit.IGNORED else max(own, said.fit, key=lambda fit: fit.badness)
-    return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.meaning.note, said.note)))))
-
-
-def _native_setting(path: str, reading: ReadDocument, expressed: Expressed) -> FieldResult:
-    engine, _, key = path.partition(".")
-    if engine != reading.config.backend:
-        return FieldResult(Fit.IGNORED, "", "")
-    if said := expressed.fields.get(f"native.{path}"):
-        return said
-    held = [name for name, _ in flat(expressed.document) if f".{key}." in f".{name}."]
-    return FieldResult(Fit.EXACT, min(held, key=len), "") if held else FieldResult(Fit.IGNORED, "", "")
-
-
-_SAID = FieldResult(Fit.EXACT, "", "")
-
-
-def _left_to_the_tool(field: str, expressed: Expressed) -> bool:
-    """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
-    word = expressed.fields.get(field, _SAID)
-    return word.fit is Fit.NEEDS_INPUT and word.note != KEPT_AUTO and placeholder(field) not in dict(flat(expressed.document)).values()
-
-
-def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
-    """The outcome of a key with unknown fields that the other format cannot leave open: its tool's defaults would train differently."""
-    who = reading.undecided[fields[0]].who
-    note = f"{who}, says {', '.join(fields)}; add it, or {' '.join(f'--set {field}=...' for field in fields)}"
-    return FieldResult(Fit.UNSUPPORTED, "", note)
-
-
-def _field_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
-    """Of what the key means and what the other format makes of it, the worse."""
-    own = entry.meaning
-    left = [field for field in own.fields if field in reading.undecided]
-    if missing := [field for field in left if reading.undecided[field].required and _left_to_the_tool(field, expressed)]:
-        return _unknown(missing, reading)
-    words = [expressed.fields[field] for field in own.fields if field in expressed.fields]
-    said = max((word.fit for word in words), key=lambda fit: fit.badness, default=Fit.EXACT)
-    fit, notes = max(own.fit, said, key=lambda fit: fit.badness), [own.note] if own.fit is not Fit.EXACT or own.notable else []
-    if own.fit is Fit.NEEDS_INPUT:
-        # Whether it must be decided now is the other format's to say.
-        fit, notes = said, notes if left and said is Fit.NEEDS_INPUT else []
-    elif said is Fit.NEEDS_INPUT:
-        notes += [f"{field} comes from {reading.undecided[field].who}" for field in left]
-    notes += [word.note for word in words if word.note and word.fit is not Fit.EXACT] if said is not Fit.EXACT else []
-    becomes = ", ".join(dict.fromkeys(word.key for word in words if word.key not in ("", NO_KEY)))
-    return FieldResult(fit, becomes, "; ".join(dict.fromkeys(filter(None, notes))))

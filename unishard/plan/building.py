@@ -19,7 +19,7 @@ from unishard.plan.activations import Activations
 from unishard.plan.tracing import trace
 from unishard.plugins.footprint import ModelShape
 
-__all__ = ["Batch", "Built", "BuiltModel"]
+__all__ = ["Batch", "BuiltModel", "ModelWithBatch"]
 
 _FAKE = CORE_PATCHES["models-without-data"]
 
@@ -31,7 +31,7 @@ Loss = Callable[[Any], Tensor]
 """Computes the mean loss of a micro-batch from what forward returns."""
 
 
-class Built(NamedTuple):
+class ModelWithBatch(NamedTuple):
     """A model, and how it is run."""
 
     model: nn.Module
@@ -52,7 +52,7 @@ class BuiltModel:
         """
         self._name, self._folder = name, folder
 
-    def build(self) -> Built:
+    def build(self) -> ModelWithBatch:
         """The model, and how it is run.
 
         Raises:
@@ -97,7 +97,7 @@ class BuiltModel:
             what = f"--model {self._name}: cannot be run without data ({type(error).__name__}{first}); give --no-activations"
             raise ModelError(what) from error
 
-    def _from_folder(self, folder: Path) -> Built:
+    def _from_folder(self, folder: Path) -> ModelWithBatch:
         try:
             import transformers
         except ModuleNotFoundError as error:
@@ -114,9 +114,9 @@ class BuiltModel:
         except Exception as error:  # transformers can raise anything for an unsuitable file
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise _refuse(f"{folder} cannot be read by transformers ({reason})") from error
-        return Built(model, _batch_of(model), self._own_loss)
+        return ModelWithBatch(model, _batch_of(model), self._own_loss)
 
-    def _from_factory(self) -> Built:
+    def _from_factory(self) -> ModelWithBatch:
         module, _, function = self._name.partition(":")
         try:
             factory = getattr(importlib.import_module(module), function, None)
@@ -128,7 +128,7 @@ class BuiltModel:
         model, batch, loss, *_ = (*(made if isinstance(made, tuple) and 2 <= len(made) <= 3 else (made,)), None, None)
         if not isinstance(model, nn.Module):
             raise _refuse(f"{self._name} returned {type(model).__name__}; it must return a torch.nn.Module, or (model, batch)")
-        return Built(model, batch or _batch_of(model), loss or self._own_loss)
+        return ModelWithBatch(model, batch or _batch_of(model), loss or self._own_loss)
 
     def _own_loss(self, out: Any) -> Tensor:
         """The loss that forward returns.
