@@ -187,8 +187,6 @@ def locate(where: Path, which: str | int = LATEST) -> Path:
     """
     if is_checkpoint(where) and which == LATEST:
         return where
-    if where.is_file():
-        raise CheckpointError(f"{where}: is a file, and a checkpoint is a folder; {_WEIGHTS}")
     if not where.is_dir():
         hint = _WEIGHTS if where.suffix in _WEIGHT_FILES else "give a checkpoint, or the folder that holds checkpoints"
         raise CheckpointError(f"{where}: no such folder; {hint}")

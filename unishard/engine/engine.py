@@ -19,7 +19,8 @@ from unishard.data.batches import Window
 from unishard.distributed.endings import names_causes
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.loop.passes import Passes
-from unishard.engine.metrics.recorder import check_number, check_values
+from unishard.engine.metrics.recorder import check_values
+from unishard.engine.one_number import check_number
 from unishard.engine.parameters_by_name import ParametersByName
 from unishard.engine.results import Step
 from unishard.engine.state.unsharded import naming_sharded_reads

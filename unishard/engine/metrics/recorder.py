@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from unishard.config import Config
 from unishard.distributed import process_group
@@ -20,10 +19,11 @@ from unishard.engine.metrics.destinations import Destinations
 from unishard.engine.metrics.memory import memory_bytes
 from unishard.engine.metrics.modules import ModuleRecorder
 from unishard.engine.metrics.throughput import flops_per_token, peak_flops, work_of
+from unishard.engine.one_number import check_number
 from unishard.engine.results import Step
 from unishard.errors import ContractError
 
-__all__ = ["NAMES", "MetricsRecorder", "check_number", "check_values", "timed"]
+__all__ = ["NAMES", "MetricsRecorder", "check_values", "timed"]
 
 NAMES = (
     "step",
@@ -229,23 +229,6 @@ def check_values(values: Mapping[str, Any]) -> None:
         if name in NAMES:
             raise ContractError(f"log: {name} is a value that the engine logs itself; choose another name, such as my_{name}")
         check_number("log", name, value)
-
-
-def check_number(call: str, name: str, value: Any) -> None:
-    """Check that a value is one number.
-
-    Raises:
-        ContractError: It is not.
-    """
-    if isinstance(value, DTensor):
-        raise ContractError(f"{call}: {name} is a DTensor, of which each rank holds a part; pass {name}.full_tensor()")
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise ContractError(f"{call}: {name} must be one number, got a tensor of shape {tuple(value.shape)}; pass its mean, {name}.mean()")
-    if not isinstance(value, Tensor):
-        try:
-            float(value + 0)  # a text is no number
-        except (TypeError, ValueError):
-            raise ContractError(f"{call}: {name} must be a number or a tensor with one, got {value!r}") from None
 
 
 def timed(save: F) -> F:
