@@ -23,7 +23,7 @@ def of(backend, strategy):
 
 
 PLAIN = {
-    ("fsdp", "no_shard"): 160,
+    ("fsdp", "no_shard"): 169,
     ("fsdp", "shard_grad_op"): 202,
     ("fsdp", "full_shard"): 202,
     ("deepspeed", "no_shard"): 180,

@@ -227,7 +227,7 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_the_former_checkpoint_stays(
         assert told.startswith("CheckpointError: ")
         assert "rank 1" in told
         assert "No space left on device" in told
-        assert names == ["latest", "step-00000001"]
+        assert names == [".owner", "latest", "step-00000001"]
         assert [found.path for found in finding.checkpoints(first.parent)] == [first, last]
 
 
@@ -370,7 +370,7 @@ def test_a_killed_rank_leaves_the_former_checkpoint(root):
     (resumed,) = run_ranks(1, _resumed, root)
     assert resumed[0] == 1
     assert "saved by 2 ranks, so random generators (dropout and others) are seeded from training.seed, step and rank" in resumed[1]
-    assert not [path for path in (Path(root) / "killed").iterdir() if path.name.startswith(".")]
+    assert [path.name for path in (Path(root) / "killed").iterdir() if path.name.startswith(".")] == [".owner"]
 
 
 def _killed(root):
