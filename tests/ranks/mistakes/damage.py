@@ -57,7 +57,7 @@ def checkpoints_on_a_disk_of_each_node(backend, in_background):
         finally:
             engine.close()
             assert finding.latest(disk / "checkpoints") is None
-            assert finding.entries(disk / "checkpoints") == []
+            assert set(finding.entries(disk / "checkpoints")) <= {".owner"}  # the lease of rank 0
 
 
 @DAMAGE.raises(

@@ -131,6 +131,7 @@ class WrittenParameters:
             self._remove_hooks()
         outer = [hook for part in self._parts for hook in self._outside(part, found)] if closely else []
         self._found = found if closely else None
+        self._order.gathered = True  # a resumed run may begin past the updates whose hooks would say so
         try:
             yield
         finally:
