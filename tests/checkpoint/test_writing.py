@@ -86,7 +86,7 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
     file = folder / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-2000])
     tensors = Tensors(folder)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: .* cannot be read"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: .* it is damaged"):
         tensors.read([ReadRequest(name, 0, torch.empty(value.numel())) for name, value in WHOLE.items()])
 
 

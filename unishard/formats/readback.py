@@ -124,7 +124,9 @@ def with_differences(
     for item, entry in zip(items, reading.entries, strict=False):
         fields = [*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)]
         lost = reading.format != back.format and not entry.meaning.native and _is_lost(item, fields, back)
-        here = [field for field in fields if field not in named and (field in found or (lost and not _idle(field, reading.config)))]
+        by_itself = item.fit is Fit.EXACT and SCRIPT in item.becomes  # the tool does the same, though nothing in its file says it
+        other = {field for field, one in found.items() if one.b.said or not by_itself}
+        here = [field for field in fields if field not in named and (field in other or (lost and not _idle(field, reading.config)))]
         fits = [_outcome(field, found.get(field), reading, back, words) for field in here]
         if not fits:
             yield item._replace(fit=Fit.IGNORED, becomes="", note=_AS_IT_IS) if lost else item
