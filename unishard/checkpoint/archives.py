@@ -20,6 +20,9 @@ _BLOCK = 1 << 22
 _ELEMENTS, _ELEMENTS_A_BYTE = 1 << 24, 16
 """Elements of all tensors in any file, and further ones for each of its bytes: tensors may share memory, or repeat it (stride 0)."""
 
+_OF_TYPE = "_rebuild_from_type_v2"
+"""Calls its first argument with its third, for a tensor with attributes of its own (torch 2.13, _tensor.py)."""
+
 
 def require_bounded(file: IO[bytes]) -> None:
     """Check an archive before torch reads it: it is not compressed, and means about as much as its length.
@@ -101,6 +104,8 @@ class _Outline(BoundedUnpickler):
 
     def note_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """Count a tensor: torch rebuilds it from a storage, an offset, its shape, and so on (torch 2.13, _utils.py)."""
+        while function.__name__ == _OF_TYPE and len(arguments) > 2 and isinstance(arguments[0], type) and isinstance(arguments[2], tuple):
+            function, arguments = arguments[0], arguments[2]
         if function.__name__.startswith("_rebuild") and len(arguments) > 2 and isinstance(arguments[2], tuple):
             if len(arguments[2]) > MOST_DIMS or not all(isinstance(length, int) for length in arguments[2]):
                 refuse("has a tensor with an impossible shape; it is damaged")
