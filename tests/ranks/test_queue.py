@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "schedule": {"scheduler": {"name": "cosine", "warmup_steps": 3, "total_steps": 100}},
     "items": {"training": {"gradient_clipping": 1.0}},
     "items counted on the device": {"training": {"gradient_clipping": 1.0}},
-    "automatic saves": {"checkpoint": {"dir": "unused", "on_signal": ["SIGUSR1"], "every_minutes": 60}},
+    "automatic saves": {"checkpoint": {"dir": "build/unused", "on_signal": ["SIGUSR1"], "every_minutes": 60}},
     "bf16": {"precision": "bf16", "training": {"gradient_clipping": 1.0}},
     "fp16": {"precision": "fp16"},
     "ignore": {"training": {"nonfinite": "ignore"}},
