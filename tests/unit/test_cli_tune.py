@@ -132,7 +132,7 @@ def test_a_global_batch_size_that_the_ranks_give_drops_nothing(gives: Any) -> No
     result = run("tune", "c.yaml", "--set", "training.global_batch_size=16", "-m", "x")
     assert result.exit_code == 0, result.output
     assert len(asked) == 8
-    assert "note: for 2 ranks, as launch.processes_per_node says; launch.nodes is 2, but this host is measured alone" in result.stderr
+    assert "note: for 2 ranks, as launch.processes_per_node says; launch.nodes is 2, but only this host is measured" in result.stderr
 
 
 @pytest.mark.parametrize(

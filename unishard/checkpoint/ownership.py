@@ -121,7 +121,7 @@ def is_lost(root: Path) -> bool:
 
 
 def release(holder: object) -> None:
-    """Give back every directory that this object owns alone."""
+    """Release each directory that no other object of this process owns."""
     for owned in [owned for owned in _owned.values() if owned.process == os.getpid()]:
         owned.discard(holder)
 

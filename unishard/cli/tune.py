@@ -110,7 +110,7 @@ def tune(
 
 
 def _other_hosts(cfg: Config) -> str:
-    return f"; launch.nodes is {cfg.launch.nodes}, but this host is measured alone" if cfg.launch.max_nodes > 1 else ""
+    return f"; launch.nodes is {cfg.launch.nodes}, but only this host is measured" if cfg.launch.max_nodes > 1 else ""
 
 
 def _trials(

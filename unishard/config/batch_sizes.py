@@ -48,7 +48,7 @@ def ranks_of_batch(training: Training) -> int | None:
 
 
 def _instead(training: Training, whole: int, world_size: int) -> str:
-    """What to write, so that the three sizes agree: the accumulation alone, if that can do it."""
+    """What to write so that the three sizes agree: only the accumulation steps, if that is enough."""
     micro, steps = training.micro_batch_size, training.gradient_accumulation_steps
     if whole % (micro * world_size) == 0:
         return f"write gradient_accumulation_steps: {whole // (micro * world_size)}, or remove global_batch_size"

@@ -1,7 +1,7 @@
 """What an update uses and a script may write past the engine: options of the optimizer, and weights. It must be the same on all ranks.
 
 Where each rank holds all weights in full, writing them is allowed: their bits are added up on the device before updates whose calls are
-compared, and read behind the backward. Elsewhere it is an error (`written_parameters`), and a rank that has done it alone is named:
+compared, and read behind the backward. Elsewhere it is an error (`written_parameters`), and the only rank that has done it is named:
 in-place operations raise the version of a parameter, which costs nothing to read in every update.
 """
 
