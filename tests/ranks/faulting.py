@@ -6,7 +6,6 @@ import atexit
 import errno
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -440,9 +439,9 @@ def disk(folder: str, backend: str, kind: str, victim: int = 1) -> None:
 def _harm(root: Path, kind: str) -> None:
     """Let the disk fail from here on, or once."""
     failures = {"full": errno.ENOSPC, "read-only": errno.EROFS, "broken": errno.EIO}
-    acts = {"slow": lambda: time.sleep(3 * TIMEOUT), "vanishes": lambda: shutil.rmtree(root)}
+    acts = {"slow": lambda: time.sleep(3 * TIMEOUT), "vanishes": lambda: _vanish(root)}
     if kind == "vanished before":
-        shutil.rmtree(root)
+        _vanish(root)
         return
     acted = False
 
@@ -460,6 +459,11 @@ def _harm(root: Path, kind: str) -> None:
             acts[kind]()
 
     sys.addaudithook(fail)
+
+
+def _vanish(root: Path) -> None:
+    """In one step: a folder that another rank writes into cannot always be emptied."""
+    root.rename(root.with_name("vanished"))
 
 
 # -- signals --------------------------------------------------------------------------------------------------------------
