@@ -42,4 +42,6 @@ def test_tools_that_take_only_true_or_false_gather_among_all_ranks(to: str, keys
 def test_deepspeed_itself_has_hpz() -> None:
     outcome, fit = written("deepspeed", backend="deepspeed")
     assert outcome.document["zero_optimization"]["zero_hpz_partition_size"] == 4
-    assert fit is Fit.APPROXIMATE  # read back, the group of 4 is not known to be less than all ranks
+    assert fit is Fit.EXACT
+    back = translate(outcome.document, "unishard", from_="deepspeed", topology=NODES).document["sharding"]
+    assert back == {"strategy": "full_shard", "reshard_after_forward": 4, "units": ["Block"]}

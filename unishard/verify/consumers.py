@@ -83,6 +83,8 @@ def read_settings(outcome: Outcome) -> Effective:
             outcome.to,
             missing=f"{catalog.get(outcome.to).tool} cannot be verified here: unishard cannot ask it what it makes of a file",
         )
+    if not consumer.reads_sources and outcome.document == outcome.reading.source.data:
+        return Effective({}, consumer.tool, missing=f"{consumer.tool} cannot be asked about a file that stays as it is")
     return _asked(outcome.to, consumer, outcome.document, outcome.text, outcome)
 
 

@@ -85,6 +85,8 @@ _DECIDES: Mapping[str, tuple[str, ...]] = {
 def _completed(document: Mapping[str, Any], open_: set[str], ranks: int) -> Native:
     """What DeepSpeed can be given in one process: one micro-batch where nothing says how many, and one rank's share of the global batch."""
     given = nested({key: value for key, value in flat(document) if key not in open_})
+    if isinstance(given.get("aio"), dict):
+        given["aio"] = {key: value for key, value in given["aio"].items() if key != "use_gds"}  # which needs a GPU
     if not {_MICRO, _BATCH} & given.keys():
         given[_MICRO] = 1
     if ranks == 1 and all(isinstance(given.get(key), int) for key in (_MICRO, _WINDOW, _BATCH)):

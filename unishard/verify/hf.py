@@ -28,6 +28,10 @@ _WHOLE = {"output_dir", "learning_rate", "per_device_train_batch_size", "num_tra
 """A file without any of these holds a part of the arguments; the others are in the script."""
 _ENGINES = {"fsdp", "deepspeed"}
 _OF_ENGINES = ("sharding.", "offload.")
+_OF_THE_MACHINE = {"use_cpu": True, "tf32": None}
+"""What transformers takes only with a GPU, which says nothing about a config."""
+_WITHOUT_GPU = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+"""The first needs a GPU, and the second the first."""
 _NAMES = {"adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
 
 
@@ -38,7 +42,7 @@ def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, A
     known = {field.name for field in fields(TrainingArguments)}
     with TemporaryDirectory() as place, _fresh(folder):
         given = {key: value for key, value in document.items() if key in known}
-        built = TrainingArguments(**{**given, "use_cpu": True, "output_dir": place, "report_to": "none"})
+        built = TrainingArguments(**{**given, **_OF_THE_MACHINE, "output_dir": place, "report_to": "none"})
         found = _settings(built)
         if given.keys() & _WHOLE:
             return found
@@ -46,7 +50,7 @@ def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, A
 
 
 def _settings(built: Any) -> dict[str, Any]:
-    optim = str(getattr(built.optim, "value", built.optim)).partition("_")[0]
+    optim = str(getattr(built.optim, "value", built.optim)).removeprefix("paged_").partition("_")[0]
     found: dict[str, Any] = {
         "precision.compute": "bf16" if built.bf16 else "fp16" if built.fp16 else "fp32",
         "training.micro_batch_size": built.per_device_train_batch_size,
@@ -75,8 +79,7 @@ def _fsdp(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     from unishard.verify.fsdp import settings_of as fsdp_settings
 
-    plugin = FullyShardedDataParallelPlugin(**arguments)
-    return fsdp_settings(plugin)
+    return fsdp_settings(FullyShardedDataParallelPlugin(**{**arguments, **_WITHOUT_GPU}))
 
 
 @contextmanager

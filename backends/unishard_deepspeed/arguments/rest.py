@@ -107,7 +107,10 @@ _LOGS = "only logs and timers"
 
 
 def _tensor_parallel(value: Any, given: Given) -> Meaning:
-    return Meaning(Fit.IGNORED, "is off") if _size(value) else Meaning(Fit.UNSUPPORTED, _RANKS)
+    if not _size(value):
+        return Meaning(Fit.UNSUPPORTED, _RANKS)
+    unknown = isinstance(value, Mapping) and "enabled" in value
+    return Meaning(Fit.IGNORED, "is off" + ("; DeepSpeed 0.19.8 refuses enabled here" if unknown else ""), stale=unknown)
 
 
 def _compile(value: Any, given: Given) -> Meaning:

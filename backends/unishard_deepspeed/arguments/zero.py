@@ -62,10 +62,23 @@ def _mics(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size}, stale=True)
 
 
+def _gathers_in_group(given: Given) -> int | None:
+    """Ranks in which the backward gathers again (hpZ), where they are known to be fewer than all and parameters do not stay."""
+    size, ranks = quiet(integer(2), given.get(f"{_Z}zero_hpz_partition_size")), given.topology.world_size if given.topology else 0
+    stays = any(_distance(given.get(f"{_Z}{key}")) >= fields.UNLIMITED for key in ("stage3_max_reuse_distance", "max_reuse_distance"))
+    return int(size) if size and stage(given) == 3 and size < ranks and not stays and _shards(given) is None else None
+
+
+def _distance(value: Any) -> int:
+    return int(quiet(integer(0), value) or 0)
+
+
 def _hpz(value: Any, given: Given) -> Meaning:
     size = integer(0)(value)
     if size < 2 or stage(given) != 3:
         return dropped("no secondary copy of the parameters")
+    if _gathers_in_group(given):
+        return Meaning(fields={"sharding.reshard_after_forward": size})
     key = "deepspeed.zero_optimization.zero_hpz_partition_size"
     return Meaning(Fit.IGNORED, _HPZ, native={key: size}, elsewhere={"sharding.strategy": "hybrid_shard", "sharding.group_size": size})
 
@@ -73,9 +86,9 @@ def _hpz(value: Any, given: Given) -> Meaning:
 def _reuse(value: Any, given: Given) -> Meaning:
     distance = integer(0)(value)
     if distance >= fields.UNLIMITED or not distance:
-        return Meaning(fields={"sharding.reshard_after_forward": not distance})
+        return Meaning(fields={"sharding.reshard_after_forward": (_gathers_in_group(given) or True) if not distance else False})
     note = f"DeepSpeed keeps parameters used again within {distance:,} elements; same results"
-    return Meaning(Fit.EQUIVALENT, note, {"sharding.reshard_after_forward": True})
+    return Meaning(Fit.EQUIVALENT, note, {"sharding.reshard_after_forward": _gathers_in_group(given) or True})
 
 
 def _leaves(value: Any, given: Given) -> Meaning:

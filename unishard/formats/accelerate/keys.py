@@ -79,7 +79,7 @@ def _machines(value: Any, given: Given) -> Meaning:
 
 
 def _gone(why: str) -> Key:
-    return Key(lambda value, given: Meaning(Fit.IGNORED, why), "", Fit.IGNORED, why)
+    return Key(lambda value, given: Meaning(Fit.IGNORED, why, stale=True), "", Fit.IGNORED, why)
 
 
 def _use_cpu(value: Any, given: Given) -> Meaning:

@@ -52,9 +52,15 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
     engine = [entry for entry in _engine(source, topology) if entry.path not in refused_already]
     entries = [*own, *engine, *_unused(document)]
     said = {entry.path for entry in entries if not entry.assumed}
-    entries = [entry for entry in entries if not (entry.assumed and entry.path in said)]
+    entries = [_quoted(entry) for entry in entries if not (entry.assumed and entry.path in said)]
     order = {str(name): place for place, name in enumerate(document)}
     return sorted(entries, key=lambda entry: (entry.assumed, order.get(entry.path[0], len(order))))
+
+
+def _quoted(entry: Entry) -> Entry:
+    """The entry; a bare `no` of YAML 1.1, which is false, is written anew: Accelerate fails at it."""
+    fails = entry.path == ("mixed_precision",) and entry.value is False
+    return entry._replace(meaning=entry.meaning._replace(stale=True)) if fails else entry
 
 
 def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:

@@ -43,6 +43,8 @@ _NAMES: Mapping[str, tuple[str, Fit, str]] = {
     "paged_lion_8bit": ("lion", Fit.APPROXIMATE, _EIGHT),
 }
 """The optimizers of `OptimizerNames` that unishard has by name."""
+_REMOVED = ("adamw_hf", "adamw_apex_fused")
+"""Names that transformers 5.23 no longer takes."""
 
 _OTHERS = names(
     "adafactor ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit "
@@ -66,7 +68,7 @@ def named(value: Any, more: Mapping[str, tuple[str, Fit, str]] | None = None, ot
     known = {**_NAMES, **(more or {})}
     if name in known:
         found, fit, note = known[name]
-        return Meaning(fit, note, {"optimizer.name": found})
+        return Meaning(fit, note, {"optimizer.name": found}, stale=name in _REMOVED)
     if name in (*_OTHERS, *others):
         why = f"unishard has no {name}; build it and pass it to unishard.prepare(optimizer=...)"
         return Meaning(Fit.UNSUPPORTED, why)

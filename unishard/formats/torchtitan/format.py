@@ -64,7 +64,7 @@ class TorchtitanFormat(Format):
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """The fields that the source decides."""
         rows = {path: row for path, row in RULES.items() if path in reading.decided or path == "backend"}
-        expressed = express(rows, reading.config, topology, reading.undecided)
+        expressed = _with_whole_batches(express(rows, reading.config, topology, reading.undecided), topology)
         return expressed if reading.topology else _without_ranks(expressed, reading)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
@@ -88,6 +88,23 @@ def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
     return Expressed(document, words)
 
 
+def _with_whole_batches(expressed: Expressed, topology: Topology) -> Expressed:
+    """The same; a global batch that is no multiple of the local ones, which torchtitan refuses, is refused or asked about."""
+    training = expressed.document.get("training", {})
+    size, local = training.get("global_batch_size", -1), training.get("local_batch_size")
+    each = (local or _LOCAL) * topology.world_size
+    if size <= 0 or size % each == 0:
+        return expressed
+    note = f"must be a multiple of {each} in torchtitan (the local batches of all ranks), got {size}; add --set "
+    whole = f"training.global_batch_size={-(-size // each) * each}"
+    found = (Fit.UNSUPPORTED, note + whole) if local else (Fit.NEEDS_INPUT, f"{note}training.micro_batch_size, or {_LOCAL} is assumed")
+    word = FieldResult(found[0], "training.global_batch_size", found[1])
+    return expressed._replace(fields={**expressed.fields, **{field: word for field in _BATCHES if field in expressed.fields}})
+
+
+_BATCHES = ("training.global_batch_size", "training.gradient_accumulation_steps")
+_LOCAL = 8
+"""torchtitan's own `local_batch_size`."""
 _NO_TABLE = Meaning(Fit.UNSUPPORTED, "must be a table of keys; write it as [name] with its keys below")
 
 
