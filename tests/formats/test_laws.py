@@ -1,0 +1,107 @@
+"""Laws of translations between any two formats: what a way there and back changes is named, and a second translation changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from accounting import FORMATS
+from documents import SEEDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unishard import ConfigError
+from unishard.config.topology import Topology
+from unishard.formats import Outcome, catalog, translate
+from unishard.formats.readback import differences, read_back
+from unishard.mapping.rules import Fit
+from unishard.verify import read_settings
+
+EIGHT = Topology(world_size=8, local_world_size=4)
+ASKED = ("deepspeed", "hf", "accelerate", "lightning")
+"""Formats whose tools say what they make of a file."""
+IMPLIED = {"sharding.strategy": ("sharding.reshard_after_forward", "sharding.group_size"), "precision.compute": ("precision.loss_scale",)}
+
+CHANGES: dict[str, list[Any]] = {
+    "backend": ["fsdp", "deepspeed"],
+    "sharding.strategy": ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"],
+    "precision.compute": ["bf16", "fp16", "fp32"],
+    "training.micro_batch_size": [1, 3],
+    "training.gradient_accumulation_steps": [1, 4],
+    "training.gradient_clipping": [0.5, 1.0, "null"],
+    "optimizer.lr": [1e-5, 3e-4],
+    "activation_checkpointing": ["none", "full"],
+}
+overrides = st.fixed_dictionaries({}, optional={field: st.sampled_from(values) for field, values in CHANGES.items()}).map(
+    lambda chosen: [f"{field}={value}" for field, value in chosen.items()]
+)
+
+
+def translated(document: Any, to: str, from_: str, changed: list[str] | None = None) -> Outcome | None:
+    """The translation; None where it is refused."""
+    try:
+        outcome = translate(document, to, from_=from_, topology=EIGHT, overrides=changed or [])
+    except ConfigError:
+        return None
+    return None if outcome.of(Fit.UNSUPPORTED) else outcome
+
+
+def named(outcome: Outcome) -> set[str]:
+    """The fields of which a report says that they are not kept as they are."""
+    fields = {change.field for change in outcome.changes}
+    for item, entry in zip(outcome.items, outcome.reading.entries, strict=False):
+        if item.fit is not Fit.EXACT:
+            fields |= {*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)}
+    return fields | {other for field in fields for other in IMPLIED.get(field, ())}
+
+
+@st.composite
+def first_translations(draw: st.DrawFn, to: str) -> Outcome | None:
+    from_ = draw(st.sampled_from(sorted(SEEDS)))
+    return translated(draw(st.sampled_from(SEEDS[from_])), to, from_, draw(overrides))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_a_way_there_and_back_changes_is_named(to: str) -> None:
+    @settings(max_examples=8)
+    @given(first_translations(to))
+    def holds(there: Outcome | None) -> None:
+        origin = there.reading.format if there else ""
+        again = translated(there.document, origin, to) if there else None
+        if there is None or again is None:
+            return
+        back = read_back(catalog.get(origin), again.document, again.reading)
+        lost = {path for path, one in differences(there.reading, back).items() if one.a.said and not path.startswith("native.")}
+        assert lost - {"backend"} <= named(there) | named(again)  # `--to deepspeed` asks for the engine
+
+    holds()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_was_written_once_is_written_alike_again(to: str) -> None:
+    @settings(max_examples=4)
+    @given(first_translations(to))
+    def holds(once: Outcome | None) -> None:
+        if once is not None:
+            twice = translated(once.document, to, to)
+            assert twice is not None
+            assert translated(twice.document, to, to).document == twice.document  # type: ignore[union-attr]
+
+    holds()
+
+
+@pytest.mark.parametrize("to", ASKED)
+def test_its_tool_makes_the_same_of_what_is_written_again(to: str) -> None:
+    @settings(max_examples=3)
+    @given(first_translations(to), st.sampled_from(ASKED[:3]))
+    def holds(once: Outcome | None, by: str) -> None:
+        between = translated(once.document, by, to) if once else None
+        again = translated(between.document, to, by) if between else None
+        if once is None or between is None or again is None:
+            return
+        first, last = read_settings(once), read_settings(again)
+        assert {first.refused, last.refused} == {""}
+        other = {field for field in first.settings.keys() & last.settings.keys() if first.settings[field] != last.settings[field]}
+        assert other <= named(once) | named(between) | named(again)
+
+    holds()
