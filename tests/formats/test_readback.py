@@ -172,6 +172,15 @@ def test_what_fsdp_does_with_files_goes_to_the_trainer() -> None:
     assert (document["state_dict_type"], document["cpu_ram_efficient_loading"]) == ("FULL_STATE_DICT", True)
 
 
+def test_block_classes_come_back_from_deepspeed() -> None:
+    named = {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"}}
+    there = translate(named, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])
+    assert not verify(there).effective.refused
+    back = translate(there.document, "accelerate", from_="accelerate", overrides=["backend=fsdp"]).document["fsdp_config"]
+    assert back["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer,LlamaMLP"
+    assert back["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+
+
 @pytest.mark.parametrize(("word", "written"), [("sharded", "SHARDED_STATE_DICT"), ("full", "FULL_STATE_DICT"), ("local", None)])
 def test_composers_words_for_saves_are_those_of_accelerate(word: str, written: str | None) -> None:
     data = {"max_duration": "1ep", "fsdp_config": {"sharding_strategy": "FULL_SHARD", "state_dict_type": word}}

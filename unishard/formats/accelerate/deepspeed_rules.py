@@ -13,6 +13,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
+from unishard.formats.accelerate.fsdp import CLASSES
 from unishard.formats.accelerate.rules import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
@@ -92,8 +93,12 @@ _SHARDING: Mapping[str, Rule] = {
         "true",
         Fit.EQUIVALENT,
     ),
-    "sharding.units": none(
-        "ZeRO gathers parameter by parameter: the same math", lambda cfg: cfg.sharding.units == "auto", "auto", Fit.EQUIVALENT
+    "sharding.units": Rule(
+        Fit.EQUIVALENT,
+        f"fsdp_config.{CLASSES}",
+        "ZeRO gathers parameter by parameter: the same math; Accelerate reads the classes where the type is FSDP again",
+        lambda cfg, topology: {"fsdp_config": {CLASSES: ",".join(cfg.sharding.units)}} if cfg.sharding.units != "auto" else {},
+        (unless("auto", lambda cfg: cfg.sharding.units == "auto"),),
     ),
     "sharding.min_unit_params": none("ZeRO has no units", lambda cfg: not cfg.sharding.min_unit_params, "0"),
     "sharding.conditional_modules": exact(

@@ -17,7 +17,7 @@ from unishard.mapping.key_rows import boolean, integer, listed
 from unishard.mapping.rules import Fit
 from unishard.mapping.templates import is_placeholder
 
-__all__ = ["NAMES", "fsdp_entries"]
+__all__ = ["CLASSES", "NAMES", "fsdp_entries"]
 
 NAMES: Mapping[str, str] = {
     f"fsdp_{name}": name
@@ -29,7 +29,7 @@ NAMES: Mapping[str, str] = {
 } | {"fsdp_offload_params": "cpu_offload"}
 """FSDP's argument by the name that Accelerate gives it. The prefix may be left out (commands/launch.py)."""
 
-_CLASSES = "fsdp_transformer_layer_cls_to_wrap"
+CLASSES = "fsdp_transformer_layer_cls_to_wrap"
 _NULLABLE = names(
     "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type fsdp_ignored_modules"
 )
@@ -56,7 +56,7 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     version = _version(block)
     entries = list(_twice(document, block))
     for full, (name, value) in block.items():
-        if full == _CLASSES and value == "" and not _by_class(block):
+        if full == CLASSES and value == "" and not _by_class(block):
             entries.append(dropped(("fsdp_config", str(name)), value, "is only read with fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"))
             continue
         entries += _argument(arguments, full, ("fsdp_config", str(name)), value)

@@ -11,12 +11,12 @@ from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
 from unishard.formats.accelerate.deepspeed_file import file_entries
 from unishard.formats.accelerate.distributed_types import KINDS, kind_of, precision_of
 from unishard.formats.accelerate.entries import block_of, dropped, refused
-from unishard.formats.accelerate.fsdp import fsdp_entries
+from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries
 from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.engine_block import Spot
 from unishard.formats.source import Source
 from unishard.mapping.entries import Entry, Meaning, Unreadable, interpret
-from unishard.mapping.key_rows import integer
+from unishard.mapping.key_rows import integer, listed
 from unishard.mapping.rules import Fit
 
 __all__ = ["entries_of", "ranks_of"]
@@ -181,7 +181,17 @@ def _unused(document: Mapping[str, Any]) -> Iterator[Entry]:
             yield refused((name,), value, f"must be a mapping of keys to values, got {shown(value)}; {_INSTEAD[name]}")
         elif kind_of(document) is not KINDS[kind]:
             for key, inner in value.items():
-                yield dropped((name, str(key)), inner, f"only used with distributed_type: {kind}")
+                idle = dropped((name, str(key)), inner, f"only used with distributed_type: {kind}")
+                yield _with_classes(idle) if key == CLASSES and kind_of(document) is KINDS["DEEPSPEED"] else idle
+
+
+def _with_classes(idle: Entry) -> Entry:
+    """The entry, with the block classes that another engine would gather by."""
+    try:
+        note = f"{idle.meaning.note}; ZeRO gathers parameter by parameter: the same math"
+        return idle._replace(meaning=Meaning(Fit.EQUIVALENT, note, {"sharding.units": listed(idle.value)}))
+    except Unreadable:
+        return idle
 
 
 _INSTEAD = {
